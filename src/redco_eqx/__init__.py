@@ -1,0 +1,48 @@
+"""Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
+
+from redco_eqx._data import batches
+from redco_eqx._evaluate import evaluate, predict
+from redco_eqx._explain import Explanation, explain
+from redco_eqx._fit import NonFiniteError, fit, num_train_steps
+from redco_eqx._interrupt import TrainingInterrupted
+from redco_eqx._log import ConsoleLogger, JSONLLogger, TensorBoardLogger
+from redco_eqx._mesh import batch_sharding, make_mesh
+from redco_eqx._rules import Decision, ShardingWarning, shard_rules
+from redco_eqx._state import TrainState, init_model, init_state
+from redco_eqx._steps import eval_step, predict_step, train_step
+from redco_eqx._tree import cast, from_arrays, to_arrays
+from redco_eqx._types import CollateFn, Logger, LossFn, Mean, PredictFn
+
+__all__ = [
+    "CollateFn",
+    "ConsoleLogger",
+    "Decision",
+    "Explanation",
+    "JSONLLogger",
+    "Logger",
+    "LossFn",
+    "Mean",
+    "NonFiniteError",
+    "PredictFn",
+    "ShardingWarning",
+    "TensorBoardLogger",
+    "TrainState",
+    "TrainingInterrupted",
+    "batch_sharding",
+    "batches",
+    "cast",
+    "eval_step",
+    "evaluate",
+    "explain",
+    "fit",
+    "from_arrays",
+    "init_model",
+    "init_state",
+    "make_mesh",
+    "num_train_steps",
+    "predict",
+    "predict_step",
+    "shard_rules",
+    "to_arrays",
+    "train_step",
+]

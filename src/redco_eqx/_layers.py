@@ -1,0 +1,305 @@
+"""A model as the rules see it: a tree of named nodes, with its matrices, tables, stacks and blocks found.
+
+Nothing is decided here. A `Matrix` is whatever acts like a Linear: a module with a 2-D `weight` or
+`kernel`, a convolution, or either of them with a LoRA branch beside it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from redco_eqx._tree import children, is_array, join, leaves_with_paths
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A node of the model, with abstract arrays as its leaves.
+
+    - `stack`: number of leading dims, of every array below, that number stacked copies.
+    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table.
+    - `is_block`: whether it is one of several alike (an element of a homogeneous list, or a stack), so
+        that no matrix inside it is consecutive to one outside.
+    """
+
+    path: str
+    name: str
+    value: Any
+    parent: "Node | None"
+    children: "list[Node]" = dataclasses.field(default_factory=list)
+    stack: int = 0
+    matrix: "Matrix | None" = None
+    table: "Table | None" = None
+    is_block: bool = False
+
+    @property
+    def is_array(self) -> bool:
+        return is_array(self.value)
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.value.shape)
+
+    def child(self, *names: str) -> "Node | None":
+        """The first direct child that is an array and has one of these names."""
+        return next((c for name in names for c in self.children if c.name == name and c.is_array), None)
+
+    def walk(self) -> "Iterator[Node]":
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def arrays(self) -> "list[Node]":
+        return [node for node in self.walk() if node.is_array]
+
+    def matrices(self) -> "list[Matrix]":
+        """Every matrix below, a wrapped one once."""
+        if self.matrix is not None:
+            return [self.matrix]
+        return [matrix for child in self.children for matrix in child.matrices()]
+
+    def attribute(self, *names: str) -> int | None:
+        """The first positive int among these attributes of the module or of its `config`."""
+        for owner in (self.value, getattr(self.value, "config", None)):
+            for name in names:
+                found = getattr(owner, name, None)
+                if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                    return found
+        return None
+
+
+@dataclasses.dataclass(eq=False)
+class Matrix:
+    """A map from `in_size` to `out_size` features; dims are those of the stored array."""
+
+    node: Node  # where it is named: the wrapper, if a LoRA module wraps it
+    weight: Node
+    in_size: int
+    out_size: int
+    in_dim: int
+    out_dim: int
+    groups: int = 1
+    bias: Node | None = None
+    lora: "tuple[Branch, Branch] | None" = None  # (in -> rank, rank -> out)
+
+    @property
+    def bias_dim(self) -> int:
+        return self.weight.stack
+
+    def name_in(self, scope: Node) -> list[str]:
+        """The parts of its path below `scope`."""
+        path = self.node.path.removeprefix(scope.path).strip(".")
+        return path.split(".")
+
+
+@dataclasses.dataclass(eq=False)
+class Branch:
+    """One factor of a LoRA branch: the array, and its dim that is the base's in (or out) dim."""
+
+    weight: Node
+    dim: int
+
+    @property
+    def rank(self) -> int:
+        return min(self.weight.shape[-2:])
+
+
+@dataclasses.dataclass(eq=False)
+class Table:
+    """An embedding table: rows looked up along `dim`."""
+
+    node: Node
+    weight: Node
+    num_rows: int
+    width: int
+    dim: int
+
+
+def read_model(model: Any) -> tuple[Node, dict[str, str]]:
+    """The root node, and for each leaf that `eqx.nn.Shared` ties: its path -> path of the real leaf."""
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model
+    )
+    tied: dict[str, str] = {}
+    root = _read(abstract, "", "", None, tied)
+    _find_stacks(root, 0)
+    for node in root.walk():
+        _recognise(node)
+    for node in root.walk():
+        _attach_lora(node)
+    for node in root.walk():
+        _find_blocks(node)
+    return root, tied
+
+
+def _read(value: Any, path: str, name: str, parent: Node | None, tied: dict[str, str]) -> Node:
+    node = Node(path, name, value, parent)
+    if isinstance(value, eqx.nn.Shared):
+        value = _expand(value, path, tied)
+    for key, child in children(value):
+        node.children.append(_read(child, join(path, key), key, node, tied))
+    return node
+
+
+def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> Any:
+    """The layers with the tied leaves put back, so that the rules see them where they are used."""
+    try:
+        whole = {"pytree": shared()}
+    except Exception:  # `get` computes (a transpose, say), which abstract arrays cannot
+        return shared
+    real = {id(x): p for p, x in leaves_with_paths({"pytree": shared.pytree}) if is_array(x)}
+    names = set(real.values())
+    for leaf, x in leaves_with_paths(whole):
+        if is_array(x) and leaf not in names and id(x) in real:
+            tied[join(path, leaf)] = join(path, real[id(x)])
+    return whole
+
+
+# Stacks: layers made by `eqx.filter_vmap`, whose arrays have more dims than their type says.
+
+
+def _own_stack(node: Node) -> int | None:
+    """How many dims too many this module's weight has, if its type or its bias tells."""
+    weight = node.child("weight", "kernel")
+    if weight is None:
+        return None
+    ndim, value = len(weight.shape), node.value
+    if isinstance(value, eqx.nn.Conv | eqx.nn.ConvTranspose):
+        return ndim - 2 - value.num_spatial_dims
+    if isinstance(value, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
+        return ndim - len(value.shape)
+    if isinstance(value, eqx.nn.GroupNorm | eqx.nn.BatchNorm):
+        return ndim - 1
+    if isinstance(value, eqx.nn.Linear | eqx.nn.Embedding):
+        return ndim - 2
+    sizes = {getattr(value, "in_features", None), getattr(value, "out_features", None)}
+    if sizes == set(weight.shape[-2:]):
+        return ndim - 2
+    bias = node.child("bias")
+    if bias is not None and ndim >= 2:
+        return len(bias.shape) - 1
+    return None
+
+
+def _find_stacks(node: Node, stack: int) -> None:
+    known = [own for own in map(_own_stack, node.walk()) if own is not None]
+    shapes = [leaf.shape for leaf in node.arrays()]
+    while known and min(known) > stack and len({s[: stack + 1] for s in shapes}) == 1:
+        stack += 1
+    node.stack = stack
+    for child in node.children:
+        _find_stacks(child, stack)
+
+
+# Recognising modules.
+
+_TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
+
+
+def is_norm(node: Node) -> bool:
+    kinds = eqx.nn.LayerNorm | eqx.nn.RMSNorm | eqx.nn.GroupNorm | eqx.nn.BatchNorm
+    return isinstance(node.value, kinds) or type(node.value).__name__.lower().endswith("norm")
+
+
+def is_recurrent(node: Node) -> bool:
+    return node.child("weight_ih") is not None and node.child("weight_hh") is not None
+
+
+def _recognise(node: Node) -> None:
+    weight = node.child("weight", "kernel")
+    if weight is None or is_norm(node) or not jnp.issubdtype(weight.value.dtype, jnp.inexact):
+        return
+    rank = len(weight.shape) - node.stack
+    kernel_size = getattr(node.value, "kernel_size", None)
+    if isinstance(kernel_size, tuple) and rank == 2 + len(kernel_size):
+        node.matrix = _conv(node, weight)
+    elif rank != 2:
+        return
+    elif _is_table(node):
+        rows, width = weight.shape[-2:]
+        node.table = Table(node, weight, rows, width, node.stack)
+    else:
+        node.matrix = _linear(node, weight)
+
+
+def _is_table(node: Node) -> bool:
+    if isinstance(node.value, eqx.nn.Embedding) or hasattr(node.value, "num_embeddings"):
+        return True
+    is_linear = isinstance(node.value, eqx.nn.Linear) or hasattr(node.value, "in_features")
+    return not is_linear and (
+        "embed" in type(node.value).__name__.lower() or bool(_TABLE_NAMES.search(node.name))
+    )
+
+
+def _linear(node: Node, weight: Node) -> Matrix:
+    first, second = weight.shape[-2:]
+    bias = node.child("bias")
+    out_first = weight.name == "weight"
+    sizes = (getattr(node.value, "out_features", None), getattr(node.value, "in_features", None))
+    if sizes == (first, second):
+        out_first = True
+    elif sizes == (second, first):
+        out_first = False
+    elif bias is not None and first != second:
+        out_first = bias.shape[-1] == first
+    i, o = (node.stack + 1, node.stack) if out_first else (node.stack, node.stack + 1)
+    return Matrix(node, weight, weight.shape[i], weight.shape[o], i, o, bias=bias)
+
+
+def _conv(node: Node, weight: Node) -> Matrix:
+    groups = node.attribute("groups") or 1
+    o, i = node.stack, node.stack + 1
+    return Matrix(
+        node, weight, weight.shape[i] * groups, weight.shape[o], i, o, groups, node.child("bias")
+    )
+
+
+# LoRA: a matrix with a branch `in -> rank -> out` beside it is one matrix.
+
+_LORA_A = re.compile(r"(?i)^(lora_?a|lora_down|a)$")
+_LORA_B = re.compile(r"(?i)^(lora_?b|lora_up|b)$")
+
+
+def _attach_lora(node: Node) -> None:
+    first = next((c for c in node.children if _LORA_A.match(c.name)), None)
+    second = next((c for c in node.children if _LORA_B.match(c.name)), None)
+    if first is None or second is None:
+        return
+    branches = {id(first.matrix), id(second.matrix)}
+    bases = [node.matrix] if node.matrix else [m for m in node.matrices() if id(m) not in branches]
+    if len(bases) != 1:
+        return
+    base = bases[0]
+    down, up = _factor(first, base.in_size), _factor(second, base.out_size)
+    if down is None or up is None or down.rank != up.rank:
+        return
+    base.lora = (down, up)
+    base.node, node.matrix = node, base
+    first.matrix = second.matrix = None
+
+
+def _factor(node: Node, size: int) -> Branch | None:
+    """The branch's array, and its dim of the given size (the larger one of a factor)."""
+    weight = node if node.is_array else node.child("weight", "kernel")
+    if weight is None or len(weight.shape) - node.stack != 2:
+        return None
+    dim = max((node.stack, node.stack + 1), key=lambda d: weight.shape[d])
+    return Branch(weight, dim) if weight.shape[dim] == size else None
+
+
+def _find_blocks(node: Node) -> None:
+    if node.parent is not None and node.stack > node.parent.stack:
+        node.is_block = True
+    if not isinstance(node.value, list | tuple) or not node.children:
+        return
+    kinds = [type(child.value) for child in node.children]
+    alike = len(set(kinds)) == 1 or all(kinds.count(kind) > 1 for kind in kinds)
+    if alike and all(len(child.matrices()) > 1 for child in node.children):
+        for child in node.children:
+            child.is_block = True

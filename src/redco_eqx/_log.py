@@ -1,0 +1,168 @@
+"""Where the numbers of a run go: console, JSON lines, TensorBoard, and a progress bar.
+
+A logger is anything that takes `logger(step, row)`; these are the ones that come along. They know
+nothing of processes: the caller uses them on one.
+"""
+
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+
+class _Closing:
+    """`with` for what has a `close`."""
+
+    def close(self) -> None:
+        """Releases what is held. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _format_row(row: Mapping[str, float]) -> str:
+    """`loss 2.345  grad_norm 0.1`: names without their group, four digits."""
+    return "  ".join(f"{name.rpartition('/')[2]} {float(value):.4g}" for name, value in row.items())
+
+
+class ConsoleLogger(_Closing):
+    """Prints one line per row, its columns aligned, above a progress bar if there is one."""
+
+    def __init__(self, stream: TextIO | None = None):
+        """**Arguments:** `stream`: where to print, `sys.stderr` by default."""
+        self._stream = stream
+
+    def __call__(self, step: int, row: Mapping[str, float], /) -> None:
+        columns = [f"{name} {float(value):<10.4g}" for name, value in row.items()]
+        line = "  ".join([f"step {step:>8}", *columns]).rstrip()
+        tqdm.write(line, file=self._stream or sys.stderr)
+
+
+class JSONLLogger(_Closing):
+    """Appends each row to a file as one line of JSON: `{"step": 10, "time": 1.7e9, "train/loss": 2.3}`.
+
+    `time` is in seconds since 1970. Each line is handed to the operating system at once, so that a
+    crash loses none. JSON has no NaN or infinities: they are the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, which `float` reads back. After a resumed run a step can occur twice; the later
+    line counts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """**Arguments:** `path`: the file; made, with its directories, at the first row."""
+        self._path = pathlib.Path(path)
+        self._file = None
+
+    def __call__(self, step: int, row: Mapping[str, float], /) -> None:
+        values = {name: _json_number(value) for name, value in row.items()}
+        line = json.dumps({"step": int(step), "time": time.time(), **values}, allow_nan=False)
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+b", buffering=0)
+            if self._file.tell() > 0:  # a machine that went down can leave half a line
+                self._file.seek(-1, os.SEEK_END)
+                line = line if self._file.read(1) == b"\n" else "\n" + line
+        self._file.write((line + "\n").encode())
+
+    def close(self) -> None:
+        """Closes the file. A later row opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _json_number(x: float) -> float | str:
+    x = float(x)
+    if math.isnan(x):
+        return "NaN"
+    if math.isinf(x):
+        return "Infinity" if x > 0 else "-Infinity"
+    return x
+
+
+class TensorBoardLogger(_Closing):
+    """Writes rows as TensorBoard scalars, by tensorboardX (`pip install "redco_eqx[log]"`)."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None):
+        """**Arguments:**
+
+        - `directory`: the run's directory; made at the first row.
+        - `purge_step`: TensorBoard hides what earlier processes logged at this step and after. For a
+            run restored at step `n` it is `n + 1`.
+
+        Raises `ImportError` if tensorboardX is not installed.
+        """
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ImportError(
+                'TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"'
+            ) from error
+        self._make_writer = tensorboardX.SummaryWriter
+        self._arguments = {"logdir": os.fspath(directory), "purge_step": purge_step}
+        self._writer: Any = None
+
+    def __call__(self, step: int, row: Mapping[str, float], /) -> None:
+        if self._writer is None:
+            self._writer = self._make_writer(**self._arguments)
+        for name, value in row.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file. A later row opens another."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            self._arguments["purge_step"] = None  # what this process wrote itself stays
+
+
+class Progress(_Closing):
+    """A progress bar over the steps of a run."""
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        initial: int = 0,
+        description: str = "",
+        show: bool | None = None,
+        stream: TextIO | None = None,
+    ):
+        """**Arguments:**
+
+        - `total`: number of steps, those of `initial` included; `None` if it is not known.
+        - `initial`: steps done before, in a resumed run.
+        - `description`: what stands before the bar.
+        - `show`: `None` shows the bar if the stream is a terminal, `True` and `False` do so always and
+            never.
+        - `stream`: where to draw, `sys.stderr` by default.
+        """
+        self._bar = tqdm(
+            total=total,
+            initial=initial,
+            desc=description or None,
+            disable=None if show is None else not show,
+            file=stream or sys.stderr,
+            dynamic_ncols=True,
+        )
+
+    def advance(self, num_steps: int = 1) -> None:
+        """Counts steps as done."""
+        self._bar.update(num_steps)
+
+    def set_metrics(self, row: Mapping[str, float]) -> None:
+        """Puts a few numbers after the bar, shown when it is next drawn."""
+        self._bar.set_postfix_str(_format_row(row), refresh=False)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        self._bar.close()

@@ -1,0 +1,126 @@
+"""The device mesh and how a batch lies on it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+def make_mesh(
+    *,
+    tensor: int = 1,
+    fsdp: int = 1,
+    data: int = -1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
+
+    **Arguments:**
+
+    - `tensor`: over how many devices each layer's matrices are split (Megatron).
+    - `fsdp`: over how many devices parameters and optimizer state are split, and gathered for use (ZeRO).
+        Each of them takes its own part of the batch.
+    - `data`: number of replicas; -1 takes all devices that are left.
+    - `devices`: the devices to use, by default `jax.devices()`. When `data` is given and fewer devices
+        are needed, the first ones are taken (on one process only).
+
+    **Raises:**
+
+    `ValueError` if the sizes are not positive, need more devices than there are, or do not divide them.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    for name, size in (("tensor", tensor), ("fsdp", fsdp)):
+        if size < 1:
+            raise ValueError(f"make_mesh: {name}={size}, but a mesh axis has at least one device.")
+    if data < 1 and data != -1:
+        raise ValueError(f"make_mesh: data={data}, but it must be positive, or -1 for all devices.")
+    inner = fsdp * tensor
+    found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
+    if inner * max(data, 1) > len(devices):
+        raise ValueError(
+            f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {inner * max(data, 1)} "
+            f"devices, but {found}. On CPU, virtual devices are made by "
+            'jax.config.update("jax_num_cpu_devices", N) before the first use of JAX.'
+        )
+    if data == -1:
+        if len(devices) % inner != 0:
+            raise ValueError(
+                f"make_mesh: fsdp * tensor = {inner} must divide the number of devices, but {found}."
+            )
+        data = len(devices) // inner
+    if data * inner < len(devices):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} uses {data * inner} devices, but "
+                f"{found} over {jax.process_count()} processes, and each process must take part. "
+                "Use all of them, or pass devices=."
+            )
+        devices = devices[: data * inner]
+    return jax.make_mesh(
+        (data, fsdp, tensor), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Refuses, by `ValueError`, a mesh that this library cannot lay a model on."""
+    if not any(axis in mesh.shape for axis in AXES):
+        raise ValueError(
+            f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. "
+            "Use make_mesh(tensor=..., fsdp=...)."
+        )
+    explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
+    if explicit:
+        raise ValueError(
+            f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
+            "default), but layouts are propagated by the compiler here. Use make_mesh(tensor=..., "
+            "fsdp=...), or pass axis_types=(AxisType.Auto,) * number_of_axes to jax.make_mesh."
+        )
+
+
+def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
+    """Number of shards that a spec's entry makes; an axis that the mesh does not have is of size 1."""
+    if axes is None:
+        return 1
+    names = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape.get(name, 1) for name in names)
+
+
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The leading dim split over `("data", "fsdp")`, the other dims whole."""
+    check_mesh(mesh)
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    return NamedSharding(mesh, PartitionSpec(axes if axes else None))
+
+
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts the leading dim of a batch is split."""
+    return axis_size(mesh, BATCH_AXES)
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """A whole copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def one_device_mesh(device: Any) -> Mesh:
+    """The mesh of size one on which a model that was never placed lives."""
+    shape = (1,) * len(AXES)
+    return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def put(x: Any, sharding: NamedSharding) -> Array:
+    """`x`, which every process holds whole and equal, as a global array laid out by `sharding`."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

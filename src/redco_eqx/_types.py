@@ -1,0 +1,107 @@
+"""The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+Key: TypeAlias = PRNGKeyArray
+"""A typed PRNG key, as made by `jax.random.key`."""
+
+Batch: TypeAlias = PyTree
+"""A PyTree of arrays that share their leading dim."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A weighted mean that can still be added to: the sum and the weight it is over.
+
+    Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a
+    batch is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`.
+    A term that is not weighted by `n` joins a loss that is as `Mean(cross_entropy + auxiliary * n, n)`.
+
+    **Arguments:**
+
+    - `total`: the weighted sum, a scalar. Kept in float32 or wider.
+    - `weight`: the sum of weights (tokens, say), a scalar.
+    """
+
+    total: Any
+    weight: Any
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> Array:
+        """`total / weight`, and 0 where the weight is 0."""
+        empty = self.weight == 0
+        return jnp.where(empty, 0, self.total) / jnp.where(empty, 1, self.weight)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+Loss: TypeAlias = Any
+"""A scalar array or a `Mean`."""
+
+Metrics: TypeAlias = dict[str, Mean]
+"""What a step reports, by name. Means, so that they can be added over steps."""
+
+RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
+
+
+@runtime_checkable
+class CollateFn(Protocol):
+    """Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
+
+    def __call__(self, examples: Sequence[Any], /) -> Batch: ...
+
+
+@runtime_checkable
+class LossFn(Protocol):
+    """The loss of one batch, optionally with further metrics.
+
+    `(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with
+    an `eqx.nn.State` arrives as the pair `(model, state)`, and `(loss, metrics, new_state)` is returned.
+    """
+
+    def __call__(self, model: Any, batch: Any, key: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class PredictFn(Protocol):
+    """`(model, batch, key) -> PyTree of arrays`, each with the leading dim of the batch."""
+
+    def __call__(self, model: Any, batch: Any, key: Any, /) -> PyTree: ...
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes a row of numbers at a step. Called on process 0 only."""
+
+    def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
+
+
+def as_mean(x: Any, weight: Any, what: str) -> Mean:
+    """`x` as a `Mean` in float32 or wider: as it is, or a scalar with the given weight.
+
+    Raises `ValueError` naming `what` if it is not a scalar.
+    """
+    if not isinstance(x, Mean):
+        x = Mean(jnp.asarray(x) * weight, weight)
+    for part in ("total", "weight"):
+        if jnp.shape(getattr(x, part)) != ():
+            raise ValueError(
+                f"{what} must be a scalar or a Mean of scalars, but its {part} has shape "
+                f"{jnp.shape(getattr(x, part))}. Sum it, and return Mean(total, weight)."
+            )
+    total, weight = jnp.asarray(x.total), jax.lax.stop_gradient(jnp.asarray(x.weight))
+    dtype = jnp.promote_types(total.dtype, jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{what} must be a real number, but has dtype {total.dtype}.")
+    return Mean(total.astype(dtype), weight.astype(dtype))
