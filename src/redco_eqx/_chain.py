@@ -6,6 +6,7 @@ and a narrowing Linear that is Megatron's column then row.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 
@@ -37,9 +38,7 @@ def alternate(chain: list[Link], size: int) -> list[Split]:
     # best[is the activation split]: (links left whole, cost, splits), compared in this order.
     best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
     for index, link in enumerate(chain):
-        widths = [(a.out_size, b.in_size) for a, b in zip(chain, chain[1:])][
-            max(index - 1, 0) : index + 1
-        ]
+        widths = [(a.out_size, b.in_size) for a, b in itertools.pairwise(chain)][max(index - 1, 0) : index + 1]
         paired = any(b % size == 0 for _, b in widths)
         options: dict[bool, tuple[int, int, list[str]]] = {}
         for is_split, (whole, cost, names) in best.items():

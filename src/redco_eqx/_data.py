@@ -6,7 +6,7 @@ only the rows that its own devices hold. Nothing here communicates.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,7 @@ def batches(
     start: int = 0,
     remainder: str = "drop",
     prefetch: int = 2,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """The batches of one epoch, placed on the mesh with their leading dim split over its data shards.
 
     **Arguments:**
@@ -148,9 +148,7 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Int[np.ndarray, " nu
     if epoch < 0:
         raise ValueError(f"batches: epoch={epoch}, but it must be 0 or more.")
     if not isinstance(key, jax.Array) or jax.random.key_data(key).ndim != 1:
-        raise ValueError(
-            f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}."
-        )
+        raise ValueError(f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}.")
     # Its first copy, because a key in a training state is replicated over all processes.
     words = np.asarray(jax.random.key_data(key.addressable_data(0)))
     # Sorting raw words, because NumPy promises the stream of a bit generator across its versions, and
@@ -159,9 +157,7 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Int[np.ndarray, " nu
     return np.argsort(np.random.PCG64(seed).random_raw(num_examples), kind="stable")
 
 
-def needed_rows(
-    indices: Mapping[Any, tuple[slice, ...] | None], size: int
-) -> Int[np.ndarray, " num_rows"]:
+def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
     """The rows that some devices hold together, ascending, each once.
 
     **Arguments:**
@@ -240,7 +236,7 @@ def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, 
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, piece)
 
 
-def _run_ahead(make: Callable[[int], Batch], indices: range, num_ahead: int) -> Iterator[Batch]:
+def _run_ahead(make: Callable[[int], Batch], indices: range, num_ahead: int) -> Generator[Batch]:
     """`make(index)` for each index, made by a thread up to `num_ahead` before they are asked for."""
     if num_ahead == 0:
         for index in indices:  # not `map`, which would take a StopIteration in `make` for the end

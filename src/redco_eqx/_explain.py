@@ -26,7 +26,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("path", "shape", "spec", "role", "per device", "reason")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for path, count, d in _collapse(self.decisions):
             size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
             shape = f"{d.dtype}[{','.join(map(str, d.shape))}]"

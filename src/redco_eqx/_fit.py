@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -129,7 +129,7 @@ def fit(
         raise ValueError("fit: predict_fn and metric_fn need eval_examples.")
 
     begin = int(state.step)
-    examples_of = train_examples if callable(train_examples) else lambda _: train_examples
+    examples_of: Callable[[int], Any] = train_examples if callable(train_examples) else lambda _: train_examples
     order_key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
     stream_of = functools.partial(
         batches,
@@ -239,8 +239,8 @@ def _epochs(
     examples_of: Callable[[int], Any],
     first: Any,
     num_epochs: int | None,
-    stream_of: Callable[..., Iterator[Batch]],
-) -> Iterator[tuple[Batch, bool]]:
+    stream_of: Callable[..., Generator[Batch]],
+) -> Generator[tuple[Batch, bool]]:
     """The batches of all epochs, each with whether it ends its epoch."""
     for epoch in itertools.count() if num_epochs is None else range(num_epochs):
         stream = stream_of(first if epoch == 0 else examples_of(epoch), epoch=epoch)

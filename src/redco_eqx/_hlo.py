@@ -41,7 +41,7 @@ class Collective:
     - `group_size`: number of devices in one group; 2 for a permute.
     - `shapes`: shapes of the results on one device, `"f32[8,128]"`; several where the compiler combined
         several collectives into one.
-    - `result_bytes`: size of all results on one device, for one execution; padding of tiles not counted.
+    - `result_bytes`: size of all results on one device, for one execution, without padding of tiles.
     - `loops`: trip counts of the enclosing loops, outermost first; None where the text does not tell.
     - `conditional`: whether it is in a branch of a conditional; only that with the most bytes is kept.
     - `source`: the JAX operation that it was compiled from (`op_name`), or the instruction's own name.
@@ -426,8 +426,8 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
         # [4,2]<=[2,4]T(1,0): 4 groups of 2, cut from the numbers in shape [2,4], transposed.
         shape, numbers = printed.split("<=")
         return _iota(numbers).reshape(_numbers(shape)).tolist()
-    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the 4
-    # of 'b' that come after its outer 2. The axes are of XLA's own making.
+    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
+    # 4 of 'b' that come after its outer 2. The axes are of XLA's own making.
     found = re.fullmatch(_MESH, printed)
     assert found is not None  # by _GROUPS
     sizes, listed, grouped = found.groups()

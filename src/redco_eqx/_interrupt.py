@@ -10,9 +10,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     """`fit` was interrupted by SIGINT. `state` is that after the last whole step."""
 
     def __init__(self, state: Any, step: int):
-        super().__init__(
-            f"fit was interrupted after step {step}; the state is in this error's `state`."
-        )
+        super().__init__(f"fit was interrupted after step {step}; the state is in this error's `state`.")
         self.state = state
         self.step = step
 

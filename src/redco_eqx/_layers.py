@@ -123,9 +123,7 @@ class Table:
 
 def read_model(model: Any) -> tuple[Node, dict[str, str]]:
     """The root node, and for each leaf that `eqx.nn.Shared` ties: its path -> path of the real leaf."""
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model
-    )
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
     tied: dict[str, str] = {}
     root = _read(abstract, "", "", None, tied)
     _find_stacks(root, 0)
@@ -255,9 +253,7 @@ def _linear(node: Node, weight: Node) -> Matrix:
 def _conv(node: Node, weight: Node) -> Matrix:
     groups = node.attribute("groups") or 1
     o, i = node.stack, node.stack + 1
-    return Matrix(
-        node, weight, weight.shape[i] * groups, weight.shape[o], i, o, groups, node.child("bias")
-    )
+    return Matrix(node, weight, weight.shape[i] * groups, weight.shape[o], i, o, groups, node.child("bias"))
 
 
 # LoRA: a matrix with a branch `in -> rank -> out` beside it is one matrix.

@@ -103,9 +103,7 @@ class TensorBoardLogger(_Closing):
         try:
             import tensorboardX
         except ImportError as error:
-            raise ImportError(
-                'TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"'
-            ) from error
+            raise ImportError('TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"') from error
         self._make_writer = tensorboardX.SummaryWriter
         self._arguments = {"logdir": os.fspath(directory), "purge_step": purge_step}
         self._writer: Any = None

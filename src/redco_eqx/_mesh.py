@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -63,9 +64,7 @@ def make_mesh(
                 "Use all of them, or pass devices=."
             )
         devices = devices[: data * inner]
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES)
-    )
+    return jax.make_mesh((data, fsdp, tensor), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
@@ -119,7 +118,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     """`x`, which every process holds whole and equal, as a global array laid out by `sharding`."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)

@@ -7,6 +7,7 @@ what is left to its parent, up to the block.
 """
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -78,9 +79,7 @@ class _Resolver:
         for leaf in self.root.arrays():
             if leaf.path not in self.tied:
                 self.roles.setdefault(leaf.path, _unknown(leaf))
-        return {
-            leaf.path: self.roles[leaf.path] for leaf in self.root.arrays() if leaf.path in self.roles
-        }
+        return {leaf.path: self.roles[leaf.path] for leaf in self.root.arrays() if leaf.path in self.roles}
 
     # One answer for an array.
 
@@ -146,9 +145,7 @@ class _Resolver:
     def _experts(self, node: Node) -> None:
         """Stacked experts beside a router: each shard holds some of them whole."""
         routers = [c for c in node.children if c.matrix is not None and _ROUTER_NAMES.match(c.name)]
-        count = node.attribute(*_EXPERTS) or next(
-            (r.matrix.out_size for r in routers if r.matrix), None
-        )
+        count = node.attribute(*_EXPERTS) or next((r.matrix.out_size for r in routers if r.matrix), None)
         if count is None:
             return
         found = False
@@ -156,9 +153,7 @@ class _Resolver:
             if child in routers:
                 continue
             leaves = child.arrays()
-            stacked = child.stack > node.stack or (
-                child.is_array and len(child.shape) - child.stack in (2, 3)
-            )
+            stacked = child.stack > node.stack or (child.is_array and len(child.shape) - child.stack in (2, 3))
             if stacked and all(leaf.shape[node.stack] == count for leaf in leaves):
                 found = True
                 self._split_experts(node, child, leaves, count)
@@ -181,9 +176,7 @@ class _Resolver:
     def _collect(self, node: Node) -> list[Matrix]:
         """Decides what `node` can complete alone, and returns the matrices that are left, in order."""
         if node.matrix is not None:
-            open_ = (
-                node.matrix.weight.path not in self.roles and node.matrix.weight.path not in self.tied
-            )
+            open_ = node.matrix.weight.path not in self.roles and node.matrix.weight.path not in self.tied
             return [node.matrix] if open_ else []
         left: list[Matrix] = []
         for child in node.children:
@@ -259,14 +252,11 @@ class _Resolver:
     ) -> Matrix | None:
         """The projection whose `in` is the width of the attention's values."""
         if fused is not None:
-            shared = (
-                2 * (heads[1] or 0) / (heads[0] or 1)
-            )  # width of keys and values over that of queries
+            shared = 2 * (heads[1] or 0) / (heads[0] or 1)  # width of keys and values over that of queries
             fitting = [
                 m
                 for m in rest
-                if fused.out_size == 3 * m.in_size
-                or (heads[0] and fused.out_size == m.in_size * (1 + shared))
+                if fused.out_size == 3 * m.in_size or (heads[0] and fused.out_size == m.in_size * (1 + shared))
             ]
         else:
             repeats = widths[0] // widths[1] if widths[1] else 0
@@ -301,9 +291,7 @@ class _Resolver:
                 if kv_fits:
                     self._column(matrix, f"key/value: {_count(num_kv_heads, 'heads')} split")
                 else:
-                    self._whole(
-                        matrix, self._indivisible("number of key/value heads", num_kv_heads or 0)
-                    )
+                    self._whole(matrix, self._indivisible("number of key/value heads", num_kv_heads or 0))
         self._row(output, "attention output: split opposite to query, key, value")
 
     # Consecutive matrices.
@@ -330,7 +318,7 @@ class _Resolver:
 
     def _follow(self, grouped: list[Matrix], chain: list[Link], matrices: list[Matrix]) -> None:
         """A grouped convolution between a column and a row split keeps its channels split."""
-        for before, after in zip(chain, chain[1:]):
+        for before, after in itertools.pairwise(chain):
             role = self.roles.get(before.members[0].weight.path)
             if role is None or role.name != "column":
                 continue

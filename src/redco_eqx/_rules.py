@@ -122,9 +122,7 @@ def _spec(shape: tuple[int, ...], role: Role, tensor: int, fsdp: int) -> tuple[P
     return PartitionSpec(*entries), role.name, reason
 
 
-def _shard_bytes(
-    shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh
-) -> int:
+def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     shards = math.prod(axis_size(mesh, entry) for entry in spec)
     return math.prod(shape) * getattr(dtype, "itemsize", 4) // shards
 
@@ -137,9 +135,7 @@ def _match_overrides(
         try:
             pattern, spec = item
         except (TypeError, ValueError):
-            raise ValueError(
-                f"overrides: expected pairs (pattern, PartitionSpec), got {item!r}."
-            ) from None
+            raise ValueError(f"overrides: expected pairs (pattern, PartitionSpec), got {item!r}.") from None
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
             raise ValueError(f"overrides: expected pairs (pattern, PartitionSpec), got {item!r}.")
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
@@ -155,9 +151,7 @@ def _match_overrides(
     return chosen
 
 
-def _check_spec(
-    path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh
-) -> None:
+def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     where = f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}:"
     if len(spec) > len(x.shape):
         raise ValueError(f"{where} the spec has {len(spec)} entries for {len(x.shape)} dims.")
@@ -166,9 +160,7 @@ def _check_spec(
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         for axis in axes:
             if axis not in mesh.shape:
-                raise ValueError(
-                    f"{where} the mesh has no axis {axis!r}, only {tuple(mesh.axis_names)}."
-                )
+                raise ValueError(f"{where} the mesh has no axis {axis!r}, only {tuple(mesh.axis_names)}.")
             if axis in seen:
                 raise ValueError(f"{where} axis {axis!r} appears twice.")
             seen.add(axis)

@@ -9,6 +9,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
@@ -128,7 +129,7 @@ def _evaluate(program: Any, key: Key, shardings: list[NamedSharding]) -> list[Ar
         keep(var, value)
     for index, output in enumerate(jaxpr.outvars):
         if isinstance(output, jex_core.Literal):
-            results[index] = put(jnp.asarray(output.val, output.aval.dtype), shardings[index])
+            results[index] = put(jnp.asarray(output.val), shardings[index])
     for i, equation in enumerate(jaxpr.eqns):
         variables = list(dict.fromkeys(_variables(equation.invars)))
         single = jex_core.Jaxpr((), variables, equation.outvars, [equation], equation.effects)
@@ -204,7 +205,7 @@ def _is_pair(model: Any) -> bool:
 
 
 def _check_key(key: Any) -> Any:
-    if is_array(key) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
         return jax.random.wrap_key_data(key)
@@ -218,7 +219,7 @@ def _placement(
 
     Under a trace, and for abstract arrays without a mesh, nothing is placed and the layout is `None`.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+    if any(isinstance(x, Tracer) for x in arrays.values()):
         return lambda _, x: jnp.asarray(x), None
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values())
     if not abstract:
@@ -297,9 +298,7 @@ def _init_optimizer(
     shapes = jax.eval_shape(init, params)
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     return jax.jit(init, out_shardings=shardings)(params)
 
 

@@ -99,9 +99,7 @@ class Structure:
 
     def build(self, arrays: Mapping[str, Any]) -> PyTree:
         """The tree with `arrays[path]` at each path."""
-        leaves = [
-            leaf if path is None else arrays[path] for path, leaf in zip(self._paths, self._leaves)
-        ]
+        leaves = [leaf if path is None else arrays[path] for path, leaf in zip(self._paths, self._leaves)]
         return jax.tree.unflatten(self._treedef, leaves)
 
     @functools.cached_property

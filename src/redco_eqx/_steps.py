@@ -78,9 +78,7 @@ def train_step(
     else:
         parts = _microbatches(batch, num_microbatches, layout)
 
-        def accumulate(
-            carry: tuple[Any, Any], part: tuple[Array, Batch]
-        ) -> tuple[tuple[Any, Any], Any]:
+        def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
             index, microbatch = part
             (_, (loss, metrics, model_state)), grads = gradient(
@@ -89,9 +87,7 @@ def train_step(
             total = jax.tree.map(lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads)
             return (_constrain(total, layout), model_state), (loss, metrics)
 
-        zeros = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
-        )
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
         (total, model_state), stacked = jax.lax.scan(
             accumulate,
             (_constrain(zeros, layout), state.model_state),
@@ -105,11 +101,9 @@ def train_step(
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
         grads, state.opt_state, params, value=loss.value
     )
-    new_params = optax.apply_updates(params, updates)
+    new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
-        opt_state = jax.lax.with_sharding_constraint(
-            opt_state, like_params(opt_state, state.params, layout)
-        )
+        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, state.params, layout))
     report = {"loss": loss, **metrics, "grad_norm": as_mean(_global_norm(grads), 1.0, "grad_norm")}
     learning_rate = _learning_rate(opt_state)
     if learning_rate is not None:
@@ -124,9 +118,7 @@ def train_step(
     return new_state, report
 
 
-def eval_step(
-    state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: PyTree | None = None
-) -> Metrics:
+def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: PyTree | None = None) -> Metrics:
     """The loss and metrics of one batch, as [`Mean`][]s to be added over batches.
 
     The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns weighs the
@@ -189,7 +181,7 @@ def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Met
     """What `loss_fn` returned, as `(loss, metrics, model_state)`."""
     has_state = state.structure[1] is not None
     expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
-    parts = output if isinstance(output, tuple) else (output,)
+    parts: list[Any] = list(output) if isinstance(output, tuple) else [output]
     if len(parts) not in ((3,) if has_state else (1, 2)):
         what = f"a tuple of {len(parts)}" if isinstance(output, tuple) else type(output).__name__
         raise ValueError(f"loss_fn must return {expected}, but returned {what}.")
@@ -249,8 +241,7 @@ def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | 
 def _global_norm(grads: dict[str, Array]) -> Array:
     # Leaf by leaf: flattening a gradient into a vector would gather every column-split one.
     squares = [
-        jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, jnp.float32)))))
-        for g in grads.values()
+        jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, jnp.float32))))) for g in grads.values()
     ]
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 

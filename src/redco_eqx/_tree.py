@@ -88,9 +88,7 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
     for keypath, leaf in flat:
         if isinstance(leaf, eqx.nn.State):
             for name, child in children(leaf):
-                found += [
-                    (join(path_of(keypath), name, path), x) for path, x in leaves_with_paths(child)
-                ]
+                found += [(join(path_of(keypath), name, path), x) for path, x in leaves_with_paths(child)]
         else:
             found.append((path_of(keypath), leaf))
     return found

@@ -1,0 +1,205 @@
+"""A small language model of Python's own source code, trained on a mesh of eight devices.
+
+    python examples/quickstart.py            # about two minutes on two CPU cores, nothing to download
+    python examples/quickstart.py --quick    # to see that it works
+
+The model is ordinary Equinox: no base class, no annotations, nothing about devices. Everything that
+the library needs to know is in three functions (collate, loss, predict) and one mesh. With no
+accelerator at hand the eight devices are virtual ones; `--devices 0` takes what the machine has.
+"""
+
+import argparse
+import pathlib
+import sysconfig
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key, UInt8
+
+import redco_eqx as rx
+
+VOCABULARY = 256  # bytes are the tokens
+LENGTH = 128  # of the context, in bytes
+PROMPTS = ("import ", "def get_", "class ", "    if not ")
+
+# ------------------------------------------------------------------------------------- the model
+
+
+class Block(eqx.Module):
+    """Causal self-attention and an MLP, each behind a norm and beside a residual path."""
+
+    norm1: eqx.nn.RMSNorm
+    attention: eqx.nn.MultiheadAttention
+    rope: eqx.nn.RotaryPositionalEmbedding
+    norm2: eqx.nn.RMSNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, dim: int, num_heads: int, *, key: Key[Array, ""]):
+        attention_key, up_key, down_key = jax.random.split(key, 3)
+        self.norm1 = eqx.nn.RMSNorm(dim)
+        self.attention = eqx.nn.MultiheadAttention(num_heads, dim, key=attention_key)
+        self.rope = eqx.nn.RotaryPositionalEmbedding(dim // num_heads)
+        self.norm2 = eqx.nn.RMSNorm(dim)
+        self.up = eqx.nn.Linear(dim, 4 * dim, key=up_key)
+        self.down = eqx.nn.Linear(4 * dim, dim, key=down_key)
+
+    def __call__(self, x: Float[Array, "length dim"]) -> Float[Array, "length dim"]:
+        def rotate(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+            per_head = jax.vmap(self.rope, in_axes=1, out_axes=1)
+            return per_head(query), per_head(key), value
+
+        causal = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        h = jax.vmap(self.norm1)(x)
+        x = x + self.attention(h, h, h, mask=causal, process_heads=rotate)
+        h = jax.vmap(self.norm2)(x)
+        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(h)))
+
+
+class Transformer(eqx.Module):
+    """A decoder-only transformer: from tokens to the logits of each next token."""
+
+    embedding: eqx.nn.Embedding
+    layers: list[Block]
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, *, dim: int = 96, num_heads: int = 4, num_layers: int = 3, key: Key[Array, ""]):
+        embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + num_layers)
+        self.embedding = eqx.nn.Embedding(VOCABULARY, dim, key=embedding_key)
+        self.layers = [Block(dim, num_heads, key=layer_key) for layer_key in layer_keys]
+        self.norm = eqx.nn.RMSNorm(dim)
+        self.head = eqx.nn.Linear(dim, VOCABULARY, use_bias=False, key=head_key)
+
+    def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length vocabulary"]:
+        x = jax.vmap(self.embedding)(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+
+# --------------------------------------------------------------------------- the three functions
+
+
+def collate_fn(examples: Sequence[UInt8[np.ndarray, " length"]]) -> Int[np.ndarray, "batch length"]:
+    """Examples to a batch of NumPy arrays."""
+    return np.stack(examples).astype(np.int32)
+
+
+def loss_fn(model: Transformer, batch: Int[Array, "batch length"], key: Key[Array, ""]) -> rx.Mean:
+    """The loss of a batch, here in bits per byte. A `Mean` adds up exactly, whatever the batches."""
+    logits = jax.vmap(model)(batch[:, :-1])
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+    return rx.Mean(nats.sum() / jnp.log(2), nats.size)
+
+
+def make_predict_fn(num_bytes: int, temperature: float = 0.6):
+    """The function from a batch of prompts to what the model writes after each."""
+
+    def predict_fn(model: Transformer, prompts: Int[Array, "batch length"], key: Key[Array, ""]):
+        def write(window: Array, key: Array) -> tuple[Array, Array]:
+            logits = jax.vmap(model)(window)[:, -1]
+            token = jax.random.categorical(key, logits / temperature)
+            return jnp.append(window[:, 1:], token[:, None], axis=1), token
+
+        _, tokens = jax.lax.scan(write, prompts, jax.random.split(key, num_bytes))
+        return tokens.T
+
+    return predict_fn
+
+
+# -------------------------------------------------------------------------------------- the data
+
+
+def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarray, "m length+1"]]:
+    """Windows of the standard library's modules: for training, and from every twentieth, held out."""
+    files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+    def windows(files: list[pathlib.Path]) -> np.ndarray:
+        text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+        return np.lib.stride_tricks.sliding_window_view(text, LENGTH + 1)[::LENGTH]
+
+    held_out = files[::20]
+    return windows([file for file in files if file not in held_out]), windows(held_out)
+
+
+def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.ndarray, "m length"]) -> float:
+    """The baseline: each byte predicted from the one before it, by counts of all the training bytes."""
+
+    def pairs(windows: np.ndarray) -> np.ndarray:
+        return (windows[:, :-1].astype(int) * VOCABULARY + windows[:, 1:]).ravel()
+
+    counts = np.bincount(pairs(train), minlength=VOCABULARY**2).reshape(VOCABULARY, VOCABULARY) + 0.1
+    bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
+    return float(bits.ravel()[pairs(test)].mean())
+
+
+# ----------------------------------------------------------------------------------- the program
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Trains, evaluates, generates; returns the numbers and the text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--tensor", type=int, default=4, help="devices that share each layer's matrices")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the machine's own")
+    parser.add_argument("--quick", action="store_true", help="60 steps, and a part of the evaluation")
+    args = parser.parse_args(argv)
+    if args.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    num_steps, num_bytes = (60, 32) if args.quick else (args.steps, 160)
+    train, held_out = standard_library()
+    held_out = held_out[: 2048 : 16 if args.quick else 1]
+
+    # The layout: what is split over which axis of the mesh, and why, follows from the model.
+    mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
+    model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0))
+    print(rx.explain(model, mesh), end="\n\n")
+
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+
+    start = time.perf_counter()
+    state = rx.fit(
+        state,
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=args.batch_size,
+        num_steps=num_steps,
+        log_every=100,
+    )
+    seconds = time.perf_counter() - start
+
+    metrics = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
+    prompts = [np.frombuffer(prompt.encode().rjust(LENGTH, b"\n"), np.uint8) for prompt in PROMPTS]
+    written = rx.predict(
+        state, prompts, collate_fn=collate_fn, predict_fn=make_predict_fn(num_bytes), batch_size=len(prompts)
+    )
+    sample = [p + bytes(w.astype(np.uint8)).decode(errors="replace") for p, w in zip(PROMPTS, written)]
+
+    bits, bigram_bits = metrics["loss"], bigram_bits_per_byte(train, held_out)
+    print("\nWhat it writes (the first word of each is ours):", *sample, sep="\n\n")
+    num_parameters = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    print(
+        f"\n{num_parameters:,} parameters on {mesh.size} devices ({shape}) read "
+        f"{num_steps * args.batch_size * LENGTH:,} bytes in {seconds:.0f} s.\n"
+        f"On {held_out.size:,} held-out bytes: {bits:.2f} bits per byte; a bigram needs {bigram_bits:.2f}."
+    )
+    return {"bits_per_byte": bits, "bigram_bits_per_byte": bigram_bits, "sample": sample}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Sessions: `nox -s quickstart | tests | lint | types | bench`. Each installs what it needs."""
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.reuse_existing_virtualenvs = True
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group."""
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Trains a small language model on 8 virtual devices, in a few minutes."""
+    session.install("-e", ".")
+    session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests, on two processes."""
+    session.install("-e", ".[log]", *group("tests"))
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff check and ruff format."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types: pyright."""
+    session.install("-e", ".[log]", *group("tests"), *group("types"))
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Overhead of a step and of `fit`, and the collectives of compiled steps, as tables."""
+    session.install("-e", ".")
+    for script in ("overhead", "collectives"):
+        session.run("python", f"benchmarks/{script}.py", *session.posargs)
