@@ -9,6 +9,7 @@ accelerator at hand the eight devices are virtual ones; `--devices 0` takes what
 """
 
 import argparse
+import functools
 import pathlib
 import sysconfig
 import time
@@ -26,7 +27,7 @@ import redco_eqx as rx
 
 VOCABULARY = 256  # bytes are the tokens
 LENGTH = 128  # of the context, in bytes
-PROMPTS = ("import ", "def get_", "class ", "    if not ")
+PROMPTS = ("\n\nimport ", "\n\ndef get_", "\n\nclass ", "\n\n    def __init__(self, ")
 
 # ------------------------------------------------------------------------------------- the model
 
@@ -51,6 +52,8 @@ class Block(eqx.Module):
         self.down = eqx.nn.Linear(4 * dim, dim, key=down_key)
 
     def __call__(self, x: Float[Array, "length dim"]) -> Float[Array, "length dim"]:
+        """For one sequence."""
+
         def rotate(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             per_head = jax.vmap(self.rope, in_axes=1, out_axes=1)
             return per_head(query), per_head(key), value
@@ -78,6 +81,7 @@ class Transformer(eqx.Module):
         self.head = eqx.nn.Linear(dim, VOCABULARY, use_bias=False, key=head_key)
 
     def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length vocabulary"]:
+        """For one sequence; `jax.vmap(model)` takes a batch."""
         x = jax.vmap(self.embedding)(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -99,19 +103,23 @@ def loss_fn(model: Transformer, batch: Int[Array, "batch length"], key: Key[Arra
     return rx.Mean(nats.sum() / jnp.log(2), nats.size)
 
 
-def make_predict_fn(num_bytes: int, temperature: float = 0.6):
-    """The function from a batch of prompts to what the model writes after each."""
+def predict_fn(
+    model: Transformer,
+    prompts: Int[Array, "batch length"],
+    key: Key[Array, ""],
+    *,
+    num_bytes: int,
+    temperature: float = 0.6,
+) -> Int[Array, "batch num_bytes"]:
+    """What the model writes after each prompt; its context slides along."""
 
-    def predict_fn(model: Transformer, prompts: Int[Array, "batch length"], key: Key[Array, ""]):
-        def write(window: Array, key: Array) -> tuple[Array, Array]:
-            logits = jax.vmap(model)(window)[:, -1]
-            token = jax.random.categorical(key, logits / temperature)
-            return jnp.append(window[:, 1:], token[:, None], axis=1), token
+    def write(context: Array, key: Key[Array, ""]) -> tuple[Array, Array]:
+        logits = jax.vmap(model)(context)[:, -1]
+        token = jax.random.categorical(key, logits / temperature)
+        return jnp.append(context[:, 1:], token[:, None], axis=1), token
 
-        _, tokens = jax.lax.scan(write, prompts, jax.random.split(key, num_bytes))
-        return tokens.T
-
-    return predict_fn
+    _, tokens = jax.lax.scan(write, prompts, jax.random.split(key, num_bytes))
+    return tokens.T
 
 
 # -------------------------------------------------------------------------------------- the data
@@ -146,29 +154,31 @@ def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.nd
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, evaluates, generates; returns the numbers and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, help="of training; 800, or 100 if quick")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tensor", type=int, default=4, help="devices that share each layer's matrices")
     parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the machine's own")
-    parser.add_argument("--quick", action="store_true", help="60 steps, and a part of the evaluation")
+    parser.add_argument("--quick", action="store_true", help="less of everything")
     args = parser.parse_args(argv)
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
-    num_steps, num_bytes = (60, 32) if args.quick else (args.steps, 160)
+    num_steps = args.steps or (100 if args.quick else 800)
     train, held_out = standard_library()
     held_out = held_out[: 2048 : 16 if args.quick else 1]
 
-    # The layout: what is split over which axis of the mesh, and why, follows from the model.
+    # The model is born on the mesh. What is split over which axis, and why, follows from its layers.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
     model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0))
     print(rx.explain(model, mesh), end="\n\n")
 
+    # Any optimizer of optax. Its state is laid out like the parameters.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
 
+    # A progress bar on a terminal, and a row of numbers each hundred steps.
     start = time.perf_counter()
     state = rx.fit(
         state,
@@ -182,21 +192,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - start
 
+    # Exact means over the held-out bytes, whatever the batch size; then the baseline on the same ones.
     metrics = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
-    prompts = [np.frombuffer(prompt.encode().rjust(LENGTH, b"\n"), np.uint8) for prompt in PROMPTS]
-    written = rx.predict(
-        state, prompts, collate_fn=collate_fn, predict_fn=make_predict_fn(num_bytes), batch_size=len(prompts)
-    )
-    sample = [p + bytes(w.astype(np.uint8)).decode(errors="replace") for p, w in zip(PROMPTS, written)]
-
     bits, bigram_bits = metrics["loss"], bigram_bits_per_byte(train, held_out)
-    print("\nWhat it writes (the first word of each is ours):", *sample, sep="\n\n")
-    num_parameters = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+    # Each prompt stands at the end of some held-out text, so that there is a context to go on from.
+    context = held_out[len(held_out) // 2]
+    prompts = [np.append(context, np.frombuffer(p.encode(), np.uint8))[-LENGTH:] for p in PROMPTS]
+    written = rx.predict(
+        state,
+        prompts,
+        collate_fn=collate_fn,
+        predict_fn=functools.partial(predict_fn, num_bytes=32 if args.quick else 160),
+        batch_size=args.batch_size,
+    )
+    texts = [p + bytes(w.tolist()).decode(errors="replace") for p, w in zip(PROMPTS, written)]
+    sample = "\n\n".join(text.strip() for text in texts)
+
     print(
-        f"\n{num_parameters:,} parameters on {mesh.size} devices ({shape}) read "
-        f"{num_steps * args.batch_size * LENGTH:,} bytes in {seconds:.0f} s.\n"
-        f"On {held_out.size:,} held-out bytes: {bits:.2f} bits per byte; a bigram needs {bigram_bits:.2f}."
+        f"\n{sample}\n\nTrained on {num_steps * args.batch_size * LENGTH:,} bytes with {mesh.size} devices in "
+        f"{seconds:.0f} s. On {held_out[:, 1:].size:,} held-out bytes: "
+        f"{bits:.2f} bits per byte, and {bigram_bits:.2f} by a bigram."
     )
     return {"bits_per_byte": bits, "bigram_bits_per_byte": bigram_bits, "sample": sample}
 

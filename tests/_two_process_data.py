@@ -1,4 +1,4 @@
-"""One of two processes of `test_data.py::test_two_processes`: `python _two_process_data.py PORT ID DIRECTORY`.
+"""One of the two processes of `test_data.py::test_two_processes`; arguments: port, process, directory.
 
 Process 1 makes its first batch only after process 0 has made its last, so a collective in `batches` would
 wait forever.

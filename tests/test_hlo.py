@@ -210,7 +210,8 @@ def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
         ("{{0,1,2,3,4,5,6,7}}", AXES),
         ("{{0,3},{1,2},{4,7},{5,6}}", ("part of fsdp,tensor",)),
         ("{{0,1},{2,3},{4,6},{5,7}}", ("part of fsdp,tensor",)),
-        ("{{0,1,2},{3}}", ("part of fsdp,tensor",)),
+        ("{{0,1,2},{4,5,6,7}}", ("part of fsdp,tensor",)),
+        ("{{0,1},{2},{3}}", ("part of tensor",)),
         ("[4,2]<=[8]", ("tensor",)),
         ("[2,4]<=[8]", ("fsdp", "tensor")),
         ("[1,8]<=[8]", AXES),
@@ -359,7 +360,7 @@ def loop(
     step: str = "constant(1)",
     test: str = "",
     trips: str = "",
-    add: str = "add",
+    after: str = "add(%i, %step)",
 ) -> str:
     """A program whose loop has an all-reduce in its body and another in its condition."""
     body = f"""%body (c: {LOOP}) -> {LOOP} {{
@@ -368,7 +369,7 @@ def loop(
   %x = f32[4]{{0}} get-tuple-element(%c), index=1
   %n = s32[]{{:T(128)}} get-tuple-element(%c), index=2
   %step = s32[]{{:T(128)}} {step}
-  %next = s32[]{{:T(128)}} {add}(%i, %step), backend_config={{"flag_configs":[]}}
+  %next = s32[]{{:T(128)}} {after}, backend_config={{"flag_configs":[]}}
   %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
   ROOT %out = {LOOP} tuple(%next, %r, %n)
 }}"""
@@ -406,15 +407,18 @@ def loop(
         (loop(start="constant(11)"), 0),
         (loop(test="compare(%i, %limit), direction=LE"), 11),
         (loop(test="compare(%limit, %i), direction=GT"), 10),
+        (loop(test="compare(s32[]{:T(128)} %i, s32[]{:T(128)} %limit), direction=LT"), 10),
         (loop(test="compare(%i, %limit), direction=NE", step="constant(2)"), 5),
         (loop(test="compare(%i, %limit), direction=NE", step="constant(3)"), None),
         (loop(start="constant(30)", step="constant(-2)", test="compare(%i, %limit), direction=GE"), 11),
-        (loop(start="constant(30)", add="subtract", test="compare(%i, %limit), direction=GT"), 20),
+        (loop(start="constant(30)", after="subtract(%i, %step)", test="compare(%i, %limit), direction=GT"), 20),
         (loop(test="fusion(%i, %limit), kind=kLoop, calls=%fused_compare"), 10),
         (loop(test="compare(%i, %n), direction=LT"), 7),
         (loop(start="get-tuple-element(%p), index=0"), None),
         (loop(step="constant(0)"), None),
-        (loop(add="multiply"), None),
+        (loop(after="add(%step, %i)"), 10),
+        (loop(after="subtract(%step, %i)"), None),
+        (loop(after="multiply(%i, %step)"), None),
         (loop(test="compare(%i, %x), direction=LT"), None),
         (loop(test="compare(%i, %limit), direction=EQ"), None),
         (loop(trips=', backend_config={"known_trip_count":{"n":"12"},"x":[]}'), 12),

@@ -4,12 +4,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from redco_eqx._state import TrainState, check_optimizer
 from redco_eqx._steps import unused_parameters
-from redco_eqx._tree import leaves_with_paths
+from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch, LossFn
 
 
@@ -17,6 +16,7 @@ def check_arguments(
     num_epochs: int | None,
     num_steps: int | None,
     log_every: int,
+    eval_batch_size: int | None,
     eval_every_steps: int | None,
     on_nonfinite: str,
 ) -> None:
@@ -29,6 +29,7 @@ def check_arguments(
         "num_epochs": num_epochs,
         "num_steps": num_steps,
         "log_every": log_every,
+        "eval_batch_size": eval_batch_size,
         "eval_every_steps": eval_every_steps,
     }
     for name, value in counts.items():
@@ -38,12 +39,17 @@ def check_arguments(
         raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
 
 
+def check_no_evaluation(**arguments: Any) -> None:
+    """Raises `ValueError` for arguments that would do nothing without `eval_examples`."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"fit: {name} was given without eval_examples. Pass those too, or leave it out.")
+
+
 def check_state(
     state: TrainState,
     optimizer: optax.GradientTransformation,
-    batch_size: int,
     num_microbatches: int,
-    num_shards: int,
     step_fn: Callable[..., Any] | None,
 ) -> None:
     """Raises `ValueError` if these arguments of `fit` do not fit together."""
@@ -53,13 +59,24 @@ def check_state(
             "constants; jnp.asarray makes a parameter)."
         )
     check_optimizer(state, optimizer)
-    if num_microbatches < 1 or batch_size % (num_microbatches * num_shards) != 0:
-        raise ValueError(
-            f"fit: batch_size={batch_size} must be a multiple of num_microbatches={num_microbatches} times "
-            f"{num_shards}, the number of data shards (mesh axes data x fsdp)."
-        )
     if step_fn is not None and num_microbatches != 1:
         raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
+
+
+def check_batch_sizes(
+    batch_size: int, num_microbatches: int, eval_batch_size: int | None, num_shards: int
+) -> None:
+    """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
+    shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
+    if num_microbatches < 1:
+        raise ValueError(f"fit: num_microbatches={num_microbatches}, but it must be positive.")
+    for name, size, number in (
+        ("batch_size", batch_size, num_microbatches),
+        ("eval_batch_size", eval_batch_size or num_shards, 1),
+    ):
+        if size < 1 or size % (number * num_shards) != 0:
+            times = f"num_microbatches={number} times " if number > 1 else ""
+            raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
 
 
 def warn_unused(state: TrainState, batch: Batch, loss_fn: LossFn) -> None:
@@ -77,24 +94,23 @@ class BatchShapes:
     """Warns once when batches change their shape: each new one compiles the step again."""
 
     def __init__(self) -> None:
-        self._first: list[Any] | None = None
+        self._first: dict[str, str] | None = None
         self._warned = False
 
     def check(self, batch: Batch) -> None:
         """Compares with the first batch."""
         if self._warned:
             return
-        shapes = [x.shape for x in jax.tree.leaves(batch)]
+        leaves = {path: describe(x) for path, x in leaves_with_paths(batch)}
         if self._first is None:
-            self._first = shapes
-        elif shapes != self._first:
+            self._first = leaves
+        elif leaves != self._first:
             self._warned = True
-            changed = zip(leaves_with_paths(batch), self._first)
-            name, new, old = next(
-                ((path, x.shape, old) for (path, x), old in changed if x.shape != old), ("", "", "")
-            )
+            both = {**self._first, **leaves}
+            name = next(path for path in both if leaves.get(path) != self._first.get(path))
             warnings.warn(
-                f"collate_fn: {name or 'the batch'} has shape {new}, but had {old} in the first batch. Each "
-                "new shape compiles the step again: pad to a few fixed sizes.",
+                f"collate_fn: {name or 'the batch'} is {leaves.get(name, 'missing')}, but was "
+                f"{self._first.get(name, 'missing')} in the first batch. Each new shape compiles the step "
+                "again: pad to a few fixed sizes.",
                 stacklevel=3,
             )

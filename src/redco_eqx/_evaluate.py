@@ -15,10 +15,8 @@ from redco_eqx._data import batches
 from redco_eqx._mesh import one_device_mesh
 from redco_eqx._state import EVALUATE, PREDICT, TrainState
 from redco_eqx._steps import eval_step, predict_step
+from redco_eqx._throttle import lagging
 from redco_eqx._types import Batch, CollateFn, LossFn, Metrics, PredictFn
-
-# Metrics of this many batches may wait on the devices before they are fetched.
-_NUM_PENDING = 64
 
 
 def evaluate(
@@ -28,6 +26,7 @@ def evaluate(
     collate_fn: CollateFn,
     loss_fn: LossFn,
     batch_size: int,
+    prefetch: int = 2,
 ) -> dict[str, float]:
     """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
 
@@ -40,6 +39,7 @@ def evaluate(
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. The tail is evaluated at its true size.
+    - `prefetch`: how many batches a thread makes ahead; 0 for no thread.
 
     **Returns:**
 
@@ -50,23 +50,15 @@ def evaluate(
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
     mesh = mesh_of(state)
-    totals: dict[str, tuple[float, float]] = {}
-    pending: list[Metrics] = []
     step = _jitted_eval_step(_ByIdentity(loss_fn))
-
-    def fetch() -> None:
-        for metrics in jax.device_get(pending):
-            for name, mean in metrics.items():
-                total, weight = totals.get(name, (0.0, 0.0))
-                totals[name] = (total + float(mean.total), weight + float(mean.weight))
-        pending.clear()
-
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="split")
-    for index, batch in enumerate(stream):
-        pending.append(step(state, batch, np.int32(index)))
-        if len(pending) >= _NUM_PENDING:
-            fetch()
-    fetch()
+    stream = batches(
+        examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="split", prefetch=prefetch
+    )
+    totals: dict[str, tuple[float, float]] = {}
+    for metrics in lagging(step(state, batch, np.int32(index)) for index, batch in enumerate(stream)):
+        for name, mean in jax.device_get(metrics).items():
+            total, weight = totals.get(name, (0.0, 0.0))
+            totals[name] = (total + float(mean.total), weight + float(mean.weight))
     return {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
 
 
@@ -77,6 +69,7 @@ def predict(
     collate_fn: CollateFn,
     predict_fn: PredictFn,
     batch_size: int,
+    prefetch: int = 2,
 ) -> list[Any]:
     """What `predict_fn` gives for each example, in order, on every process.
 
@@ -96,22 +89,13 @@ def predict(
     """
     mesh = mesh_of(state)
     step = _jitted_predict_step(_ByIdentity(predict_fn))
+    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad", prefetch=prefetch)
     rows: list[Any] = []
-
-    def fetch(outputs: PyTree) -> None:
-        host = jax.tree.map(_to_host, outputs)
-        leaves, treedef = jax.tree.flatten(host)
+    outputs = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
+    for output in lagging(outputs, num_behind=1):  # outputs may be large
+        leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
         for i in range(min(batch_size, len(examples) - len(rows))):
             rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))
-
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad")
-    waiting = None
-    for index, batch in enumerate(stream):
-        outputs = step(state, batch, np.int32(index))
-        if waiting is not None:  # while the devices work on this batch
-            fetch(waiting)
-        waiting = outputs
-    fetch(waiting)
     return rows
 
 

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from redco_eqx._evaluate import evaluate, predict
+from redco_eqx._data import batches
+from redco_eqx._evaluate import evaluate, mesh_of, predict
 from redco_eqx._state import TrainState
 from redco_eqx._types import CollateFn, LossFn, PredictFn
 
@@ -28,6 +29,7 @@ class Evaluation:
     metric_fn: MetricFn | None
     batch_size: int
     directory: str | os.PathLike[str] | None
+    prefetch: int
 
     def __post_init__(self) -> None:
         if self.metric_fn is not None and self.predict_fn is None:
@@ -37,8 +39,13 @@ class Evaluation:
 
     def rehearse(self, state: TrainState, examples: Any) -> None:
         """Evaluates one batch, so that what is broken fails now and not after an epoch."""
-        size = min(len(examples), self.batch_size)
-        self._measure(state, [examples[i] for i in range(size)])
+        try:
+            batches(examples, self.collate_fn, batch_size=self.batch_size, mesh=mesh_of(state), remainder="pad")
+            size = min(len(examples), self.batch_size)
+            self._measure(state, [examples[i] for i in range(size)])
+        except Exception as error:
+            error.add_note("This happened when fit tried the evaluation on the first batch of eval_examples.")
+            raise
 
     def __call__(self, state: TrainState, examples: Any, step: int) -> dict[str, float]:
         """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file."""
@@ -48,7 +55,7 @@ class Evaluation:
         return row
 
     def _measure(self, state: TrainState, examples: Any) -> tuple[dict[str, float], list[Any]]:
-        common = {"collate_fn": self.collate_fn, "batch_size": self.batch_size}
+        common: Any = {name: getattr(self, name) for name in ("collate_fn", "batch_size", "prefetch")}
         losses = evaluate(state, examples, loss_fn=self.loss_fn, **common)
         row = {f"eval/{name}": value for name, value in losses.items()}
         if self.predict_fn is None:
@@ -69,9 +76,10 @@ class Evaluation:
 
 
 def _number(name: str, x: Any) -> float:
-    if not isinstance(x, str | bytes) and np.shape(x) == ():
+    if not isinstance(x, str | bytes):
         try:
-            return float(x)
+            if np.shape(x) == ():
+                return float(x)
         except (TypeError, ValueError):
             pass
     raise ValueError(f"metric_fn: {name!r} is {x!r} ({type(x).__name__}), but a metric is one number.")
@@ -81,14 +89,25 @@ def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) 
     """One line of JSON for each example: `{"example": ..., "prediction": ...}`; whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        for i, prediction in enumerate(predictions):
-            line = {"example": examples[i], "prediction": prediction}
-            file.write(json.dumps(line, ensure_ascii=False, default=_to_json) + "\n")
-    partial.replace(path)
+    try:
+        # A half of a surrogate pair is not UTF-8; what the handler writes for it is its escape in JSON.
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for i, prediction in enumerate(predictions):
+                file.write(f'{{"example": {_json(examples[i])}, "prediction": {_json(prediction)}}}\n')
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _to_json(x: Any) -> Any:
+def _json(x: Any) -> str:
+    try:
+        return json.dumps(x, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object within itself
+        return json.dumps(repr(x), ensure_ascii=False)
+
+
+def _plain(x: Any) -> Any:
+    """Arrays as nested lists, and what else JSON has no form for by its `repr`."""
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return np.asarray(x).tolist()
     return repr(x)

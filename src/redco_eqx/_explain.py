@@ -30,7 +30,8 @@ class Explanation:
         for path, count, d in _collapse(self.decisions):
             size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
             shape = f"{d.dtype}[{','.join(map(str, d.shape))}]"
-            spec = f"({', '.join(_entry(entry) for entry in d.spec)})"
+            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
+            spec = f"({', '.join(_entry(entry) for entry in entries)})"
             rows.append((path, shape, spec, d.role, size, d.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
@@ -73,7 +74,7 @@ def _entry(entry: object) -> str:
     return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
 
 
-def _bytes(number: float) -> str:
+def _bytes(number: int | float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -12,8 +12,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from redco_eqx._checks import BatchShapes, check_arguments, check_state, warn_unused
-from redco_eqx._data import batches, num_batches
+from redco_eqx._checks import (
+    BatchShapes,
+    check_arguments,
+    check_batch_sizes,
+    check_no_evaluation,
+    check_state,
+    warn_unused,
+)
+from redco_eqx._data import batches
 from redco_eqx._evaluate import mesh_of
 from redco_eqx._evaluation import Evaluation, MetricFn
 from redco_eqx._interrupt import InterruptFlag, TrainingInterrupted
@@ -23,6 +30,7 @@ from redco_eqx._mesh import num_batch_shards, put, replicated
 from redco_eqx._report import Reporter, say
 from redco_eqx._state import ORDER, TrainState
 from redco_eqx._steps import train_step
+from redco_eqx._throttle import Throttle
 from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
 
 
@@ -97,7 +105,7 @@ def fit(
         `loggers` do.
     - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
-    - `prefetch`: how many batches a thread makes ahead.
+    - `prefetch`: how many batches a thread makes ahead, in evaluation too; 0 for no thread.
 
     **Returns:**
 
@@ -113,10 +121,19 @@ def fit(
     """
     mesh = mesh_of(state)
     num_shards = num_batch_shards(mesh)
-    check_arguments(num_epochs, num_steps, log_every, eval_every_steps, on_nonfinite)
-    check_state(state, optimizer, batch_size, num_microbatches, num_shards, step_fn)
+    check_arguments(num_epochs, num_steps, log_every, eval_batch_size, eval_every_steps, on_nonfinite)
+    check_state(state, optimizer, num_microbatches, step_fn)
+    check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_shards)
     evaluation = None
-    if eval_examples is not None:
+    if eval_examples is None:
+        check_no_evaluation(
+            eval_batch_size=eval_batch_size,
+            eval_every_steps=eval_every_steps,
+            predict_fn=predict_fn,
+            metric_fn=metric_fn,
+            predictions_directory=predictions_directory,
+        )
+    else:
         evaluation = Evaluation(
             collate_fn,
             loss_fn,
@@ -124,9 +141,8 @@ def fit(
             metric_fn,
             eval_batch_size or batch_size,
             predictions_directory,
+            prefetch,
         )
-    elif predict_fn is not None or metric_fn is not None:
-        raise ValueError("fit: predict_fn and metric_fn need eval_examples.")
 
     begin = int(state.step)
     examples_of: Callable[[int], Any] = train_examples if callable(train_examples) else lambda _: train_examples
@@ -141,9 +157,7 @@ def fit(
     )
     first = examples_of(0)
     stream_of(first)  # refuses bad arguments
-    per_epoch = num_batches(len(first), batch_size, "drop", num_shards=num_shards)
-    if num_steps is None and not callable(train_examples):
-        num_steps = per_epoch * (num_epochs or 0)
+    per_epoch = len(first) // batch_size
     if evaluation is not None:
         evaluation.rehearse(state, eval_examples)
     if progress is not False:
@@ -159,29 +173,23 @@ def fit(
     )
     body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
     state = state if donate else jax.tree.map(jnp.copy, state)
+    total = num_steps
+    if num_epochs is not None and not callable(train_examples):
+        total = per_epoch * num_epochs
     default_loggers = () if progress is False else (ConsoleLogger(),)
     reporter = Reporter(
         default_loggers if loggers is None else loggers,
-        num_steps=num_steps,
+        num_steps=total,
         batch_size=batch_size,
-        steps_per_epoch=per_epoch,
         show=progress,
     )
-    shapes = BatchShapes()
+    shapes, throttle = BatchShapes(), Throttle()
     window = empty = None
-    done = logged = evaluated = 0
+    done = logged = 0
 
-    def evaluate_now() -> int:
-        if not reporter.flush():
-            raise NonFiniteError(state, int(state.step))
-        assert evaluation is not None
-        reporter.row(begin + done, evaluation(state, eval_examples, begin + done))
-        reporter.restart_clock()
-        return done
-
-    epochs = _epochs(examples_of, first, num_epochs, stream_of)
+    epochs = _epochs(examples_of, first, batch_size, stream_of)
     with InterruptFlag() as interrupt, contextlib.closing(reporter), contextlib.closing(epochs):
-        for batch, ends_epoch in epochs:
+        for batch, epoch in epochs:
             shapes.check(batch)
             if window is None or empty is None:
                 empty = window = jax.tree.map(
@@ -190,30 +198,33 @@ def fit(
                 if step_fn is None:
                     warn_unused(state, batch, loss_fn)
             state, window = body(state, window, batch)
+            throttle(window)
             done += 1
-            if done == 1:  # compilation is not part of the rates
+            if done == 1:
                 jax.block_until_ready(window)
-                reporter.restart_clock()
+                reporter.start_clock()
             reporter.advance()
-            is_last = done == num_steps
-            if done % log_every == 0 or is_last:
-                if not reporter.push(begin + done, done, done - logged, window):
-                    raise NonFiniteError(state, int(state.step))
+
+            interrupted = interrupt.is_set
+            is_last = done == num_steps or epoch == num_epochs
+            stops = is_last or interrupted
+            is_due = done % eval_every_steps == 0 if eval_every_steps else epoch.is_integer()
+            evaluates = evaluation is not None and (is_due or is_last) and not interrupted
+            ok = True
+            if done % log_every == 0 or evaluates or stops:
+                ok = reporter.push(begin + done, epoch, done - logged, window)
                 window, logged = next_window(empty, window), done
-            if evaluation is not None and (
-                is_last or (done % eval_every_steps == 0 if eval_every_steps else ends_epoch)
-            ):
-                evaluated = evaluate_now()
-            if interrupt.is_set:
-                raise TrainingInterrupted(state, begin + done)
-            if is_last:
+            if evaluates or stops:
+                ok = reporter.flush()
+            if not ok:
+                raise NonFiniteError(state, int(state.step))
+            if evaluation is not None and evaluates:
+                with reporter.paused():
+                    reporter.row(begin + done, evaluation(state, eval_examples, begin + done))
+            if stops:
                 break
-        if window is not None and done > logged:
-            reporter.push(begin + done, done, done - logged, window)
-        if not reporter.flush():
-            raise NonFiniteError(state, int(state.step))
-        if evaluation is not None and evaluated != done:
-            evaluate_now()
+        if interrupt.is_set:  # perhaps in the last evaluation
+            raise TrainingInterrupted(state, begin + done)
     return state
 
 
@@ -238,15 +249,12 @@ def _layout(state: TrainState) -> dict[str, Any] | None:
 def _epochs(
     examples_of: Callable[[int], Any],
     first: Any,
-    num_epochs: int | None,
+    batch_size: int,
     stream_of: Callable[..., Generator[Batch]],
-) -> Generator[tuple[Batch, bool]]:
-    """The batches of all epochs, each with whether it ends its epoch."""
-    for epoch in itertools.count() if num_epochs is None else range(num_epochs):
-        stream = stream_of(first if epoch == 0 else examples_of(epoch), epoch=epoch)
-        with contextlib.closing(stream):
-            previous = next(stream)
-            for batch in stream:
-                yield previous, False
-                previous = batch
-            yield previous, True
+) -> Generator[tuple[Batch, float]]:
+    """The batches of epoch after epoch, without end, each with the number of epochs done by then."""
+    for epoch in itertools.count():
+        examples = first if epoch == 0 else examples_of(epoch)
+        with contextlib.closing(stream_of(examples, epoch=epoch)) as stream:
+            for index, batch in enumerate(stream, start=1):
+                yield batch, epoch + index / (len(examples) // batch_size)

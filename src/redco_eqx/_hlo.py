@@ -404,8 +404,6 @@ def _group_axes(printed: str, mesh: _Sizes) -> tuple[tuple[str, ...], bool, int]
     whole, largest = True, 1
     for group in _groups(printed, math.prod(shape)):
         members = sorted(set(group))
-        if len(members) < 2:
-            continue
         if members[-1] >= math.prod(shape):
             raise ValueError(f"collectives: device {members[-1]} is not in the mesh {dict(mesh)}.")
         coordinates = np.unravel_index(members, shape)

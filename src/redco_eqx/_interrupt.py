@@ -3,7 +3,7 @@
 import signal
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -25,7 +25,7 @@ class InterruptFlag:
         self.is_set = False
         self._previous: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "InterruptFlag":
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._handle)

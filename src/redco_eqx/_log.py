@@ -11,9 +11,11 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Self, TextIO
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
+
+C = TypeVar("C")
 
 
 class _Closing:
@@ -22,7 +24,7 @@ class _Closing:
     def close(self) -> None:
         """Releases what is held. May be called twice."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *_: object) -> None:

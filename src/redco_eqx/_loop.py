@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from redco_eqx._state import TrainState
 from redco_eqx._types import Batch, Metrics, as_mean
@@ -20,13 +19,13 @@ class Window:
     """What happened since the last log row, still on the devices.
 
     - `metrics`: added up over the steps that were taken.
-    - `num_skipped`: number of steps whose loss or gradient was not finite.
+    - `num_skipped`: number of steps whose loss or gradient was not finite, int32.
     - `ok`: false once such a step ended the run; the state is kept as it was before it.
     """
 
     metrics: Metrics
-    num_skipped: Int[Array, ""]
-    ok: Bool[Array, ""]
+    num_skipped: Any
+    ok: Any
 
 
 def as_metrics(metrics: Any) -> Metrics:

@@ -131,13 +131,8 @@ def _match_overrides(
     arrays: dict[str, Any], mesh: Mesh | AbstractMesh, overrides: Overrides
 ) -> dict[str, tuple[str, PartitionSpec]]:
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
-    for item in overrides:
-        try:
-            pattern, spec = item
-        except (TypeError, ValueError):
-            raise ValueError(f"overrides: expected pairs (pattern, PartitionSpec), got {item!r}.") from None
-        if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
-            raise ValueError(f"overrides: expected pairs (pattern, PartitionSpec), got {item!r}.")
+    for pattern, spec in overrides:
+        spec = PartitionSpec(*spec)  # a plain tuple will do
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
             some = ", ".join(list(arrays)[:5])

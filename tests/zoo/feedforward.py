@@ -313,10 +313,10 @@ ENTRIES = [
     _flat(
         "mlp_3_indivisible",
         partial(_mlp, depth=2, out=10),
-        {"layers.0": COL, "layers.1": ROW, "layers.2": WHOLE},
+        {"layers.0": COL, "layers.1": ROW, "layers.2": ROW},
         sizes=(F,),
         out=10,
-        note="the third opens a pair that nothing closes, and its 10 outputs do not divide: whole",
+        note="nothing closes after the third, and its 10 outputs do not divide, but its inputs do: row",
     ),
     _flat("sequential", _sequential, {"layers.0": COL, "layers.2": ROW}),
     _flat(

@@ -1,0 +1,184 @@
+"""A tiny problem, the hand-written loop that `fit` must equal, and ears for what JAX compiles."""
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redco_eqx as rx
+from redco_eqx._state import ORDER
+
+MESHES = {
+    "one": {"data": 1},
+    "data": {},
+    "tensor": {"tensor": 8},
+    "mixed": {"tensor": 2, "fsdp": 2},
+}
+ONE = {"data": 1}
+# As XLA names them: the loop's body, and the steps of `evaluate` and `predict`.
+BODY, STEP = "jit(body)", "jit(step)"
+SGD = optax.sgd(0.05)
+
+
+def make_examples(n: int, dim: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "id": i,
+            "x": rng.normal(size=dim).astype(np.float32),
+            "y": rng.normal(size=dim).astype(np.float32),
+            "weight": np.float32(rng.integers(1, 9)),
+            "flag": np.float32(1.0),
+        }
+        for i in range(n)
+    ]
+
+
+def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def errors_of(model: Any, batch: Any) -> jax.Array:
+    """The squared error of each example."""
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    """Unequal weights, noise from the key, a second metric, and a `flag` by which one example spoils all."""
+    noisy = {**batch, "x": batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)}
+    errors = errors_of(model, noisy) * batch["flag"]
+    weight = batch["weight"]
+    return rx.Mean(jnp.sum(weight * errors), jnp.sum(weight)), {"plain": jnp.mean(errors)}
+
+
+def linear_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None, dim: int = 2) -> Any:
+    return _state(eqx.nn.Linear(dim, dim, key=jax.random.key(0)), optimizer, mesh or rx.make_mesh(**ONE))
+
+
+def mlp_state(optimizer: optax.GradientTransformation, mesh: Any) -> Any:
+    return _state(eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), optimizer, mesh)
+
+
+def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
+    model = eqx.filter_shard(model, rx.shard_rules(model, mesh))
+    return rx.init_state(model, optimizer, key=jax.random.key(1))
+
+
+def fit(state: Any, examples: Any, **arguments: Any) -> Any:
+    """`rx.fit`, silent, with the tiny problem as its default."""
+    defaults = {
+        "collate_fn": collate,
+        "loss_fn": loss_fn,
+        "optimizer": SGD,
+        "batch_size": 4,
+        "progress": False,
+    }
+    return rx.fit(state, examples, **{**defaults, **arguments})
+
+
+@functools.lru_cache
+def _jitted(loss_fn: Any, optimizer: Any, num_microbatches: int, layout: Any) -> Any:
+    step = functools.partial(
+        rx.train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        shardings=dict(layout),
+    )
+    return jax.jit(step)
+
+
+def hand_loop(
+    state: Any,
+    examples: Any,
+    *,
+    batch_size: int = 4,
+    loss_fn: Any = loss_fn,
+    optimizer: Any = SGD,
+    num_microbatches: int = 1,
+    skip: int | None = None,
+) -> Iterator[tuple[Any, Any, Any]]:
+    """`(state, metrics, batch)` after each step, for ever: the loop of DESIGN.md, nothing donated.
+
+    The step numbered `skip` (from 0) changes nothing but the number of steps.
+    """
+    mesh = state.step.sharding.mesh
+    layout = tuple((path, x.sharding) for path, x in state.params.items())
+    step = _jitted(loss_fn, optimizer, num_microbatches, layout)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), int(state.step))
+    epoch = 0
+    while True:
+        of_epoch = examples(epoch) if callable(examples) else examples
+        stream = rx.batches(
+            of_epoch, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, prefetch=0
+        )
+        for batch in stream:
+            new_state, metrics = step(state, batch)
+            is_skipped = int(state.step) == skip
+            state = dataclasses.replace(state, step=new_state.step) if is_skipped else new_state
+            yield state, metrics, batch
+        epoch += 1
+
+
+def to_numpy(tree: Any) -> list[np.ndarray]:
+    """The leaves' bits, keys included."""
+    leaves = jax.tree.leaves(tree)
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return [np.asarray(jax.random.key_data(x) if k else x) for x, k in zip(leaves, is_key)]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Bit for bit."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(to_numpy(a), to_numpy(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+class Compilations:
+    """Names of what the backend compiled while this was entered."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def _hear(self, event: str, duration: float, **tags: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.names.append(tags["fun_name"])
+
+    def __enter__(self) -> "Compilations":
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._hear)
+
+
+class Rows:
+    """A logger that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def __call__(self, step: int, row: Any, /) -> None:
+        self.rows.append((step, dict(row)))
+
+    def with_prefix(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
+        return [(step, row) for step, row in self.rows if any(name.startswith(prefix) for name in row)]
+
+
+def no_threads_left(seconds: float = 5.0) -> bool:
+    """Whether all threads of `batches` end by themselves."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(thread.name.startswith("redco_eqx") for thread in threading.enumerate()):
+            return True
+        time.sleep(0.005)
+    return False

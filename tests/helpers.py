@@ -1,0 +1,171 @@
+"""What the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from redco_eqx import Mean, cast, make_mesh, shard_rules
+
+MESHES: dict[str, dict[str, int]] = {
+    "one": {"data": 1},
+    "data8": {},
+    "tensor8": {"tensor": 8},
+    "fsdp8": {"fsdp": 8},
+    "2x2x2": {"tensor": 2, "fsdp": 2},
+    "data2xtensor4": {"tensor": 4},
+}
+
+
+def mesh_of(name: str) -> Mesh:
+    return make_mesh(**MESHES[name])
+
+
+def fresh(tree: Any) -> Any:
+    """The same tree on buffers of its own, to be donated."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def place(model: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """`model` on `mesh` by the rules, on buffers of its own, and its layout. NumPy constants stay such."""
+    shardings = shard_rules(model, mesh)
+    placed = jax.tree.map(
+        lambda x, s: jax.device_put(jnp.copy(x), s) if isinstance(x, jax.Array) else x, model, shardings
+    )
+    return placed, shardings
+
+
+def layout_of(tree: Any) -> list[Any]:
+    return [x.sharding for x in jax.tree.leaves(tree)]
+
+
+def assert_same_layout(tree: Any, other: Any) -> None:
+    """Each array of `tree` lies as the one of `other` does (however the spec is spelled)."""
+    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
+    assert len(pairs) == len(others)
+    for (path, x), y in zip(pairs, others):
+        assert x.shape == y.shape, path
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (path, x.sharding, y.sharding)
+
+
+def host(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> None:
+    """The same structure, and equal arrays to a tolerance."""
+    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
+    assert len(pairs) == len(others)
+    for (path, x), y in zip(pairs, others):
+        np.testing.assert_allclose(host(x), host(y), rtol=rtol, atol=atol, err_msg=str(path))
+
+
+def assert_identical(tree: Any, other: Any) -> None:
+    """Equal arrays, bit for bit, of the same shape and dtype."""
+    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
+    assert len(pairs) == len(others)
+    for (path, x), y in zip(pairs, others):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        assert host(x).tobytes() == host(y).tobytes(), path
+
+
+class Transformer(eqx.Module):
+    """One attention layer and one MLP between an embedding and a head."""
+
+    embedding: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, vocabulary: int, width: int, *, key: Array):
+        keys = jax.random.split(key, 5)
+        self.embedding = eqx.nn.Embedding(vocabulary, width, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(8, width, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(width)
+        self.up = eqx.nn.Linear(width, 2 * width, key=keys[2])
+        self.down = eqx.nn.Linear(2 * width, width, key=keys[3])
+        self.head = eqx.nn.Linear(width, vocabulary, key=keys[4])
+
+    def __call__(self, tokens: Array) -> Array:
+        x = jax.vmap(self.embedding)(tokens)
+        x = x + self.attention(x, x, x)
+        hidden = jax.vmap(self.norm)(x)
+        x = x + jax.vmap(lambda row: self.down(jax.nn.gelu(self.up(row))))(hidden)
+        return jax.vmap(self.head)(x)
+
+
+def make_mlp(dtype: Any = jnp.float32, seed: int = 0) -> eqx.nn.MLP:
+    """64 -> 128 -> 64: large enough that `fsdp` splits it."""
+    return cast(eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(seed)), dtype)
+
+
+def make_transformer(dtype: Any = jnp.float32) -> Transformer:
+    return cast(Transformer(64, 64, key=jax.random.key(0)), dtype)
+
+
+def mlp_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Rows of unequal weight, some of them 0."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, 64)).astype(dtype),
+        "y": rng.normal(size=(size, 64)).astype(dtype),
+        "weight": rng.integers(0, 4, size).astype(dtype),
+    }
+
+
+def token_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "tokens": rng.integers(0, 64, (size, 5)).astype(np.int32),
+        "weight": rng.integers(0, 3, (size, 4)).astype(dtype),
+    }
+
+
+def squared_error(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
+    """The weighted mean of squared errors, and of absolute ones."""
+    error = jax.vmap(model)(batch["x"]) - batch["y"]
+    weight = batch["weight"]
+    total = jnp.sum(weight * jnp.mean(error**2, axis=1))
+    return Mean(total, jnp.sum(weight)), {
+        "absolute": Mean(jnp.sum(weight * jnp.mean(jnp.abs(error), axis=1)), jnp.sum(weight))
+    }
+
+
+def cross_entropy(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
+    """Next-token cross-entropy, weighted by token, and the share of hits."""
+    tokens, weight = batch["tokens"], batch["weight"]
+    logits = jax.vmap(model)(tokens[:, :-1])
+    logs = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
+    hits = jnp.argmax(logits, axis=-1) == tokens[:, 1:]
+    count = jnp.sum(weight)
+    return Mean(-jnp.sum(weight * picked), count), {"hits": Mean(jnp.sum(weight * hits), count)}
+
+
+_compilations: list[str] = []
+
+
+def _listen(name: str, seconds: float, **metadata: Any) -> None:
+    if name == "/jax/core/compile/backend_compile_duration":
+        _compilations.append(name)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Collects one item for each program that the backend compiles inside."""
+    before, counted = len(_compilations), []
+    yield counted
+    counted += _compilations[before:]
