@@ -1,4 +1,5 @@
 import gc
+import inspect
 import json
 import os
 import pathlib
@@ -250,22 +251,23 @@ def test_two_processes(tmp_path):
     script = pathlib.Path(__file__).with_name("_two_process_data.py")
     port = free_port()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(port), str(i), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    logs = [tmp_path / f"{i}.log" for i in range(2)]
+    workers = []
+    for i, log in enumerate(logs):
+        command = [sys.executable, str(script), str(port), str(i), str(tmp_path)]
+        with log.open("w") as output:
+            workers.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
     try:
-        outputs = [worker.communicate(timeout=90)[0] for worker in workers]
+        end = time.monotonic() + 120
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
+            if any(worker.poll() for worker in workers):  # the other would wait for it
+                break
+            time.sleep(0.05)
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(x.read_text() for x in logs)
     results = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
 
     order = epoch_order(29, jax.random.key(5), 2).tolist()
@@ -284,9 +286,9 @@ def test_two_processes(tmp_path):
                 mine = [batch[process::2] for batch in whole]
             else:
                 mine = whole
-            if name == "mixed":  # the first tail is split four ways, so each process holds half
-                last = [tail[name][0][2 * process :][:2], tail[name][1]]
-            assert result[name]["seen"] == mine + last, (name, process)
+            # The first tail of "mixed" is split four ways, so each process holds half of it.
+            my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
+            assert result[name]["seen"] == mine + my_last, (name, process)
 
 
 # Prefetch
@@ -526,7 +528,7 @@ def test_errors_at_the_call(arguments, error, message):
 
 def test_key_that_is_not_one_key():
     # Past the annotations, which are checked in tests only.
-    order = epoch_order.__wrapped__
+    order = inspect.unwrap(epoch_order)
     for key in (jax.random.split(KEY), 0, None):
         with pytest.raises(ValueError, match="key must be one PRNG key"):
             order(10, key, 0)

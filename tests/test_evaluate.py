@@ -1,4 +1,5 @@
 import threading
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redco_eqx as rx
-from redco_eqx._evaluate import _NUM_PENDING
 from redco_eqx._mesh import num_batch_shards
+from redco_eqx._throttle import NUM_AHEAD
 
 # Sums of small integers are exact in float32: one example lost, or counted twice, shows.
 RNG = np.random.default_rng(0)
@@ -91,10 +92,23 @@ def test_prediction_keeps_every_example_in_order(case: Any) -> None:
     assert [row["pair"][1].tolist() for row in found] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
 
 
-def test_more_batches_than_may_wait() -> None:
-    n = _NUM_PENDING + 6
+@pytest.mark.parametrize("n", [1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD])
+def test_any_number_of_batches_may_wait(n: int) -> None:
     found = rx.evaluate(STATES["one"], range(n), collate_fn=collate, loss_fn=sums_fn, batch_size=1)
     assert found == {"loss": VALUES[:n].sum() / n, "count": 1.0}
+    assert no_threads_left()
+
+
+def test_an_error_leaves_no_thread() -> None:
+    def broken(model: Any, batch: Any, key: Any) -> Any:
+        raise LookupError("mine")
+
+    # `errors` holds the frames, as an interactive session does with the last error.
+    errors = []
+    for run in (partial(rx.evaluate, loss_fn=broken), partial(rx.predict, predict_fn=broken)):
+        with pytest.raises(LookupError, match="mine") as caught:
+            run(STATES["one"], range(40), collate_fn=collate, batch_size=1)
+        errors.append(caught)
     assert no_threads_left()
 
 

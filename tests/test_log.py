@@ -37,9 +37,9 @@ def test_all_are_loggers_that_close(tmp_path):
 def test_jsonl_rows(tmp_path):
     path = tmp_path / "runs" / "first" / "log.jsonl"
     with JSONLLogger(path) as logger:
-        logger(1, {"train/loss": 2.5, "train/examples_per_second": np.float32(10.0)})
+        logger(1, {"train/loss": 2.5, "train/examples_per_second": 10.0})
         assert len(read_lines(path)) == 1  # there before anything is closed
-        logger(np.int64(2), {})
+        logger(2, {})
     with JSONLLogger(str(path)) as logger:
         logger(3, {"train/loss": 0.1})
     first, second, third = read_lines(path)
@@ -93,7 +93,7 @@ def test_jsonl_survives_a_killed_process(tmp_path):
 
 
 def events(directory):
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     found = []
     for path in sorted(directory.iterdir()):
@@ -107,7 +107,7 @@ def events(directory):
 
 def test_tensorboard_scalars(tmp_path):
     with TensorBoardLogger(tmp_path / "run") as logger:
-        logger(3, {"train/loss": 2.5, "eval/loss": np.float32(1.5)})
+        logger(3, {"train/loss": 2.5, "eval/loss": 1.5})
         logger(4, {"train/loss": math.nan})
     scalars = [(e.step, v.tag, v.simple_value) for e in events(tmp_path / "run") for v in e.summary.value]
     assert scalars[:2] == [(3, "train/loss", 2.5), (3, "eval/loss", 1.5)]
@@ -126,6 +126,13 @@ def test_tensorboard_purges_once(tmp_path):
     found = events(tmp_path)
     assert [e.step for e in found if e.HasField("session_log")] == [7]
     assert {v.simple_value for e in found for v in e.summary.value} == {1.0, 2.0}
+
+
+def test_tensorboard_loggers_of_one_second_keep_their_files(tmp_path):
+    for step in range(3):
+        with TensorBoardLogger(tmp_path) as logger:
+            logger(step, {"a": 1.0})
+    assert sorted(e.step for e in events(tmp_path) if e.summary.value) == [0, 1, 2]
 
 
 def test_tensorboard_missing(monkeypatch, tmp_path):

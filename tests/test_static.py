@@ -173,6 +173,11 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "dtypes": (np.dtype("float32"), np.dtype("float64")),
     "classes": (Config, Holder),
     "None and zero": (None, 0),
+    "built-ins": (len, abs),
+    "ufuncs": (np.sin, np.cos),
+    "getters": (operator.itemgetter(0), operator.itemgetter(1)),
+    "compiled functions": (jax.jit(jnp.sin), jax.jit(jnp.cos)),
+    "sentinels": (object(), object()),
     "arrays closed over": (scale_by(jnp.ones(2)), scale_by(jnp.ones(2))),
 }
 

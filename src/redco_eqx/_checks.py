@@ -83,9 +83,10 @@ def warn_unused(state: TrainState, batch: Batch, loss_fn: LossFn) -> None:
     """Warns of parameters on which the loss does not depend."""
     unused = unused_parameters(state, batch, loss_fn)
     if unused:
+        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{', '.join(unused)}. Leave them out by `trainable` of init_state, or use them.",
+            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=3,
         )
 

@@ -1,5 +1,6 @@
 """`evaluate` and `predict`: a whole set of examples, none lost and none counted twice."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -55,10 +56,11 @@ def evaluate(
         examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="split", prefetch=prefetch
     )
     totals: dict[str, tuple[float, float]] = {}
-    for metrics in lagging(step(state, batch, np.int32(index)) for index, batch in enumerate(stream)):
-        for name, mean in jax.device_get(metrics).items():
-            total, weight = totals.get(name, (0.0, 0.0))
-            totals[name] = (total + float(mean.total), weight + float(mean.weight))
+    with contextlib.closing(stream):  # an error holds this frame, and with it the thread
+        for metrics in lagging(step(state, batch, np.int32(index)) for index, batch in enumerate(stream)):
+            for name, mean in jax.device_get(metrics).items():
+                total, weight = totals.get(name, (0.0, 0.0))
+                totals[name] = (total + float(mean.total), weight + float(mean.weight))
     return {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
 
 
@@ -92,10 +94,11 @@ def predict(
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad", prefetch=prefetch)
     rows: list[Any] = []
     outputs = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
-    for output in lagging(outputs, num_behind=1):  # outputs may be large
-        leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
-        for i in range(min(batch_size, len(examples) - len(rows))):
-            rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))
+    with contextlib.closing(stream):
+        for output in lagging(outputs, num_behind=1):  # outputs may be large
+            leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
+            for i in range(min(batch_size, len(examples) - len(rows))):
+                rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))
     return rows
 
 

@@ -4,6 +4,7 @@ A logger is anything that takes `logger(step, row)`; these are the ones that com
 nothing of processes: the caller uses them on one.
 """
 
+import itertools
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 C = TypeVar("C")
+
+_num_event_files = itertools.count()
 
 
 class _Closing:
@@ -39,8 +42,8 @@ def _format_row(row: Mapping[str, float]) -> str:
 class ConsoleLogger(_Closing):
     """Prints one line per row, its columns aligned, above a progress bar if there is one."""
 
-    def __init__(self, stream: TextIO | None = None):
-        """**Arguments:** `stream`: where to print, `sys.stderr` by default."""
+    def __init__(self, stream: Any = None):
+        """**Arguments:** `stream`: the text stream to print to, `sys.stderr` by default."""
         self._stream = stream
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
@@ -112,7 +115,9 @@ class TensorBoardLogger(_Closing):
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         if self._writer is None:
-            self._writer = self._make_writer(**self._arguments)
+            # tensorboardX names files by the second, and one of the same name would be overwritten.
+            suffix = f".{os.getpid()}.{next(_num_event_files):04d}"
+            self._writer = self._make_writer(**self._arguments, filename_suffix=suffix)
         for name, value in row.items():
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
@@ -135,7 +140,7 @@ class Progress(_Closing):
         initial: int = 0,
         description: str = "",
         show: bool | None = None,
-        stream: TextIO | None = None,
+        stream: Any = None,
     ):
         """**Arguments:**
 
@@ -144,7 +149,7 @@ class Progress(_Closing):
         - `description`: what stands before the bar.
         - `show`: `None` shows the bar if the stream is a terminal, `True` and `False` do so always and
             never.
-        - `stream`: where to draw, `sys.stderr` by default.
+        - `stream`: the text stream to draw on, `sys.stderr` by default.
         """
         self._bar = tqdm(
             total=total,

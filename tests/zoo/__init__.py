@@ -3,12 +3,19 @@
 The goldens are written from the design alone, independently of the code that they test.
 """
 
-from . import decoders, feedforward
+from . import conv, decoders, encoders, feedforward, friends, fused, lora, moe, stacked
 from ._entry import Entry, arrays, golden, goldens, strip
 
 ZOO: list[Entry] = [
     *decoders.ENTRIES,
+    *encoders.ENTRIES,
     *feedforward.ENTRIES,
+    *fused.ENTRIES,
+    *stacked.ENTRIES,
+    *moe.ENTRIES,
+    *lora.ENTRIES,
+    *conv.ENTRIES,
+    *friends.ENTRIES,
 ]
 BY_NAME: dict[str, Entry] = {entry.name: entry for entry in ZOO}
 

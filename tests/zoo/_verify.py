@@ -72,9 +72,7 @@ def place(model: Any, specs: dict[str, Any], mesh: Any) -> Any:
     found = iter(arrays(model))
     kinds = (jax.Array, np.ndarray)
     return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, NamedSharding(mesh, spec_of(next(found)))) if isinstance(x, kinds) else x
-        ),
+        lambda x: jax.device_put(x, NamedSharding(mesh, spec_of(next(found)))) if isinstance(x, kinds) else x,
         model,
     )
 

@@ -26,7 +26,7 @@ from ._entry import (
     tokens,
 )
 
-# GPT-J: paper, Figure 7 ----------------------------------------------------------------------------------
+# GPT-J: paper, Figure 7 -----------------------------------------------------------------
 
 
 class GPTJAttention(eqx.Module):
@@ -38,9 +38,7 @@ class GPTJAttention(eqx.Module):
 
     def __init__(self, key):
         keys = jax.random.split(key, 4)
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            linear(D, D, k, bias=False) for k in keys
-        )
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (linear(D, D, k, bias=False) for k in keys)
         self.num_attention_heads = HEADS
 
     def __call__(self, x):
@@ -110,7 +108,7 @@ GPTJ_SPECS = {
     "lm_head.bias": VOCABULARY,
 }
 
-# LLaMA: paper, Figure 8 ----------------------------------------------------------------------------------
+# LLaMA: paper, Figure 8 -----------------------------------------------------------------
 
 
 class LlamaAttention(eqx.Module):
@@ -228,7 +226,7 @@ class SharedLlama(eqx.Module):
         return each(head, each(self.norm, x))
 
 
-# GPT-2 ---------------------------------------------------------------------------------------------------
+# GPT-2 -----------------------------------------------------------------
 
 
 class GPT2Attention(eqx.Module):
@@ -311,7 +309,7 @@ GPT2_SPECS = {
     "ln_f.*": WHOLE,
 }
 
-# OPT -----------------------------------------------------------------------------------------------------
+# OPT -----------------------------------------------------------------
 
 
 class SelfAttention(eqx.Module):

@@ -1,0 +1,328 @@
+"""What a train step communicates, read from the compiled program: nothing is run, no array is made.
+
+    python benchmarks/collectives.py
+
+1. The quickstart's model and LLaMA-, GPT-2-, GPT-J- and OPT-shaped ones, laid out by `shard_rules` on
+   data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
+2. The quickstart's model on other meshes.
+
+Sizes are of results, in MiB per device and step, for one `train_step` with AdamW in float32. With U the size
+of one activation [batch on a device, length, dim], the least of a Megatron layout is:
+
+    tensor axis    2 U a layer forward and 2 U backward (1 U and 1 U where attention and MLP are side by side),
+                   1 U for the lookup in a split vocabulary, and backward 1 U for the head
+    data axis      the gradient of each parameter once: the bytes of a device's parameters
+
+The reductions over a split vocabulary in the cross-entropy, [batch on a device, length] at most, and those of
+the gradient norm's scalars are counted as "small".
+"""
+
+import functools
+import math
+import pathlib
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import models
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+import redco_eqx as rx
+from redco_eqx import _hlo
+
+MIB = 2**20
+# Machine code is not wanted. These options act after the collectives are decided: the counts are equal.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its loss, and what the least communication is derived from.
+
+    - `make_model`: key -> model.
+    - `batch`: abstract.
+    - `activation`: (batch, length, dim), over all devices.
+    - `reductions`: how many all-reduces a layer needs, forward and again backward.
+    - `peer`: redco 0.4.23's MiB with the Flax model of this kind, at these sizes.
+    """
+
+    make_model: Callable[[Any], Any]
+    loss_fn: Callable[..., Any]
+    batch: Any
+    activation: tuple[int, int, int]
+    num_layers: int
+    reductions: int = 2
+    peer: float | None = None
+
+
+PEER = {"LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9}
+
+
+def shaped(name: str, sizes: models.Sizes | None = None) -> Case:
+    """One of `models.MODELS`; without `sizes`, at the peer's."""
+    peer = PEER[name] if sizes is None else None
+    sizes = sizes or models.Sizes()
+    make = models.MODELS[name]
+    return Case(
+        make_model=lambda key: make(sizes, key=key),
+        loss_fn=models.loss_fn,
+        batch={"tokens": jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32)},
+        activation=(sizes.batch_size, sizes.length, sizes.dim),
+        num_layers=sizes.num_layers,
+        reductions=1 if name == "GPT-J" else 2,
+        peer=peer,
+    )
+
+
+def quickstart_case(batch_size: int = 8) -> Case:
+    """The model of `examples/quickstart.py`."""
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+    import quickstart
+
+    def make_model(key: Any) -> quickstart.Transformer:
+        return quickstart.Transformer(key=key)
+
+    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    return Case(
+        make_model=make_model,
+        loss_fn=quickstart.loss_fn,
+        batch=jax.ShapeDtypeStruct((batch_size, quickstart.LENGTH + 1), jnp.int32),
+        activation=(batch_size, quickstart.LENGTH, model.embedding.embedding_size),
+        num_layers=len(model.layers),
+    )
+
+
+# The compiled program.
+
+
+def abstract_model(case: Case, mesh: Mesh, overrides: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """The model with a sharding in each of its abstract arrays, and the tree of these shardings."""
+    model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh, overrides=overrides)
+
+    def one(x: Any, sharding: NamedSharding | None) -> Any:
+        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, model, shardings), shardings
+
+
+def step_collectives(
+    case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()
+) -> list[_hlo.Collective]:
+    """Those of one `train_step`; of an `eval_step`, which is the forward pass, if not `train`."""
+    model, shardings = abstract_model(case, mesh, overrides)
+    optimizer = optax.adamw(1e-3)
+    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    rows = rx.batch_sharding(mesh)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
+    if train:
+        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
+        lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    else:
+        step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
+        lowered = jax.jit(step).lower(state, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+    return _hlo.collectives(compiled, mesh)
+
+
+class Result(NamedTuple):
+    """What one collective gives: an array on each device, `times` per step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    small: bool
+    backward: bool
+    num_bytes: int
+    times: int
+
+
+def results(found: Iterable[_hlo.Collective], case: Case, mesh: Mesh) -> list[Result]:
+    """Takes apart what the compiler combined: which all-reduces share one instruction is its choice, not the
+    layout's. Small is over the tensor axis at most [batch on a device, length], otherwise a scalar."""
+    rows = math.prod(case.activation[:2]) // num_shards(mesh)
+    apart = []
+    for c in found:
+        shapes = c.shapes if c.kind == "all-reduce" else ("",)  # CPU prints one all-to-all in pieces
+        for shape in shapes:
+            num_elements, num_bytes = _size(shape) if shape else (c.result_bytes // 4, c.result_bytes)
+            small = num_elements <= (rows if "tensor" in c.axes else 1)
+            apart.append(Result(c.kind, c.axes, small, "transpose(" in c.source, num_bytes, c.count))
+    assert sum(r.num_bytes * r.times for r in apart) == sum(c.total_bytes for c in found)
+    return apart
+
+
+def _size(shape: str) -> tuple[int, int]:
+    """Elements and bytes of `f32[8,128]`."""
+    found = re.fullmatch(r"[a-z]+(\d+)\w*\[([\d,]*)\].*", shape)
+    if found is None:
+        raise ValueError(f"this shape is not understood: {shape}")
+    num_elements = math.prod(int(n) for n in found[2].split(",") if n)
+    return num_elements, num_elements * int(found[1]) // 8
+
+
+def num_shards(mesh: Mesh) -> int:
+    """Into how many parts the batch is split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def count(found: Iterable[Result], *, small: bool = False) -> dict[tuple[str, tuple[str, ...]], int]:
+    """`{(kind, axes): number of results}`, large ones only (or small ones only)."""
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for r in found:
+        if r.small == small:
+            counts[r.kind, r.axes] += r.times
+    return dict(counts)
+
+
+def total_bytes(found: Iterable[Result]) -> int:
+    return sum(r.num_bytes * r.times for r in found)
+
+
+# The least.
+
+
+def activation_bytes(case: Case, mesh: Mesh) -> int:
+    """U, in float32."""
+    return 4 * math.prod(case.activation) // num_shards(mesh)
+
+
+def parameter_bytes(case: Case, mesh: Mesh) -> int:
+    """Of all parameters on one device."""
+    model, _ = abstract_model(case, mesh)
+    arrays = rx.to_arrays(model).values()
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+
+
+def least(case: Case, mesh: Mesh) -> dict[str, int]:
+    """Bytes over the tensor axis, forward and backward, and over data, of the Megatron layout."""
+    one_way = (case.reductions * case.num_layers + 1) * activation_bytes(case, mesh)
+    return {"forward": one_way, "backward": one_way, "gradients": parameter_bytes(case, mesh)}
+
+
+# The tables.
+
+
+def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """Columns as wide as they need to be; the first `num_left` flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [x.ljust(w) if i < num_left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:.2f}"
+
+
+def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) -> list[str]:
+    """What a model communicates beyond the least, most bytes first."""
+    parts: dict[str, list[Result]] = {}
+    for r in found:
+        if r.small:
+            continue
+        if r.axes == ("data",):
+            part = "gradients"
+        else:
+            part = "backward" if r.backward else "forward"
+            part += "" if r.kind == "all-reduce" else f" {r.kind}"
+        parts.setdefault(part, []).append(r)
+    lines = []
+    for part, members in parts.items():
+        over = total_bytes(members) - needed.get(part, 0)
+        if over > 0.01 * sum(needed.values()):
+            number = sum(r.times for r in members)
+            where = "over data" if part == "gradients" else f"= {total_bytes(members) / unit:g} U over tensor"
+            least_of = f"at least {mib(needed[part])}" if part in needed else "none is needed"
+            lines.append(
+                (over, f"  {name} {part}: {number} arrays, {mib(total_bytes(members))} MiB {where}; {least_of}")
+            )
+    return [line for _, line in sorted(lines, reverse=True)]
+
+
+def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
+    """Table 1."""
+    head = ["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]
+    rows = [[*head, "peer's MiB", "ratio"]]
+    remarks = []
+    for name, case in cases.items():
+        found = results(step_collectives(case, mesh), case, mesh)
+        needed = least(case, mesh)
+        over_data = [r for r in found if r.axes == ("data",)]
+        over_tensor = [r for r in found if r.axes != ("data",) and not r.small]
+        small = [r for r in found if r.axes != ("data",) and r.small]
+        row = [name]
+        for group in (over_tensor, small, over_data):
+            row += [str(sum(r.times for r in group)), mib(total_bytes(group))]
+        total, minimum = total_bytes(found), sum(needed.values())
+        row += [mib(total), mib(minimum), f"{total / minimum:.2f}"]
+        row += ["-", "-"] if case.peer is None else [f"{case.peer:.1f}", f"{case.peer * MIB / total:.2f}"]
+        rows.append(row)
+        remarks += excess(name, found, needed, activation_bytes(case, mesh))
+    print("One train step on data 2 x tensor 4: number of results, and MiB of them, per device\n")
+    print(table(rows))
+    print(f"\nBeyond the least:\n{chr(10).join(remarks)}\n\n{NOTES}")
+
+
+NOTES = """\
+A result is one array; the compiler combines several into one instruction. Small: see above, at most
+[batch on a device, length]. U is 0.5 MiB, the quickstart's 0.19. The ratios are total / least, peer's / total.
+The peer's: redco 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
+batch 8, MLP 4 x dim); here LLaMA's gated MLP is 688 wide (at 1024 it would be 0.98 MiB more, of gradients).
+- Separate Linears on one input (query, key, value; gate, up): the CPU compiler reduces their input gradients
+  apart: 7 U a layer instead of 4 for LLaMA, 6 for OPT and GPT-J. The compilers for TPU and GPU add before they
+  reduce. Building blocks will mend it on every backend: issue "Communication at the theoretical minimum".
+- GPT-J's attention and MLP stand side by side, so that one reduction each way could serve both; two are made
+  forward. Beside Megatron's 2 + 2 its ratio is 1.32.
+- GPT-2's query, key and value are one matrix: cut evenly, it crosses their borders, which costs permutes
+  forward and all-to-alls backward.
+- A tied embedding has two gradients, of the lookup and of the head: they are reduced over data apart."""
+
+
+def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
+    """Table 2."""
+    rows = [["mesh", "kind", "axes", "count", "MiB", "MiB sent"]]
+    for name, mesh in meshes.items():
+        summary = _hlo.summarize(step_collectives(case, mesh))
+        named = [(kind, ",".join(axes), row) for (kind, axes), row in summary.rows.items()]
+        for kind, axes, row in [*named, ("total", "", summary.total)]:
+            sizes = [mib(row.result_bytes), mib(row.sent_bytes)]
+            rows.append([name, kind, axes, f"{row.bound}{row.count}", *sizes])
+            name = ""
+    print("\nThe quickstart's model on other meshes: instructions by kind and axes, per device\n")
+    print(table(rows, num_left=3))
+    print(
+        "\nMiB sent: by the ring algorithm, which makes kinds comparable. The CPU compiler makes no "
+        "reduce-scatter:\nover fsdp it reduces whole gradients and cuts."
+    )
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    quickstart = quickstart_case()
+    report_models(
+        {"quickstart": quickstart, **{name: shaped(name) for name in models.MODELS}}, rx.make_mesh(tensor=4)
+    )
+    meshes = {
+        "data 8": rx.make_mesh(),
+        "tensor 8": rx.make_mesh(tensor=8),
+        "fsdp 8": rx.make_mesh(fsdp=8),
+        "2 x 2 x 2": rx.make_mesh(tensor=2, fsdp=2),
+    }
+    report_meshes(quickstart, meshes)
+
+
+if __name__ == "__main__":
+    main()

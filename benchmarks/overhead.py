@@ -1,0 +1,130 @@
+"""What the library costs over the bare program: per step, and per run of `fit`.
+
+    python benchmarks/overhead.py
+
+1. With 1,000 arrays and next to no compute, where overhead cannot hide: the jitted `train_step` and `fit`
+   over `jax.jit` of the same update on a flat list of arrays.
+2. With the quickstart's model: `fit` over a hand-written loop of `batches` and the jitted `train_step`.
+
+Only the ratios within one run mean something.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+import quickstart  # noqa: E402
+
+import redco_eqx as rx  # noqa: E402
+
+
+def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
+    """SGD on 1,000 scalars, one device: dispatch and Python are nearly all there is."""
+    optimizer = optax.sgd(0.1)
+    batch = jnp.zeros((8,))
+
+    def loss_fn(model: list[Any], batch: Any, key: Any) -> Any:
+        return sum(model) * jnp.mean(batch)
+
+    def fresh() -> rx.TrainState:
+        model = [jnp.ones(()) * i for i in range(num_arrays)]
+        return rx.init_state(model, optimizer, key=jax.random.key(0))
+
+    treedef = jax.tree.structure(fresh())
+    update = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    step = jax.jit(update, donate_argnums=0)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flat_step(leaves: list[Any], batch: Any) -> tuple[list[Any], Any]:
+        state, metrics = update(jax.tree.unflatten(treedef, leaves), batch)
+        return jax.tree.leaves(state), metrics
+
+    def timed(step: Callable[..., Any], carry: Any) -> float:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            carry, metrics = step(carry, batch)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - start) / num_steps
+
+    print(f"{num_arrays} scalar arrays, trivial compute, one device", flush=True)
+    turns = [(timed(flat_step, jax.tree.leaves(fresh())), timed(step, fresh())) for _ in range(rounds + 1)]
+    examples = np.zeros(((rounds + 2) * num_steps * 8,), np.float32)
+    fit = fit_seconds(fresh(), examples, num_steps, rounds, loss_fn, optimizer, np.stack)
+    flat, bare = zip(*turns[1:])  # the first turn compiles
+    report({"flat leaves": list(flat), "train_step": list(bare), "fit": fit})
+
+
+def fit_seconds(
+    state: rx.TrainState,
+    examples: Any,
+    num_steps: int,
+    rounds: int,
+    loss_fn: Any,
+    optimizer: Any,
+    collate_fn: Any,
+) -> list[float]:
+    """Seconds per step in each of `rounds` log windows of one `fit`, after the first, which compiles."""
+    rates: list[float] = []
+    rx.fit(
+        state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer, batch_size=8,
+        num_steps=(rounds + 1) * num_steps, log_every=num_steps, progress=False,
+        loggers=[lambda step, row: rates.append(row["train/examples_per_second"])],
+    )  # fmt: skip
+    return [8 / rate for rate in rates[1:]]
+
+
+def report(times: dict[str, list[float]]) -> None:
+    """Medians, and their ratios to the first."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    base = next(iter(medians.values()))
+    for name, seconds in medians.items():
+        print(f"  {name:20s} {1e6 * seconds:12.1f} us/step   x{seconds / base:.3f}", flush=True)
+
+
+def quickstart_model(num_steps: int, rounds: int) -> None:
+    """The quickstart's model, mesh and batches: `fit` against a loop written by hand."""
+    mesh = rx.make_mesh(tensor=4)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    model = rx.init_model(lambda key: quickstart.Transformer(key=key), mesh, key=jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    train, _ = quickstart.standard_library()
+    common = {"collate_fn": quickstart.collate_fn, "batch_size": 8}
+    step = jax.jit(
+        functools.partial(rx.train_step, loss_fn=quickstart.loss_fn, optimizer=optimizer, shardings=shardings),
+        donate_argnums=0,
+    )
+
+    loop: list[float] = []
+    carry, start = jax.tree.map(jnp.copy, state), 0.0
+    stream = rx.batches(train, **common, mesh=mesh, key=jax.random.key(2))
+    for done, batch in zip(range(1, (rounds + 1) * num_steps + 1), stream):
+        carry, metrics = step(carry, batch)
+        if done % 5 == 0:  # virtual devices can deadlock if they are left too far behind
+            jax.block_until_ready(metrics)
+        if done % num_steps == 0:
+            loop.append((time.perf_counter() - start) / num_steps)
+            start = time.perf_counter()
+    fit = fit_seconds(state, train, num_steps, rounds, quickstart.loss_fn, optimizer, quickstart.collate_fn)
+    print("\nquickstart model, data=2 x tensor=4, batch 8 x 128 bytes")
+    report({"hand-written loop": loop[1:], "fit": fit})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--arrays", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    trivial_compute(args.arrays, args.steps, args.rounds)
+    quickstart_model(args.steps, args.rounds)

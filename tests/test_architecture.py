@@ -1,0 +1,68 @@
+"""The house: imports point one way, importing has no effect, and what is public is documented."""
+
+import ast
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import redco_eqx as rx
+
+PACKAGE = pathlib.Path(rx.__file__).parent
+
+# A file imports only from rows above its own.
+ROWS = [
+    ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_chain"],
+    ["_static", "_layers", "_log"],
+    ["_roles"],
+    ["_rules"],
+    ["_explain", "_state"],
+    ["_steps", "_data"],
+    ["_evaluate", "_loop"],
+    ["_evaluation", "_report", "_checks"],
+    ["_fit"],
+    ["__init__"],
+]
+LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("redco_eqx"):
+            parts = (node.module or "").split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("redco_eqx") for alias in node.names)
+    return names
+
+
+def test_every_file_has_a_row():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_point_one_way(path):
+    wrong = {name for name in imported(path) if LEVEL[name] >= LEVEL[path.stem]}
+    assert not wrong, f"{path.stem} imports {wrong}, which are not above it"
+
+
+def test_import_does_not_touch_a_device():
+    # The number of virtual devices can be set only before the backend is used.
+    program = (
+        "import redco_eqx, jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""})
+
+
+def test_public_names_are_sorted_and_documented():
+    assert rx.__all__ == sorted(rx.__all__, key=lambda name: (name[0].islower(), name))
+    for name in rx.__all__:
+        thing = getattr(rx, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isfunction(thing):
+            doc = inspect.getdoc(thing) or ""
+            for parameter in inspect.signature(thing).parameters:
+                assert f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400, (name, parameter)
