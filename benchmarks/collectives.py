@@ -22,7 +22,6 @@ import math
 import pathlib
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -129,10 +128,7 @@ def step_collectives(
     else:
         step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
         lowered = jax.jit(step).lower(state, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
-    return _hlo.collectives(compiled, mesh)
+    return _hlo.collectives(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 
 class Result(NamedTuple):
@@ -152,22 +148,22 @@ def results(found: Iterable[_hlo.Collective], case: Case, mesh: Mesh) -> list[Re
     rows = math.prod(case.activation[:2]) // num_shards(mesh)
     apart = []
     for c in found:
-        shapes = c.shapes if c.kind == "all-reduce" else ("",)  # CPU prints one all-to-all in pieces
-        for shape in shapes:
-            num_elements, num_bytes = _size(shape) if shape else (c.result_bytes // 4, c.result_bytes)
+        # The pieces that CPU prints of one all-to-all stay together.
+        for shapes in [[x] for x in c.shapes] if c.kind == "all-reduce" else [c.shapes]:
+            num_elements, num_bytes = map(sum, zip(*map(_size, shapes)))
             small = num_elements <= (rows if "tensor" in c.axes else 1)
             apart.append(Result(c.kind, c.axes, small, "transpose(" in c.source, num_bytes, c.count))
-    assert sum(r.num_bytes * r.times for r in apart) == sum(c.total_bytes for c in found)
+    assert total_bytes(apart) == sum(c.total_bytes for c in found)
     return apart
 
 
 def _size(shape: str) -> tuple[int, int]:
     """Elements and bytes of `f32[8,128]`."""
-    found = re.fullmatch(r"[a-z]+(\d+)\w*\[([\d,]*)\].*", shape)
+    found = re.match(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape)
     if found is None:
         raise ValueError(f"this shape is not understood: {shape}")
     num_elements = math.prod(int(n) for n in found[2].split(",") if n)
-    return num_elements, num_elements * int(found[1]) // 8
+    return num_elements, num_elements * int(found[1] or 8) // 8
 
 
 def num_shards(mesh: Mesh) -> int:
@@ -259,9 +255,10 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
     for name, case in cases.items():
         found = results(step_collectives(case, mesh), case, mesh)
         needed = least(case, mesh)
-        over_data = [r for r in found if r.axes == ("data",)]
-        over_tensor = [r for r in found if r.axes != ("data",) and not r.small]
-        small = [r for r in found if r.axes != ("data",) and r.small]
+        large = [r for r in found if not r.small]
+        over_data = [r for r in large if r.axes == ("data",)]
+        over_tensor = [r for r in large if r.axes != ("data",)]
+        small = [r for r in found if r.small]
         row = [name]
         for group in (over_tensor, small, over_data):
             row += [str(sum(r.times for r in group)), mib(total_bytes(group))]
@@ -276,17 +273,18 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
 
 
 NOTES = """\
-A result is one array; the compiler combines several into one instruction. Small: see above, at most
-[batch on a device, length]. U is 0.5 MiB, the quickstart's 0.19. The ratios are total / least, peer's / total.
+A result is one array; the compiler combines several into one instruction. Small is at most [batch on a device,
+length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least and the peer's / total.
 The peer's: redco 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
-batch 8, MLP 4 x dim); here LLaMA's gated MLP is 688 wide (at 1024 it would be 0.98 MiB more, of gradients).
+batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0.98 MiB more, of gradients.
 - Separate Linears on one input (query, key, value; gate, up): the CPU compiler reduces their input gradients
-  apart: 7 U a layer instead of 4 for LLaMA, 6 for OPT and GPT-J. The compilers for TPU and GPU add before they
-  reduce. Building blocks will mend it on every backend: issue "Communication at the theoretical minimum".
-- GPT-J's attention and MLP stand side by side, so that one reduction each way could serve both; two are made
-  forward. Beside Megatron's 2 + 2 its ratio is 1.32.
+  apart, where one sum would do: LLaMA has 7 U a layer instead of 4, OPT 6. The compilers for TPU and GPU add
+  before they reduce. Building blocks will mend it on every backend: issue "Communication at the theoretical
+  minimum".
+- GPT-J's attention and MLP stand side by side, so one reduction each way could serve both: 2 U a layer. It has
+  6. Counted with Megatron's 4, the least would be 12.52 MiB.
 - GPT-2's query, key and value are one matrix: cut evenly, it crosses their borders, which costs permutes
-  forward and all-to-alls backward.
+  forward and all-to-alls backward. Its activations are otherwise at the least.
 - A tied embedding has two gradients, of the lookup and of the head: they are reduced over data apart."""
 
 
@@ -302,10 +300,15 @@ def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
             name = ""
     print("\nThe quickstart's model on other meshes: instructions by kind and axes, per device\n")
     print(table(rows, num_left=3))
-    print(
-        "\nMiB sent: by the ring algorithm, which makes kinds comparable. The CPU compiler makes no "
-        "reduce-scatter:\nover fsdp it reduces whole gradients and cuts."
-    )
+    print(f"\n{MESH_NOTES}")
+
+
+MESH_NOTES = """\
+MiB sent is by the ring algorithm, which makes kinds comparable.
+- tensor 8: the 4 heads do not divide, so attention is whole on every device and communicates nothing.
+- fsdp 8: parameters are gathered once, gradients reduced once; the CPU compiler has no reduce-scatter.
+- 2 x 2 x 2: fsdp beside tensor, by layout alone. The compiler splits sums over features that fsdp has cut, and
+  moves activations instead of weights. Weights that are gathered before the loss end that."""
 
 
 def main() -> None:

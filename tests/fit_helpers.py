@@ -74,7 +74,7 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
     return rx.init_state(model, optimizer, key=jax.random.key(1))
 
 
-def fit(state: Any, examples: Any, **arguments: Any) -> Any:
+def fit(state: Any, examples: Any, *, call: Any = rx.fit, **arguments: Any) -> Any:
     """`rx.fit`, silent, with the tiny problem as its default."""
     defaults = {
         "collate_fn": collate,
@@ -83,7 +83,7 @@ def fit(state: Any, examples: Any, **arguments: Any) -> Any:
         "batch_size": 4,
         "progress": False,
     }
-    return rx.fit(state, examples, **{**defaults, **arguments})
+    return call(state, examples, **{**defaults, **arguments})
 
 
 @functools.lru_cache

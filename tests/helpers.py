@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from redco_eqx import Mean, cast, make_mesh, shard_rules
+from redco_eqx import Mean, make_mesh, shard_rules
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {"data": 1},
@@ -104,13 +104,27 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
+def filled(abstract: Any, dtype: Any, seed: int) -> Any:
+    """An abstract model with random numbers for its arrays: compiles nothing, unlike an initialisation."""
+    rng = np.random.default_rng(seed)
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jnp.asarray(rng.normal(size=x.shape, scale=x.shape[-1] ** -0.5), dtype)
+
+    return jax.tree.map(one, abstract)
+
+
 def make_mlp(dtype: Any = jnp.float32, seed: int = 0) -> eqx.nn.MLP:
     """64 -> 128 -> 64: large enough that `fsdp` splits it."""
-    return cast(eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(seed)), dtype)
+    abstract = eqx.filter_eval_shape(lambda key: eqx.nn.MLP(64, 64, 128, 1, key=key), jax.random.key(0))
+    return filled(abstract, dtype, seed)
 
 
-def make_transformer(dtype: Any = jnp.float32) -> Transformer:
-    return cast(Transformer(64, 64, key=jax.random.key(0)), dtype)
+def make_transformer(dtype: Any = jnp.float32, seed: int = 0) -> Transformer:
+    abstract = eqx.filter_eval_shape(lambda key: Transformer(64, 64, key=key), jax.random.key(0))
+    return filled(abstract, dtype, seed)
 
 
 def mlp_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:

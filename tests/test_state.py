@@ -587,6 +587,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_model_is_born_with_the_same_values_in_the_layout_of_the_rules(maker, mesh):
     make = MAKERS[maker]

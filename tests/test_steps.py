@@ -55,12 +55,16 @@ def by_hand(model: Any, optimizer: Any, loss: Any, batches: list[Any]) -> tuple[
     """Plain optax and `eqx.partition` on one device: the model, and losses and gradients of each step."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
     opt_state = optimizer.init(params)
-    losses, gradients = [], []
-    gradient = jax.jit(jax.value_and_grad(lambda p, batch: loss(eqx.combine(p, static), batch)))
-    for batch in batches:
-        value, grads = gradient(params, batch)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, grads = jax.value_and_grad(lambda p: loss(eqx.combine(p, static), batch))(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), opt_state, value, grads
+
+    losses, gradients = [], []
+    for batch in batches:
+        params, opt_state, value, grads = step(params, opt_state, batch)
         losses.append(value)
         gradients.append(grads)
     return eqx.combine(params, static), losses, gradients

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._data import batches
-from redco_eqx._mesh import one_device_mesh
+from redco_eqx._mesh import check_mesh, one_device_mesh
 from redco_eqx._state import EVALUATE, PREDICT, TrainState
 from redco_eqx._steps import eval_step, predict_step
 from redco_eqx._throttle import lagging
@@ -103,10 +103,14 @@ def predict(
 
 
 def mesh_of(state: TrainState) -> Mesh:
-    """The mesh that a state lies on. Raises `ValueError` if the state was donated or deleted."""
+    """The mesh that a state lies on.
+
+    Raises `ValueError` if the state was donated or deleted, or if the mesh is not of a kind that can be used.
+    """
     check_alive(state)
     sharding = state.step.sharding
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        check_mesh(sharding.mesh)
         return sharding.mesh
     return one_device_mesh(next(iter(state.step.devices())))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from redco_eqx._state import TrainState
+from redco_eqx._tree import describe, path_of
 from redco_eqx._types import Batch, Metrics, as_mean
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
@@ -74,15 +75,16 @@ def empty_window(step: StepFn, state: TrainState, batch: Batch) -> Window:
         raise ValueError(
             f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
         )
-    before = jax.tree_util.tree_flatten_with_path(state)[0]
-    after = dict(jax.tree_util.tree_flatten_with_path(new_state)[0])
-    for keypath, x in before:
-        y = after.get(keypath)
-        if y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
-            found = "missing" if y is None else f"{y.dtype}{list(y.shape)}"
+    before, after = (
+        {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (state, new_state)
+    )
+    for path in {**before, **after}:
+        was, became = before.get(path, "missing"), after.get(path, "missing")
+        if was != became:
             raise ValueError(
-                f"the step changes the state: {jax.tree_util.keystr(keypath)} was {x.dtype}{list(x.shape)} and "
-                f"became {found}. A step returns a state like the one it was given."
+                f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
+                "like the one that it was given."
             )
     metrics = jax.eval_shape(as_metrics, metrics)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)

@@ -67,7 +67,8 @@ class _Resolver:
     def __init__(self, root: Node, tied: dict[str, str], size: int):
         self.root, self.tied, self.size = root, tied, size
         self.roles: dict[str, Role] = {}
-        self.tables = [node.table for node in root.walk() if node.table is not None]
+        tables = [node.table for node in root.walk() if node.table is not None]
+        self.vocabularies = [t for t in tables if not _SMALL_TABLES.search(t.node.name)]
 
     def resolve(self) -> dict[str, Role]:
         for node in self.root.walk():
@@ -338,7 +339,7 @@ class _Resolver:
         """Matrices with no partner: vocabulary heads, and what stands alone."""
         for m in matrices:
             vocabulary = self._is_head(m) or any(
-                (t.num_rows, t.width) == (m.out_size, m.in_size) for t in self.tables
+                (t.num_rows, t.width) == (m.out_size, m.in_size) for t in self.vocabularies
             )
             if vocabulary and self._divides(m.out_size):
                 self._column(m, "head: logits stay split over the vocabulary", "vocabulary")

@@ -75,7 +75,7 @@ class Buffers(eqx.Module):
         self.flag, self.name, self.nothing, self.rate = True, "buffers", None, 0.5
 
     def __call__(self, x):
-        x = jnp.where(self.mask, x, self.rate * x) * self.table[self.weight_ids[self.ids[3, 2] % 8]]
+        x = jnp.where(self.mask, x, self.rate * x) * jnp.asarray(self.table)[jnp.asarray(self.weight_ids)[self.ids[3, 2] % 8]]
         return self.down(self.activation(self.up(x))) if self.flag else x
 
 
@@ -121,7 +121,8 @@ ENTRIES = [
             "*.layers.1.weight": ROW,
             "*.layers.1.bias": WHOLE,
             "actor.layers.2.*": COL,
-            "q?.layers.2.*": WHOLE,
+            "q?.layers.2.weight": ROW,  # one output does not divide, its inputs do
+            "q?.layers.2.bias": WHOLE,
         },
         3,
         "each network has three Linears: column, row, column; a critic's third has one output: whole",
