@@ -35,7 +35,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 import redco_eqx as rx
-from redco_eqx import _hlo
+from redco_eqx._collectives import Collective, collectives, summarize
 
 MIB = 2**20
 # Machine code is not wanted. These options act after the collectives are decided: the counts are equal.
@@ -115,7 +115,7 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Sequence[Any] = ()) -> tup
 
 def step_collectives(
     case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()
-) -> list[_hlo.Collective]:
+) -> list[Collective]:
     """Those of one `train_step`; of an `eval_step`, which is the forward pass, if not `train`."""
     model, shardings = abstract_model(case, mesh, overrides)
     optimizer = optax.adamw(1e-3)
@@ -128,7 +128,7 @@ def step_collectives(
     else:
         step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
         lowered = jax.jit(step).lower(state, batch)
-    return _hlo.collectives(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
+    return collectives(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 
 class Result(NamedTuple):
@@ -142,7 +142,7 @@ class Result(NamedTuple):
     times: int
 
 
-def results(found: Iterable[_hlo.Collective], case: Case, mesh: Mesh) -> list[Result]:
+def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]:
     """Takes apart what the compiler combined: which all-reduces share one instruction is its choice, not the
     layout's. Small is over the tensor axis at most [batch on a device, length], otherwise a scalar."""
     rows = math.prod(case.activation[:2]) // num_shards(mesh)
@@ -292,7 +292,7 @@ def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
     """Table 2."""
     rows = [["mesh", "kind", "axes", "count", "MiB", "MiB sent"]]
     for name, mesh in meshes.items():
-        summary = _hlo.summarize(step_collectives(case, mesh))
+        summary = summarize(step_collectives(case, mesh))
         named = [(kind, ",".join(axes), row) for (kind, axes), row in summary.rows.items()]
         for kind, axes, row in [*named, ("total", "", summary.total)]:
             sizes = [mib(row.result_bytes), mib(row.sent_bytes)]

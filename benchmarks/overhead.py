@@ -11,7 +11,9 @@ Only the ratios within one run mean something.
 
 import argparse
 import functools
+import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -50,6 +53,7 @@ def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
         return jax.tree.leaves(state), metrics
 
     def timed(step: Callable[..., Any], carry: Any) -> float:
+        metrics: Any = None
         start = time.perf_counter()
         for _ in range(num_steps):
             carry, metrics = step(carry, batch)

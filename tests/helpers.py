@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from redco_eqx import Mean, make_mesh, shard_rules
 
-MESHES: dict[str, dict[str, int]] = {
+MESHES: dict[str, dict[str, Any]] = {
     "one": {"data": 1},
     "data8": {},
     "tensor8": {"tensor": 8},
@@ -169,9 +169,9 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mea
 _compilations: list[str] = []
 
 
-def _listen(name: str, seconds: float, **metadata: Any) -> None:
-    if name == "/jax/core/compile/backend_compile_duration":
-        _compilations.append(name)
+def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations.append(event)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -14,9 +14,9 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 
 # A file imports only from rows above its own.
 ROWS = [
-    ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_chain"],
-    ["_static", "_layers", "_log"],
-    ["_roles"],
+    ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_hlo_groups", "_chain"],
+    ["_static", "_layers", "_log", "_hlo_loops"],
+    ["_roles", "_collectives"],
     ["_rules"],
     ["_explain", "_state"],
     ["_steps", "_data"],

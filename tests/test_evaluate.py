@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import redco_eqx as rx
 from redco_eqx._mesh import num_batch_shards
+from redco_eqx._state import TRAIN, stream
 from redco_eqx._throttle import NUM_AHEAD
 
 # Sums of small integers are exact in float32: one example lost, or counted twice, shows.
@@ -144,7 +145,7 @@ def _collate_xy(examples: Any) -> dict[str, np.ndarray]:
 
 
 def noise_fn(model: Any, batch: Any, key: Any) -> jax.Array:
-    return jax.random.normal(key, batch["id"].shape)
+    return jnp.full(batch["id"].shape, jax.random.normal(key))
 
 
 def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
@@ -157,19 +158,19 @@ def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
     state = STATES["one"]
 
-    def losses() -> dict[str, float]:
-        return rx.evaluate(state, range(8), collate_fn=collate, loss_fn=noisy_loss, batch_size=4)
+    def losses() -> list[float]:
+        found = rx.evaluate(state, range(8), collate_fn=collate, loss_fn=noisy_loss, batch_size=4)
+        return [found["batch0"], found["batch1"]]
 
     def rows() -> list[float]:
         found = rx.predict(state, range(8), collate_fn=collate, predict_fn=noise_fn, batch_size=4)
-        return [float(x) for x in found]
+        return [float(found[0]), float(found[4])]
 
     assert losses() == losses()
-    assert losses()["batch0"] != losses()["batch1"]
     assert rows() == rows()
-    assert len(set(rows())) == 8
-    # Nor do evaluation and prediction share their noise.
-    assert not set(rows()) & set(losses().values())
+    training = float(jax.random.normal(stream(state, TRAIN)))
+    # Two batches, and evaluation, prediction and training: all have their own.
+    assert len({*losses(), *rows(), training}) == 5
 
 
 # The model

@@ -76,7 +76,7 @@ def plain(name: str) -> dict[str, Any]:
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
-    opt_state = optimizer.init(params)
+    opt_state: Any = optimizer.init(params)
     for batch in DATA:
         params, opt_state = step(params, opt_state, batch)
     if name == "plateau":
@@ -199,9 +199,7 @@ def test_the_state_of_an_optimizer_comes_out_as_it_went_in(name, num_microbatche
     optimizer = {**OPTIMIZERS, **MORE}[name]()
     model = eqx.filter_eval_shape(helpers.make_mlp)
     state = init_state(model, optimizer, key=jax.eval_shape(lambda: KEY))
-    step = partial(
-        train_step, loss_fn=squared_error, optimizer=optimizer, num_microbatches=num_microbatches
-    )
+    step = partial(train_step, loss_fn=squared_error, optimizer=optimizer, num_microbatches=num_microbatches)
     new, _ = jax.eval_shape(step, state, mlp_batch(0))
     assert jax.tree.structure(new) == jax.tree.structure(state)
     pairs = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(state), strict=True)

@@ -32,8 +32,10 @@ def test_python_blocks_run_and_the_table_is_true(capfd):
     exec(compile(signatures, "README.md", "exec"), {})
     step = int(namespace["state"].step)
     exec(compile(loop, "README.md", "exec"), namespace)
-    assert int(namespace["state"].step) == 2 * step == 2 * rx.num_train_steps(
-        len(namespace["examples"]), batch_size=64, num_epochs=1
+    assert (
+        int(namespace["state"].step)
+        == 2 * step
+        == 2 * rx.num_train_steps(len(namespace["examples"]), batch_size=64, num_epochs=1)
     )
     assert jax.tree.leaves(namespace["state"].params)[0].sharding.mesh == namespace["mesh"]
 

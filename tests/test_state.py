@@ -36,12 +36,12 @@ class Mixed(eqx.Module):
     missing: None = None
 
     def __init__(self, key: Any):
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 3)
         self.layers = [eqx.nn.Linear(64, 128, key=keys[0]), eqx.nn.Linear(128, 64, key=keys[1])]
-        self.scale = jax.random.normal(keys[2], (3,), jnp.bfloat16)
+        self.scale = jnp.full((3,), 0.5, jnp.bfloat16)
         self.table = np.linspace(0, 1, 5, dtype=np.float32)
         self.count = jnp.arange(4)
-        self.seed = keys[3]
+        self.seed = keys[2]
         self.activation = lambda x: x**2
         self.rate = 0.5
 
@@ -273,7 +273,8 @@ def test_init_state_under_vmap_is_an_ensemble():
     keys = jax.random.split(KEY, 3)
 
     def make(key):
-        return init_state(Mixed(key), ADAM, key=key)
+        model = {"linear": eqx.nn.Linear(4, 8, key=key), "table": np.ones(2), "f": jnp.tanh}
+        return init_state(model, ADAM, key=key)
 
     ensemble = eqx.filter_vmap(make)(keys)
     assert isinstance(ensemble, TrainState)
@@ -310,7 +311,9 @@ def build_odd(kind: str, seed: int) -> Any:
     if kind == "lambda":
         return eqx.nn.Sequential([linear, eqx.nn.Lambda(lambda x: x**2)])
     if kind == "partial":
-        return eqx.nn.Sequential([linear, eqx.nn.Lambda(functools.partial(jax.nn.leaky_relu, negative_slope=0.2))])
+        return eqx.nn.Sequential(
+            [linear, eqx.nn.Lambda(functools.partial(jax.nn.leaky_relu, negative_slope=0.2))]
+        )
     assert kind == "shared"
     pair = (eqx.nn.Embedding(8, 4, key=keys[1]), linear)
     return eqx.nn.Shared(pair, where=lambda p: p[1].weight, get=lambda p: p[0].weight)
@@ -359,7 +362,9 @@ def test_a_pair_of_model_and_state(mesh):
     assert "norms.0.weight" in state.params
     assert not set(state.model_state) & {*state.params, *state.frozen}
     # Running statistics are floating, and yet are not trained.
-    paths = {entry.key for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu) for entry in path}
+    paths = {
+        entry.key for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu) for entry in path
+    }
     assert paths == set(state.params)
     for x in state.model_state.values():
         assert x.devices() == set(mesh.devices.flat)
@@ -401,9 +406,12 @@ def test_a_tied_model_is_refused_when_it_is_born_too(name, spec):
         weight = jax.random.normal(key, (8, 8))
         return Tied(weight, weight)
 
-    with pytest.raises(ValueError, match=r"embedding and head") as error:
+    def start():
         born = init_model(make_tied, helpers.mesh_of(name), key=KEY, overrides=[("*", spec)])
-        init_state(born, ADAM, key=KEY)
+        return init_state(born, ADAM, key=KEY)
+
+    with pytest.raises(ValueError, match=r"embedding and head") as error:
+        start()
     assert "eqx.nn.Shared" in str(error.value)
 
 
@@ -467,7 +475,7 @@ def test_deleted_arrays_are_refused_by_path():
 def test_the_state_takes_the_arrays_of_the_model():
     model = {"a": jnp.ones(8)}
     donate(init_state(model, ADAM, key=jax.random.key(1)))
-    with pytest.raises(ValueError, match="a has been deleted. It was donated"):
+    with pytest.raises(ValueError, match=r"a has been deleted\. It was donated"):
         init_state(model, ADAM, key=KEY)
 
 
@@ -488,7 +496,7 @@ def test_nothing_to_train_is_refused():
 
 
 def test_two_leaves_of_one_path_are_refused():
-    with pytest.raises(ValueError, match="two leaves have the path 'a.b'"):
+    with pytest.raises(ValueError, match=r"two leaves have the path 'a\.b'"):
         init_state({"a": {"b": jnp.ones(1)}, "a.b": jnp.zeros(1)}, ADAM, key=KEY)
 
 
@@ -553,7 +561,6 @@ class Typed(eqx.Module):
     keys: Any
     orthogonal: Any
     normal: Any
-    truncated: Any
     computed: Any
 
     def __init__(self, key: Any):
@@ -569,21 +576,18 @@ class Typed(eqx.Module):
         self.outside = OUTSIDE
         self.given = key
         self.keys = keys
-        self.orthogonal = jax.nn.initializers.orthogonal()(keys[0], (8, 8))
-        self.normal = jax.random.normal(keys[1], (5, 3), jnp.bfloat16)
-        self.truncated = 0.02 * jax.random.truncated_normal(keys[2], -2, 2, (64, 64))
-        self.computed = jnp.sum(self.truncated, axis=0)
+        self.orthogonal = jax.nn.initializers.orthogonal()(keys[0], (3, 3))
+        self.normal = 0.02 * jax.random.normal(keys[1], (64, 64), jnp.bfloat16)
+        self.computed = jnp.sum(self.normal, axis=0)
 
 
 OUTSIDE = jnp.arange(3.0)
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "mixed": Mixed,
     "typed": Typed,
-    "mlp": lambda key: eqx.nn.MLP(64, 64, 128, 3, key=key),
-    "transformer": lambda key: helpers.Transformer(64, 64, key=key),
-    "stacked": lambda key: eqx.filter_vmap(lambda k: eqx.nn.Linear(64, 128, key=k))(jax.random.split(key, 3)),
+    "mlp": lambda key: eqx.nn.MLP(64, 64, 128, 1, key=key),
+    "stacked": lambda key: eqx.filter_vmap(lambda k: eqx.nn.Linear(8, 16, key=k))(jax.random.split(key, 3)),
     "shared": lambda key: build_odd("shared", 0),
-    "convolution": lambda key: eqx.nn.Conv2d(16, 32, 3, key=key),
 }
 
 
@@ -601,7 +605,7 @@ def test_a_model_is_born_with_the_same_values_in_the_layout_of_the_rules(maker, 
         else:
             assert x.sharding.is_equivalent_to(wanted[path], x.ndim), path
             assert x.sharding.mesh == mesh, path
-    if maker in ("mlp", "transformer", "mixed"):
+    if maker in ("mlp", "mixed"):
         assert sum(not s.is_fully_replicated for s in wanted.values()) >= 2
 
 
@@ -620,7 +624,8 @@ def is_jax(x: Any) -> bool:
 
 def test_overrides_decide_at_birth(mesh):
     born = init_model(Mixed, mesh, key=KEY, overrides=[("layers.0.weight", P("fsdp", "tensor"))])
-    assert born.layers[0].weight.sharding.spec == P("fsdp", "tensor")
+    wanted = NamedSharding(mesh, P("fsdp", "tensor"))
+    assert born.layers[0].weight.sharding.is_equivalent_to(wanted, 2)
 
 
 def test_a_model_with_state_is_born_as_a_pair(mesh):
@@ -637,7 +642,8 @@ def test_a_model_with_state_is_born_as_a_pair(mesh):
 
 def test_a_model_born_can_be_trained_and_donated(mesh):
     state = donate(init_state(init_model(Mixed, mesh, key=KEY), ADAM, key=jax.random.key(1)))
-    helpers.assert_close(state.params["layers.0.bias"], Mixed(KEY).layers[0].bias + 1, rtol=1e-6)
+    expected = to_arrays(Mixed(KEY))["layers.0.bias"] + 1
+    helpers.assert_close(state.params["layers.0.bias"], expected, rtol=1e-6)
 
 
 def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):

@@ -103,6 +103,13 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     return axis_size(mesh, BATCH_AXES)
 
 
+def without_axis(entry: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:
+    """An entry of a `PartitionSpec` without one axis."""
+    if isinstance(entry, tuple):
+        return tuple(name for name in entry if name != axis) or None
+    return None if entry == axis else entry
+
+
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

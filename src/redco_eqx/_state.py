@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from redco_eqx._mesh import one_device_mesh, put, replicated
 from redco_eqx._rules import Overrides, shard_rules
@@ -47,8 +47,8 @@ class TrainState:
     frozen: dict[str, Any]
     model_state: dict[str, Any]
     opt_state: PyTree
-    key: Key
-    step: Int[Array, "..."]
+    key: Any
+    step: Any
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
 
     @property

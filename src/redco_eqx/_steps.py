@@ -12,7 +12,7 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._mesh import batch_sharding, num_batch_shards
+from redco_eqx._mesh import batch_sharding, num_batch_shards, without_axis
 from redco_eqx._state import EVALUATE, PREDICT, TRAIN, TrainState, like_params, stream
 from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
@@ -68,7 +68,7 @@ def train_step(
     def loss_of(
         params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key
     ) -> tuple[Array, tuple[Mean, Metrics, dict[str, Array]]]:
-        output = loss_fn(state.build(params, model_state), batch, key)
+        output = loss_fn(state.build(_gather(params, layout), model_state), batch, key)
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
@@ -173,7 +173,7 @@ def unused_parameters(state: TrainState, batch: Batch, loss_fn: LossFn) -> list[
 
 def _inference_model(state: TrainState, shardings: PyTree | None) -> Any:
     layout = None if shardings is None else _layout(shardings, state.params)
-    model = state.build(_constrain(state.params, layout), state.model_state)
+    model = state.build(_gather(state.params, layout), state.model_state)
     return eqx.nn.inference_mode(model)
 
 
@@ -212,6 +212,17 @@ def _layout(shardings: PyTree, params: dict[str, Any]) -> dict[str, NamedShardin
 
 def _constrain(tree: dict[str, Array], layout: dict[str, NamedSharding] | None) -> dict[str, Array]:
     return tree if layout is None else jax.lax.with_sharding_constraint(tree, layout)
+
+
+def _gather(params: dict[str, Array], layout: dict[str, NamedSharding] | None) -> dict[str, Array]:
+    """Parameters as layers use them: whole over `fsdp`. The compiler left alone moves activations instead."""
+    if layout is None:
+        return params
+
+    def gathered(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*(without_axis(e, "fsdp") for e in sharding.spec)))
+
+    return _constrain(params, {path: gathered(sharding) for path, sharding in layout.items()})
 
 
 def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | None) -> Batch:

@@ -75,7 +75,10 @@ class Buffers(eqx.Module):
         self.flag, self.name, self.nothing, self.rate = True, "buffers", None, 0.5
 
     def __call__(self, x):
-        x = jnp.where(self.mask, x, self.rate * x) * jnp.asarray(self.table)[jnp.asarray(self.weight_ids)[self.ids[3, 2] % 8]]
+        x = (
+            jnp.where(self.mask, x, self.rate * x)
+            * jnp.asarray(self.table)[jnp.asarray(self.weight_ids)[self.ids[3, 2] % 8]]
+        )
         return self.down(self.activation(self.up(x))) if self.flag else x
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx._hlo import Collective, collectives, summarize
+from redco_eqx._collectives import Collective, collectives, summarize
 from redco_eqx._mesh import AXES, make_mesh
 
 X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes
