@@ -1,5 +1,15 @@
-"""Eight virtual CPU devices for every test, and float32 matmuls that do not depend on the machine."""
+"""Eight virtual CPU devices for every test; compiled fast, since nothing here runs long."""
+
+import os
 
 import jax
 
+# Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 jax.config.update("jax_num_cpu_devices", 8)

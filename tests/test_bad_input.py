@@ -23,7 +23,6 @@ from fit_helpers import (
     fit,
     linear_state,
     make_examples,
-    mlp_state,
     no_threads_left,
 )
 
@@ -404,7 +403,7 @@ def test_a_metric_may_be_any_number(number: Any) -> None:
 
 
 def test_a_sharded_state_is_refused_and_kept() -> None:
-    state = mlp_state(ADAM, rx.make_mesh(tensor=2, fsdp=2))
+    state = linear_state(ADAM, mesh=rx.make_mesh(tensor=2, fsdp=2), dim=8)
     with pytest.raises(ValueError, match="the optimizer does not fit the state"):
         run(state, make_examples(8, dim=8))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -198,7 +198,7 @@ def test_the_state_of_an_optimizer_comes_out_as_it_went_in(name, num_microbatche
     """A fixed point of shape, dtype and weak type: one compilation serves every step."""
     optimizer = {**OPTIMIZERS, **MORE}[name]()
     model = eqx.filter_eval_shape(helpers.make_mlp)
-    state = init_state(model, optimizer, key=jax.eval_shape(lambda: KEY))
+    state = init_state(model, optimizer, key=KEY)
     step = partial(train_step, loss_fn=squared_error, optimizer=optimizer, num_microbatches=num_microbatches)
     new, _ = jax.eval_shape(step, state, mlp_batch(0))
     assert jax.tree.structure(new) == jax.tree.structure(state)

@@ -153,7 +153,11 @@ def test_a_function_chooses():
     assert trained(Mixed(KEY), matrices) == ["layers.0.weight", "layers.1.weight"]
 
 
-@pytest.mark.parametrize("trainable", [True, eqx.is_array, eqx.is_array_like, lambda x: True], ids=str)
+@pytest.mark.parametrize(
+    "trainable",
+    [True, eqx.is_array, eqx.is_array_like, lambda x: True],
+    ids=["true", "is_array", "is_array_like", "function"],
+)
 def test_numpy_tables_integers_and_keys_are_never_trained(trainable):
     assert trained(Mixed(KEY), trainable) == FLOATING
 
@@ -261,7 +265,7 @@ def test_the_abstract_state_is_the_shape_of_the_concrete_one(name, optimizer):
 
 
 def test_an_abstract_state_without_a_mesh():
-    found = init_state(eqx.filter_eval_shape(make_plain, KEY), ADAM, key=jax.eval_shape(lambda: KEY))
+    found = init_state(eqx.filter_eval_shape(make_plain, KEY), ADAM, key=KEY)
     state = init_state(make_plain(KEY), ADAM, key=KEY)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
@@ -512,7 +516,9 @@ def test_what_is_no_key_is_refused(key):
         init_state({"a": jnp.ones(1)}, key=key)
 
 
-@pytest.mark.parametrize("key", [jax.random.split(KEY), jax.random.split(jax.random.PRNGKey(0))], ids=str)
+@pytest.mark.parametrize(
+    "key", [jax.random.split(KEY), jax.random.split(jax.random.PRNGKey(0))], ids=["typed", "raw"]
+)
 def test_several_keys_are_refused(key):
     with pytest.raises(Exception, match="key"):
         init_state({"a": jnp.ones(1)}, key=key)

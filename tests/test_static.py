@@ -368,7 +368,11 @@ def test_an_unhashable_static_field_is_refused_by_path(value):
         check_static([Static(jnp.ones(1), value)])
 
 
-@pytest.mark.parametrize("value", [1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")],
+    ids=["int", "str", "tuple", "none", "jitted", "dataclass", "dtype"],
+)
 def test_hashable_static_fields_are_taken(value):
     check_static([Static(jnp.ones(1), value)])
 

@@ -791,7 +791,9 @@ def test_evaluation_and_prediction_on_a_mesh(name):
         return {"out": jax.vmap(model)(batch["x"]), "index": jnp.argmax(batch["x"], axis=1)}
 
     outputs = jax.jit(partial(predict_step, predict_fn=predict_fn, shardings=shardings))(state, batch)
-    np.testing.assert_allclose(outputs["out"], jax.vmap(model)(host_batch["x"]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        outputs["out"], jax.vmap(model)(jnp.asarray(host_batch["x"])), rtol=1e-4, atol=1e-5
+    )
     np.testing.assert_array_equal(outputs["index"], host_batch["x"].argmax(axis=1))
 
 
@@ -821,7 +823,8 @@ def test_bfloat16_compute_over_float32_masters():
     state = init_state(helpers.make_mlp(), optax.sgd(0.1), key=KEY)
     new, metrics = jax.jit(partial(train_step, loss_fn=loss_fn, optimizer=optax.sgd(0.1)))(state, mlp_batch(0))
     assert {x.dtype for x in new.params.values()} == {jnp.dtype("float32")}
-    exact = jnp.mean((jax.vmap(helpers.make_mlp())(mlp_batch(0)["x"]) - mlp_batch(0)["y"]) ** 2)
+    x, y = (jnp.asarray(mlp_batch(0)[name]) for name in ("x", "y"))
+    exact = jnp.mean((jax.vmap(helpers.make_mlp())(x) - y) ** 2)
     # bfloat16 has 8 bits.
     np.testing.assert_allclose(metrics["loss"].value, exact, rtol=2e-2)
     assert metrics["loss"].value != exact

@@ -43,7 +43,9 @@ def alternate(chain: list[Link], size: int) -> list[Split]:
         options: dict[bool, tuple[int, int, list[str]]] = {}
         for is_split, (whole, cost, names) in best.items():
             gather = 2 * link.in_size if is_split else 0
-            candidates = [("whole", False, whole + 1, cost + gather)]
+            # Only what could be a column counts as left whole: a few outputs are not worth a reduction.
+            left = whole + (link.out_size % size == 0)
+            candidates = [("whole", False, left, cost + gather)]
             if paired and link.out_size % size == 0:
                 candidates.append(("column", True, whole, cost + gather + link.in_size))
             if paired and link.in_size % size == 0:
@@ -75,5 +77,7 @@ def _reason(chain: list[Link], names: list[str], i: int, size: int) -> str:
         if before is not None and names[i - 1] == "column":
             return f"closes a pair: its {link.out_size} outputs are summed"
         return f"unpaired: its input is cut, its {link.out_size} outputs are summed"
+    if before is not None and names[i - 1] == "row":
+        return f"its {link.out_size} outputs do not divide by tensor={size}, and its input is whole"
     width = after.in_size if after is not None else link.in_size
     return f"the width {width} between consecutive Linears does not divide by tensor={size}"

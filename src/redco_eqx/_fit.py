@@ -98,7 +98,8 @@ def fit(
         `metric_fn(examples, predictions)` makes of them: a dict of numbers.
     - `predictions_directory`: where predictions are written beside their examples, as
         `step-<step>.jsonl`.
-    - `log_every`: number of steps that a row of training metrics covers.
+    - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
+        end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][]. Names in a row
         are such as `train/loss` and `eval/loss`.
     - `progress`: whether to show a bar; `None` does on a terminal. `False` prints nothing at all, unless

@@ -22,7 +22,7 @@ class Role:
     """What the `tensor` axis does to one array.
 
     - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
-        `vector`, `buffer`, `recurrent`, `whole` (not split).
+        `vector`, `buffer`, `recurrent`, `grouped`, `whole` (not split).
     - `reason`: for a reader.
     - `dim`: the dim that is split, or `None`.
     - `stack`: how many leading dims number stacked layers, which no axis may split.
@@ -330,7 +330,7 @@ class _Resolver:
                     if self._divides(matrix.groups):
                         self._column(matrix, "grouped: its channels stay split")
                     else:
-                        self._whole(matrix, self._indivisible("number of groups", matrix.groups))
+                        self._whole(matrix, self._indivisible("number of groups", matrix.groups), "grouped")
 
     def _is_head(self, matrix: Matrix) -> bool:
         return bool(_HEAD_NAMES.match(matrix.node.name))
@@ -346,7 +346,7 @@ class _Resolver:
             elif vocabulary:
                 self._whole(m, self._indivisible("a vocabulary of", m.out_size))
             elif m.groups > 1:
-                self._whole(m, "a grouped convolution with no split neighbour")
+                self._whole(m, "a grouped convolution with no split neighbour", name="grouped")
             elif m.in_size > m.out_size and self._divides(m.in_size):
                 self._row(m, "alone, narrowing: the smaller side is summed")
             elif self._divides(m.out_size):

@@ -107,7 +107,7 @@ def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, override
     else:
         layout = shard_rules(abstract, mesh, overrides=overrides)
     # NumPy constants are not part of the program: they stay as they are.
-    layout, _ = eqx.partition(layout, jax.tree.unflatten(treedef, [True] * treedef.num_leaves))
+    layout = eqx.filter(layout, jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract))
     arrays = _evaluate(program, key, jax.tree.leaves(layout))
     return eqx.combine(jax.tree.unflatten(treedef, arrays), static)
 
@@ -142,6 +142,7 @@ def _evaluate(program: Any, key: Key, shardings: list[NamedSharding]) -> list[Ar
         for var in variables:
             if last_use[var] == i:
                 del env[var]
+        values = value = None  # or the last array would live on, whole, while the next is made
     return results
 
 
@@ -194,7 +195,8 @@ def init_state(
         frozen=frozen,
         model_state={path: place(path, x) for path, x in state_arrays.items()},
         opt_state=() if optimizer is None else _init_optimizer(optimizer, params, layout),
-        key=place(None, key),
+        # A copy: the caller goes on with this key, also once the state is donated.
+        key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
     )
@@ -238,7 +240,7 @@ def _placement(
             layout[path] = sharding
     if mesh is None:
         if abstract:
-            return lambda _, x: x, None
+            return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None
         devices = {d for x in arrays.values() if isinstance(x, jax.Array) for d in x.devices()}
         if len(devices) > 1:
             raise ValueError(

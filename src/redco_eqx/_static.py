@@ -71,8 +71,8 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
         return kind, *((of(key), of(value)) for key, value in x.items())
     if isinstance(x, set | frozenset):
         return kind, frozenset(of(item) for item in x)
-    if children(x):
-        leaves, treedef = jax.tree.flatten(x)
+    leaves, treedef = jax.tree.flatten(x)
+    if not (len(leaves) == 1 and leaves[0] is x):
         return kind, of(treedef), *(of(leaf) for leaf in leaves)
     try:
         hash(x)

@@ -234,7 +234,7 @@ def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | 
     shards = 1 if mesh is None else num_batch_shards(mesh)
 
     def one(path: str, x: Array) -> Array:
-        if x.shape[0] % (number * shards) != 0:
+        if number < 1 or x.shape[0] % (number * shards) != 0:
             raise ValueError(
                 f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "
                 f"divide into {number} microbatches on {shards} data shards."

@@ -93,7 +93,7 @@ def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     return {path: spec if spec is ... else strip(spec) for path, spec in specs.items()}
 
 
-# Layers -----------------------------------------------------------------
+# Layers
 
 
 def linear(num_in: int, num_out: int, key: Any, *, bias: bool = True) -> eqx.nn.Linear:
@@ -154,7 +154,7 @@ def attend(
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v).reshape(len(q), -1)
 
 
-# Batches and losses -----------------------------------------------------------------
+# Batches and losses
 
 
 def tokens(batch_size: int, *, vocab: int = VOCAB, seq: int = SEQ, seed: int = 0) -> dict[str, Any]:

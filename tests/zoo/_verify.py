@@ -1,7 +1,8 @@
 """Holds the goldens against the compiler: `cd tests && python -m zoo._verify [name ...]`.
 
 On data 2 x tensor 4 CPU devices, each model laid out by its golden: the loss and the gradients equal those of
-one device, and the forward program has the all-reduces that the entry says. Prints what every entry costs.
+one device, no gradient is zero, and the forward program has the all-reduces that the entry says. Prints what
+every entry costs.
 """
 
 import math
@@ -84,28 +85,28 @@ def cost(entry: Entry, specs: dict[str, Any] | None = None) -> dict[str, Any]:
     batch = entry.inputs(BATCH)
     specs = goldens(entry, model) if specs is None else specs
 
-    @eqx.filter_jit
     def forward(model, batch):
         return entry.loss(model, batch)
 
-    @eqx.filter_jit
     def both(model, batch):
         trainable, rest = eqx.partition(
             model, lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
         )
         return jax.value_and_grad(lambda p: entry.loss(eqx.combine(p, rest), batch))(trainable)
 
+    jit_forward: Any = eqx.filter_jit(forward)
+    jit_both: Any = eqx.filter_jit(both)
     placed = place(model, specs, grid)
     rows = NamedSharding(grid, PartitionSpec(("data", "fsdp")))
     placed_batch = jax.device_put(batch, rows)
-    reference = both(model, batch)
-    compiled = both.lower(placed, placed_batch).compile()
+    reference = jit_both(model, batch)
+    compiled = jit_both.lower(placed, placed_batch).compile()
     result = compiled(placed, placed_batch)
     worst = 0.0
     for want, got in zip(jax.tree.leaves(reference), jax.tree.leaves(result)):
         want, got = np.asarray(want), np.asarray(got)
         worst = max(worst, float(np.abs(want - got).max() / max(np.abs(want).max(), 1e-3)))
-    ahead = collectives(_text(forward.lower(placed, placed_batch).compile()))
+    ahead = collectives(_text(jit_forward.lower(placed, placed_batch).compile()))
     step = collectives(_text(compiled))
     sizes = {size * BATCH // DATA for size in entry.activation_sizes}
     kinds = Counter()
@@ -113,6 +114,7 @@ def cost(entry: Entry, specs: dict[str, Any] | None = None) -> dict[str, Any]:
         kinds[kind] += times
     return {
         "error": worst,
+        "dead": [path for path, g in arrays(reference[1]).items() if not np.abs(g).max() > 0],
         "count": sum(t for kind, n, _, t in ahead if kind == "all-reduce" and n in sizes),
         "kinds": dict(kinds),
         "forward_bytes": sum(b * t for _, _, b, t in ahead),
@@ -131,12 +133,14 @@ def main(names: list[str]) -> int:
         if names and entry.name not in names:
             continue
         got = cost(entry)
-        ok = got["error"] < 1e-5 and entry.activation_all_reduces in (None, got["count"])
+        counted = entry.activation_all_reduces in (None, got["count"])
+        ok = got["error"] < 1e-5 and counted and not got["dead"]
         failed += not ok
         print(
             f"{'ok  ' if ok else 'FAIL'} {entry.name:26} all-reduces {got['count']:2} "
             f"(expected {entry.activation_all_reduces}) error {got['error']:.0e} "
-            f"bytes {got['forward_bytes']:6} step {got['step_bytes']:6} {got['kinds']}",
+            f"bytes {got['forward_bytes']:6} step {got['step_bytes']:6} {got['kinds']}"
+            f"{' zero gradients: ' + str(got['dead']) if got['dead'] else ''}",
             flush=True,
         )
         if names:

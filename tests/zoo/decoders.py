@@ -1,4 +1,4 @@
-"""Decoder-only language models: GPT-J, LLaMA, GPT-2, OPT, and LLaMA-like ones with shared or odd vocabularies."""
+"""Decoder-only language models: GPT-J, LLaMA, GPT-2, OPT; shared heads and odd vocabularies."""
 
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ._entry import (
     tokens,
 )
 
-# GPT-J: paper, Figure 7 -----------------------------------------------------------------
+# GPT-J: paper, Figure 7
 
 
 class GPTJAttention(eqx.Module):
@@ -108,7 +108,7 @@ GPTJ_SPECS = {
     "lm_head.bias": VOCABULARY,
 }
 
-# LLaMA: paper, Figure 8 -----------------------------------------------------------------
+# LLaMA: paper, Figure 8
 
 
 class LlamaAttention(eqx.Module):
@@ -226,7 +226,7 @@ class SharedLlama(eqx.Module):
         return each(head, each(self.norm, x))
 
 
-# GPT-2 -----------------------------------------------------------------
+# GPT-2
 
 
 class GPT2Attention(eqx.Module):
@@ -309,7 +309,7 @@ GPT2_SPECS = {
     "ln_f.*": WHOLE,
 }
 
-# OPT -----------------------------------------------------------------
+# OPT
 
 
 class SelfAttention(eqx.Module):

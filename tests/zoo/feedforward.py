@@ -25,7 +25,7 @@ def _mlp(key, *, depth, size_in=D, out=D):
     return eqx.nn.MLP(size_in, out, F, depth, activation=jax.nn.gelu, key=key)
 
 
-# Containers -----------------------------------------------------------------
+# Containers
 
 
 def _sequential(key):
@@ -103,7 +103,7 @@ class Reversed(eqx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
-# Gates -----------------------------------------------------------------
+# Gates
 
 
 class T5Gate(eqx.Module):
@@ -194,7 +194,7 @@ def _gate(name, make, layouts, all_reduces, note="", *, bias=True, size=D):
     )
 
 
-# Attention and norms of Equinox -----------------------------------------------------------------
+# Attention and norms of Equinox
 
 
 class EquinoxBlock(eqx.Module):
@@ -313,10 +313,10 @@ ENTRIES = [
     _flat(
         "mlp_3_indivisible",
         partial(_mlp, depth=2, out=10),
-        {"layers.0": COL, "layers.1": ROW, "layers.2": ROW},
+        {"layers.0": COL, "layers.1": ROW, "layers.2": WHOLE},
         sizes=(F,),
         out=10,
-        note="nothing closes after the third, and its 10 outputs do not divide, but its inputs do: row",
+        note="the third opens a pair that nothing closes, and its 10 outputs do not divide: whole",
     ),
     _flat("sequential", _sequential, {"layers.0": COL, "layers.2": ROW}),
     _flat("sequential_nested", _nested_sequential, {"layers.0.layers.0": COL, "layers.1.layers.0": ROW}),

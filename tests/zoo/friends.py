@@ -124,8 +124,7 @@ ENTRIES = [
             "*.layers.1.weight": ROW,
             "*.layers.1.bias": WHOLE,
             "actor.layers.2.*": COL,
-            "q?.layers.2.weight": ROW,  # one output does not divide, its inputs do
-            "q?.layers.2.bias": WHOLE,
+            "q?.layers.2.*": WHOLE,
         },
         3,
         "each network has three Linears: column, row, column; a critic's third has one output: whole",

@@ -1,6 +1,7 @@
 """Attention with its query, key and value in one matrix, and with raw arrays."""
 
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -94,13 +95,13 @@ class Einsum(eqx.Module):
 
     def __call__(self, x):
         q, k, v = (jnp.einsum("td,dhk->thk", x, w) for w in (self.w_q, self.w_k, self.w_v))
-        flat = attend(*(y.reshape(len(x), -1) for y in (q, k, v)), HEADS)
-        return jnp.einsum("thk,hkd->td", flat.reshape(q.shape), self.w_o)
+        out = attend(q, k, v, HEADS).reshape(q.shape)
+        return jnp.einsum("thk,hkd->td", out, self.w_o)
 
 
 class Blocks(eqx.Module):
     norms: list[eqx.nn.LayerNorm]
-    attentions: list[eqx.Module]
+    attentions: list[Any]
 
     def __init__(self, key, make):
         self.norms = [eqx.nn.LayerNorm(D) for _ in range(LAYERS)]
