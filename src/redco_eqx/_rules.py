@@ -75,9 +75,9 @@ def shard_rules(
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
     mesh does not have, repeats one, has more dims than the array, or does not divide it.
 
-    Warns with `ShardingWarning` of a grouped convolution on whole channels beside split batches, whose weight
-    gradient XLA was seen to compute wrongly, and, once, listing each array over 1 MiB that is replicated for want of a rule
-    or because its dims do not divide.
+    Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
+    or because its dims do not divide; and of a grouped convolution on whole channels beside split batches,
+    whose weight gradient XLA was seen to compute wrongly.
     """
     decisions = decide(model, mesh, overrides)
     _warn(decisions, mesh)
@@ -201,9 +201,9 @@ def _warn_grouped(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> 
     grouped = [d.path for d in decisions.values() if d.role == "grouped"]
     if grouped:
         warnings.warn(
-            f"shard_rules: {', '.join(grouped)}: the weight gradient of a grouped convolution was seen to come out "
-            "wrong (too large by the size of the tensor axis) when the batch is split, the tensor axis is used "
-            "and the channels are whole. Use tensor=1, or check the gradients against one device.",
+            f"shard_rules: {', '.join(grouped)}: the weight gradient of a grouped convolution was seen to come "
+            "out wrong (too large by the size of the tensor axis) when the batch is split, the tensor axis is "
+            "used and the channels are whole. Use tensor=1, or check the gradients against one device.",
             ShardingWarning,
             stacklevel=3,
         )
