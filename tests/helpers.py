@@ -23,6 +23,13 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
+# Tests compile many programs and run each a few times.
+QUICK_COMPILE: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
 def mesh_of(name: str) -> Mesh:
     return make_mesh(**MESHES[name])
 

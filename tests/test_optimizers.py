@@ -70,7 +70,7 @@ def plain(name: str) -> dict[str, Any]:
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
     params, static = eqx.partition(helpers.make_mlp(jnp.float64), eqx.is_inexact_array)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=helpers.QUICK_COMPILE)
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(lambda p: loss_of(eqx.combine(p, static), batch))(params)
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
@@ -134,6 +134,7 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(name, mesh_name):
         step = jax.jit(
             partial(train_step, loss_fn=squared_error, optimizer=optimizer, shardings=shardings),
             donate_argnums=0,
+            compiler_options=helpers.QUICK_COMPILE,
         )
         batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in DATA]
         with helpers.count_compilations() as compiled:

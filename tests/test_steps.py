@@ -42,7 +42,8 @@ def mesh():
 
 
 def compiled_step(loss_fn: Any, optimizer: Any, **options: Any) -> Any:
-    return jax.jit(partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options))
+    step = partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options)
+    return jax.jit(step, compiler_options=helpers.QUICK_COMPILE)
 
 
 def by_path(model: Any) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | 
     mesh = None if layout is None else next(iter(layout.values())).mesh
     shards = 1 if mesh is None else num_batch_shards(mesh)
 
-    def one(path: str, x: Array) -> Array:
+    def one(path: str, x: Any) -> Any:
         if number < 1 or x.shape[0] % (number * shards) != 0:
             raise ValueError(
                 f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def to_arrays(tree: PyTree) -> dict[str, Any]:
     return to_paths(tree)
 
 
-def from_arrays(tree: T, arrays: Mapping[str, Array]) -> T:
+def from_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
     """`tree` with each of its arrays replaced by the one of the same path; the inverse of `to_arrays`.
 
     **Raises:**
