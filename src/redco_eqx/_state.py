@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from redco_eqx._mesh import one_device_mesh, put, replicated
 from redco_eqx._rules import Overrides, shard_rules
 from redco_eqx._static import Structure, check_static
-from redco_eqx._tree import is_array, is_trainable, join, path_of, to_arrays, to_paths
+from redco_eqx._tree import is_array, is_trainable, join, leaves_with_paths, path_of, to_arrays, to_paths
 from redco_eqx._types import Key
 
 M = TypeVar("M")
@@ -98,6 +98,14 @@ def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, override
 
     program = jax.make_jaxpr(make_arrays)(key)
     treedef, static = statics[-1]
+    paths = [path for path, _ in leaves_with_paths(jax.tree.unflatten(treedef, range(treedef.num_leaves)))]
+    first: dict[Any, str] = {}
+    for path, var in zip(paths, program.jaxpr.outvars):
+        if not isinstance(var, jex_core.Literal) and first.setdefault(var, path) != path:
+            raise ValueError(
+                f"init_model: {first[var]} and {path} are one and the same array, which would be updated "
+                "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+            )
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
     abstract = eqx.combine(jax.tree.unflatten(treedef, abstract), static)
     if _is_pair(abstract):
@@ -132,7 +140,9 @@ def _evaluate(program: Any, key: Key, shardings: list[NamedSharding]) -> list[Ar
             results[index] = put(jnp.asarray(output.val), shardings[index])
     for i, equation in enumerate(jaxpr.eqns):
         variables = list(dict.fromkeys(_variables(equation.invars)))
-        single = jex_core.Jaxpr((), variables, equation.outvars, [equation], equation.effects)
+        single = jaxpr.replace(
+            constvars=(), invars=variables, outvars=equation.outvars, eqns=[equation], effects=equation.effects
+        )
         run = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(single, ()))
         values = run(*(env[var] for var in variables))
         for var, value in zip(equation.outvars, values):
@@ -169,7 +179,8 @@ def init_state(
         evaluation and prediction.
     - `key`: a PRNG key, of which all randomness of the run comes.
     - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default
-        every floating JAX array. NumPy arrays, integers and keys are never trained.
+        every floating JAX array. NumPy arrays, integers and keys are never trained; `init_model` keeps NumPy
+        arrays, but `eqx.filter_shard` makes JAX arrays of them.
 
     **Raises:**
 
@@ -187,7 +198,7 @@ def init_state(
             "given. Floating JAX arrays can be trained; check `trainable`."
         )
     key = _check_key(key)
-    place, layout = _placement({**arrays, **state_arrays})
+    place, layout = _placement(arrays, state_arrays)
     frozen = {path: place(path, x) for path, x in arrays.items() if path not in chosen}
     params = {path: place(path, x) for path, x in chosen.items()}
     return TrainState(
@@ -216,8 +227,11 @@ def _check_key(key: Any) -> Any:
 
 def _placement(
     arrays: dict[str, Any],
+    state_arrays: dict[str, Any],
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
     """A function that places an array by path (`None`: replicated), and where each of `arrays` lies.
+
+    What an `eqx.nn.State` holds (`state_arrays`) is replicated.
 
     Under a trace, and for abstract arrays without a mesh, nothing is placed and the layout is `None`.
     """
@@ -225,7 +239,7 @@ def _placement(
         return lambda _, x: jnp.asarray(x), None
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values())
     if not abstract:
-        _check_buffers(arrays)
+        _check_buffers({**arrays, **state_arrays})
     mesh, source = None, ""
     layout = {}
     for path, x in arrays.items():
@@ -258,9 +272,11 @@ def _placement(
     layout = {path: layout.get(path, whole) for path in arrays}
 
     def place(path: str | None, x: Any) -> Any:
-        sharding = whole if path is None else layout[path]
+        sharding = whole if path is None else layout.get(path, whole)
         if abstract:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if isinstance(x, jax.Array) and x.aval.weak_type:  # it would not be weak after the first update
+            x = jax.lax.convert_element_type(x, x.dtype)
         return put(x, sharding)
 
     return place, layout
@@ -275,12 +291,21 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
             raise ValueError(
                 f"init_state: {path} has been deleted. It was donated, perhaps with an earlier state."
             )
-        if id(x) in owners:
+        buffer = _buffer(x)
+        if buffer in owners:
             raise ValueError(
-                f"init_state: {owners[id(x)]} and {path} are one and the same array, which would be updated "
+                f"init_state: {owners[buffer]} and {path} are one and the same array, which would be updated "
                 "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
             )
-        owners[id(x)] = path
+        owners[buffer] = path
+
+
+def _buffer(x: jax.Array) -> Any:
+    """What tells whether two arrays share their memory: the address of a piece, and its device."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return id(x)
+    piece = x.addressable_shards[0]
+    return (piece.device, piece.data.unsafe_buffer_pointer()) if piece.data.size else id(x)
 
 
 def _init_optimizer(

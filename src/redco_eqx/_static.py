@@ -71,9 +71,13 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
         return kind, *((of(key), of(value)) for key, value in x.items())
     if isinstance(x, set | frozenset):
         return kind, frozenset(of(item) for item in x)
+    if type(x).__eq__ is object.__eq__ and getattr(x, "__dict__", None) == {}:
+        return kind  # a marker without any content, such as the one that `eqx.nn.Shared` leaves
     leaves, treedef = jax.tree.flatten(x)
     if not (len(leaves) == 1 and leaves[0] is x):
         return kind, of(treedef), *(of(leaf) for leaf in leaves)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x))
     try:
         hash(x)
     except TypeError:
