@@ -76,12 +76,12 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
     leaves, treedef = jax.tree.flatten(x)
     if not (len(leaves) == 1 and leaves[0] is x):
         return kind, of(treedef), *(of(leaf) for leaf in leaves)
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x))
     try:
         hash(x)
     except TypeError:
         return _Identity(x)
+    if dataclasses.is_dataclass(x):
+        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x))
     return kind, x
 
 
