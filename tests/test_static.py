@@ -47,6 +47,19 @@ class Colour(enum.Enum):
     RED = 1
 
 
+class Slotted:
+    """Keeps its value out of `__dict__`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class OnSlots(Slotted):
+    """Has a `__dict__`, and nothing in it."""
+
+
 @dataclasses.dataclass
 class Owner:
     """Compares by value, cannot be hashed."""
@@ -178,6 +191,8 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "getters": (operator.itemgetter(0), operator.itemgetter(1)),
     "compiled functions": (jax.jit(jnp.sin), jax.jit(jnp.cos)),
     "sentinels": (object(), object()),
+    "objects with slots": (Slotted(1), Slotted(2)),
+    "objects on slots": (OnSlots(1), OnSlots(2)),
     "arrays closed over": (scale_by(jnp.ones(2)), scale_by(jnp.ones(2))),
 }
 
