@@ -291,21 +291,19 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
             raise ValueError(
                 f"init_state: {path} has been deleted. It was donated, perhaps with an earlier state."
             )
-        buffer = _buffer(x)
-        if buffer in owners:
-            raise ValueError(
-                f"init_state: {owners[buffer]} and {path} are one and the same array, which would be updated "
-                "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
-            )
-        owners[buffer] = path
+        for buffer in _buffers(x):
+            if owners.setdefault(buffer, path) != path:
+                raise ValueError(
+                    f"init_state: {owners[buffer]} and {path} are one and the same array, which would be "
+                    "updated twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+                )
 
 
-def _buffer(x: jax.Array) -> Any:
-    """What tells whether two arrays share their memory: the address of a piece, and its device."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return id(x)
-    piece = x.addressable_shards[0]
-    return (piece.device, piece.data.unsafe_buffer_pointer()) if piece.data.size else id(x)
+def _buffers(x: jax.Array) -> list[Any]:
+    """What tells whether two arrays share any memory: the address of each piece, and its device."""
+    if x.size == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return [id(x)]
+    return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]
 
 
 def _init_optimizer(
