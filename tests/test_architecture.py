@@ -18,7 +18,7 @@ ROWS = [
     ["_static", "_layers", "_log", "_hlo_loops"],
     ["_roles", "_collectives"],
     ["_rules"],
-    ["_explain", "_state"],
+    ["_explain", "_state", "_parallel"],
     ["_steps", "_data"],
     ["_evaluate", "_loop"],
     ["_evaluation", "_report", "_checks"],
@@ -27,12 +27,22 @@ ROWS = [
 ]
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 
+# The models know no trainer, and of the core only these.
+MODEL_ROWS = [
+    ["_attention", "_layers", "_rope"],
+    ["_config", "_decoder"],
+    ["_llama"],
+    ["__init__"],
+]
+MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}
+CORE_OF_MODELS = {"_types", "_tree", "_mesh", "_rules", "_parallel"}
 
-def imported(path: pathlib.Path) -> set[str]:
+
+def imported(path: pathlib.Path, package: str = "redco_eqx") -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("redco_eqx"):
-            parts = (node.module or "").split(".")
+        if isinstance(node, ast.ImportFrom) and (f"{node.module}.").startswith(f"{package}."):
+            parts = (node.module or "").removeprefix(package).split(".")
             names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("redco_eqx") for alias in node.names)
@@ -47,6 +57,18 @@ def test_every_file_has_a_row():
 def test_imports_point_one_way(path):
     wrong = {name for name in imported(path) if LEVEL[name] >= LEVEL[path.stem]}
     assert not wrong, f"{path.stem} imports {wrong}, which are not above it"
+
+
+def test_every_file_of_the_models_has_a_row():
+    assert {path.stem for path in (PACKAGE / "models").glob("*.py")} == set(MODEL_LEVEL)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=lambda path: path.stem)
+def test_models_import_one_way(path):
+    inside = imported(path, "redco_eqx.models")
+    wrong = {name for name in inside if MODEL_LEVEL[name] >= MODEL_LEVEL[path.stem]}
+    assert not wrong, f"models.{path.stem} imports {wrong}, which are not above it"
+    assert imported(path) - {"models"} <= CORE_OF_MODELS
 
 
 def test_import_does_not_touch_a_device():

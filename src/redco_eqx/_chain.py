@@ -67,7 +67,7 @@ def _reason(chain: list[Link], names: list[str], i: int, size: int) -> str:
     after = chain[i + 1] if i + 1 < len(chain) else None
     before = chain[i - 1] if i else None
     if names[i] == "column":
-        if after is not None and link.out_size == 2 * after.in_size:
+        if after is not None and link.out_size == 2 * after.in_size and link.members[0].parts == 1:
             return "opens a pair: a fused gate, whose halves an even split crosses (costs permutes)"
         if after is not None and names[i + 1] == "row":
             several = f", with {len(link.members) - 1} sibling" if len(link.members) > 1 else ""

@@ -85,12 +85,13 @@ class Matrix:
     in_dim: int
     out_dim: int
     groups: int = 1
+    parts: int = 1  # several fused matrices, kept apart by a dim before `out_dim`
     bias: Node | None = None
     lora: "tuple[Branch, Branch] | None" = None  # (in -> rank, rank -> out)
 
     @property
     def bias_dim(self) -> int:
-        return self.weight.stack
+        return self.weight.stack + (self.parts > 1)
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of its path below `scope`."""
@@ -176,7 +177,10 @@ def _own_stack(node: Node) -> int | None:
         return ndim - 1
     if isinstance(value, eqx.nn.Linear | eqx.nn.Embedding):
         return ndim - 2
-    sizes = {getattr(value, "in_features", None), getattr(value, "out_features", None)}
+    out = getattr(value, "out_features", None)
+    if isinstance(out, tuple):
+        return ndim - 1 - len(out)
+    sizes = {getattr(value, "in_features", None), out}
     if sizes == set(weight.shape[-2:]):
         return ndim - 2
     bias = node.child("bias")
@@ -217,6 +221,8 @@ def _recognise(node: Node) -> None:
     kernel_size = getattr(node.value, "kernel_size", None)
     if isinstance(kernel_size, tuple) and rank == 2 + len(kernel_size):
         node.matrix = _conv(node, weight)
+    elif rank == 3:
+        node.matrix = _fused(node, weight)
     elif rank != 2:
         return
     elif _is_table(node):
@@ -253,7 +259,19 @@ def _linear(node: Node, weight: Node) -> Matrix:
 def _conv(node: Node, weight: Node) -> Matrix:
     groups = node.attribute("groups") or 1
     o, i = node.stack, node.stack + 1
-    return Matrix(node, weight, weight.shape[i] * groups, weight.shape[o], i, o, groups, node.child("bias"))
+    in_size, out_size = weight.shape[i] * groups, weight.shape[o]
+    return Matrix(node, weight, in_size, out_size, i, o, groups=groups, bias=node.child("bias"))
+
+
+def _fused(node: Node, weight: Node) -> Matrix | None:
+    """Matrices of one shape kept apart, `(in, parts, out)` or `(parts, out, in)`: `out_features` says so."""
+    out = getattr(node.value, "out_features", None)
+    shape, stack = weight.shape, node.stack
+    if not isinstance(out, tuple) or out not in (shape[stack + 1 :], shape[stack : stack + 2]):
+        return None
+    i, o = (stack, stack + 2) if out == shape[stack + 1 :] else (stack + 2, stack + 1)
+    parts, width = out
+    return Matrix(node, weight, shape[i], parts * width, i, o, parts=parts, bias=node.child("bias"))
 
 
 # LoRA: a matrix with a branch `in -> rank -> out` beside it is one matrix.

@@ -282,10 +282,9 @@ class _Resolver:
             return
         kv_fits = self._divides(num_kv_heads or widths[1])
         if is_fused:
-            self._column(
-                inputs[0],
-                "fused query, key, value: an even split crosses their borders and costs permutes",
-            )
+            apart = "kept apart: each is split by heads"
+            crossed = "an even split crosses their borders and costs permutes"
+            self._column(inputs[0], f"fused query, key, value, {apart if inputs[0].parts > 1 else crossed}")
         else:
             self._column(inputs[0], f"query: {_count(num_heads, 'heads')} split")
             for matrix in inputs[1:]:

@@ -1,0 +1,257 @@
+"""What the decoder-only families share: positions, masks, the cache, and the run through the layers."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from redco_eqx._parallel import Remat, scan_layers
+from redco_eqx._types import Key
+from redco_eqx.models._attention import Implementation, attend
+from redco_eqx.models._layers import split
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far. Slots are filled from the left, in all rows alike.
+
+    - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
+    - `mask`: `(batch, slots)`, false where a slot is empty or padding.
+    - `length`: number of slots filled, int32.
+    """
+
+    key: Any
+    value: Any
+    mask: Any
+    length: Any
+
+    @classmethod
+    def empty(
+        cls, *, num_layers: int, batch_size: int, num_slots: int, num_heads: int, head_size: int, dtype: Any
+    ) -> "Cache":
+        """A cache with room for `num_slots` tokens in each row."""
+        zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
+        return cls(zeros, zeros, jnp.zeros((batch_size, num_slots), bool), jnp.zeros((), jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer needs to know about the tokens besides their activations.
+
+    - `positions`: `(batch, t)`, counted from the first token that is not padding.
+    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where causality says it all.
+    - `length`: number of slots filled before these tokens; `None` without a cache.
+    - `implementation`: of `jax.nn.dot_product_attention`.
+    """
+
+    positions: Int[Array, "b t"]
+    mask: Bool[Array, "b 1 t s"] | None
+    length: Int[Array, ""] | None
+    implementation: Implementation | None = dataclasses.field(metadata={"static": True})
+
+
+def make_context(
+    input_ids: Int[Array, "b t"],
+    attention_mask: Array | None,
+    positions: Int[Array, "b t"] | None,
+    cache: Cache | None,
+    *,
+    window: int | None,
+    implementation: Implementation | None,
+) -> tuple[Context, Bool[Array, "b s"] | None]:
+    """The context of some tokens, and the cache's mask with these tokens added.
+
+    **Arguments:**
+
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side.
+    - `positions`: given by the caller, or counted from the mask.
+    - `window`: how many tokens back, itself included, a token may see.
+    """
+    size, num_tokens = input_ids.shape
+    given = jnp.ones((size, num_tokens), bool) if attention_mask is None else attention_mask.astype(bool)
+    if cache is None:
+        valid, length, first = given, None, jnp.zeros((), jnp.int32)
+    else:
+        first = length = cache.length
+        valid = jax.lax.dynamic_update_slice(cache.mask, given, (0, first))
+    counted = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+    own = jax.lax.dynamic_slice(counted, (0, first), (size, num_tokens))
+    if cache is None and attention_mask is None and window is None:
+        mask = None
+    else:
+        causal = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+        mask = causal[None, None] & valid[:, None, None, :]
+        if window is not None:  # by position: padding may lie between two slots
+            mask &= counted[:, None, None, :] > own[:, None, :, None] - window
+    context = Context(own if positions is None else positions, mask, length, implementation)
+    return context, None if cache is None else valid
+
+
+def attend_in(
+    context: Context,
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b t k d"],
+    value: Float[Array, "b t k d"],
+    cache: tuple[Array, Array] | None,
+    *,
+    scale: float | None = None,
+    dropout: eqx.nn.Dropout | None = None,
+    dropout_key: Key | None = None,
+) -> tuple[Float[Array, "b t h d"], tuple[Array, Array] | None]:
+    """Attention of these tokens over themselves and one layer's cache, and that cache with them added."""
+    if cache is not None:
+        assert context.length is not None
+        start = (0, context.length, 0, 0)
+        key, value = (
+            jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+            for old, new in zip(cache, (key, value))
+        )
+        cache = (key, value)
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    output = attend(
+        query,
+        key,
+        value,
+        mask=context.mask,
+        scale=scale,
+        implementation=context.implementation,
+        dropout=dropout,
+        dropout_key=dropout_key,
+    )
+    return output, cache
+
+
+def make_layers(make_layer: Callable[[Key], Any], num_layers: int, *, stacked: bool, key: Key) -> Any:
+    """`num_layers` layers: a list, or one layer whose arrays have a leading dim that numbers them."""
+    keys = jax.random.split(key, num_layers)
+    return eqx.filter_vmap(make_layer)(keys) if stacked else [make_layer(k) for k in keys]
+
+
+def run_layers(
+    layers: Any,
+    x: Float[Array, "b t size"],
+    context: Context,
+    cache: Cache | None,
+    *,
+    num_layers: int,
+    remat: Remat,
+    key: Key | None,
+) -> tuple[Float[Array, "b t size"], Any]:
+    """All layers, each called as `layer(x, context, cache, key)`, and what they put into the cache."""
+    keys = None if key is None else jax.random.split(key, num_layers)
+    pieces = None if cache is None else (cache.key, cache.value)
+
+    def one(layer: Any, x: Array, given: Any) -> tuple[Array, Any]:
+        piece, key = given
+        return layer(x, context, piece, key)
+
+    return scan_layers(one, layers, x, inputs=(pieces, keys), remat=remat)
+
+
+class DecoderLM(eqx.Module):
+    """A decoder-only language model. A family says how it embeds, what its layers are, and how it ends.
+
+    - `config`: as read from `config.json`.
+    - `remat`: what the backward pass recomputes, see `scan_layers`.
+    - `attention`: implementation of `jax.nn.dot_product_attention`.
+
+    `dataclasses.replace(model, remat="full")` makes a changed copy.
+    """
+
+    config: eqx.AbstractVar[Any]
+    remat: eqx.AbstractVar[Remat]
+    attention: eqx.AbstractVar[Implementation | None]
+
+    stacks: ClassVar[tuple[str, ...]]
+    """Paths below which the layers lie, as a list or stacked."""
+
+    @property
+    @abc.abstractmethod
+    def layers(self) -> Any:
+        """The layers: a list, or one whose arrays have a leading dim that numbers them."""
+
+    @abc.abstractmethod
+    def embed(
+        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+    ) -> Float[Array, "b t size"]:
+        """What enters the first layer."""
+
+    @abc.abstractmethod
+    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+        """What the head reads, from what leaves the last layer."""
+
+    @abc.abstractmethod
+    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+        """The head."""
+
+    def hidden_states(
+        self,
+        input_ids: Int[Array, "b t"],
+        *,
+        attention_mask: Array | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        cache: Cache | None = None,
+        key: Key | None = None,
+    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+        """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
+        context, mask = make_context(
+            input_ids, attention_mask, positions, cache,
+            window=self.config.window, implementation=self.attention,
+        )  # fmt: skip
+        embed_key, layers_key = split(key, 2)
+        x = self.embed(input_ids, context.positions, embed_key)
+        x, pieces = run_layers(
+            self.layers, x, context, cache,
+            num_layers=self.config.num_layers, remat=self.remat, key=layers_key,
+        )  # fmt: skip
+        if cache is not None:
+            cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
+        return self.finish(x), cache
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b t"],
+        *,
+        attention_mask: Array | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        cache: Cache | None = None,
+        key: Key | None = None,
+    ) -> Any:
+        """The logits of the next token after each token.
+
+        **Arguments:**
+
+        - `input_ids`: tokens.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
+        - `positions`: by default counted from 0 at the first token that is not padding.
+        - `cache`: of the tokens before these, from `init_cache` or an earlier call.
+        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
+            mode (`eqx.nn.inference_mode`).
+
+        **Returns:**
+
+        Logits of shape `(batch, t, vocab)`; with a cache, the pair of them and the new cache.
+        """
+        hidden, new = self.hidden_states(
+            input_ids, attention_mask=attention_mask, positions=positions, cache=cache, key=key
+        )
+        return self.logits(hidden) if cache is None else (self.logits(hidden), new)
+
+    def init_cache(self, batch_size: int, num_slots: int, dtype: Any = jnp.float32) -> Cache:
+        """An empty cache with room for `num_slots` tokens in each row."""
+        config = self.config
+        return Cache.empty(
+            num_layers=config.num_layers,
+            batch_size=batch_size,
+            num_slots=num_slots,
+            num_heads=config.kv_heads,
+            head_size=config.head_size,
+            dtype=dtype,
+        )

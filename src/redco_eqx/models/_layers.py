@@ -1,0 +1,107 @@
+"""Layers that all families share. They act on the last dim of arrays of any rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from redco_eqx._types import Key
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": jax.nn.gelu,  # the tanh approximation
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "gelu_fast": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+
+
+class Linear(eqx.Module):
+    """`x @ weight.T + bias`, with the weight stored `(out, in)`."""
+
+    weight: Any
+    bias: Any
+    in_features: int = eqx.field(static=True)
+    out_features: int = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, out_features: int, *, use_bias: bool = True, std: float = 0.02, key: Key
+    ):
+        self.weight = std * jax.random.normal(key, (out_features, in_features))
+        self.bias = jnp.zeros(out_features) if use_bias else None
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        x = jnp.einsum("...i,oi->...o", x, self.weight)
+        return x if self.bias is None else x + self.bias
+
+
+class Embedding(eqx.Module):
+    """A table with one row per token or position."""
+
+    weight: Any
+    num_embeddings: int = eqx.field(static=True)
+    embedding_size: int = eqx.field(static=True)
+
+    def __init__(self, num_embeddings: int, embedding_size: int, *, std: float = 0.02, key: Key):
+        self.weight = std * jax.random.normal(key, (num_embeddings, embedding_size))
+        self.num_embeddings = num_embeddings
+        self.embedding_size = embedding_size
+
+    def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch size"]:
+        return jnp.take(self.weight, ids, axis=0)
+
+    def attend(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch rows"]:
+        """The table as an output head: one logit for each row."""
+        return jnp.einsum("...i,oi->...o", x, self.weight)
+
+
+class LayerNorm(eqx.Module):
+    """Layer normalisation (Ba et al. 2016); statistics in float32."""
+
+    weight: Any
+    bias: Any
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, size: int, *, eps: float = 1e-5):
+        self.weight = jnp.ones(size)
+        self.bias = jnp.zeros(size)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight + self.bias).astype(x.dtype)
+
+
+class RMSNorm(eqx.Module):
+    """Root mean square normalisation (Zhang and Sennrich 2019); statistics in float32."""
+
+    weight: Any
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, size: int, *, eps: float = 1e-6):
+        self.weight = jnp.ones(size)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return self.weight.astype(x.dtype) * y.astype(x.dtype)
+
+
+def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
+    """Dropout where a key is given and the model is in training mode."""
+    return x if key is None else layer(x, key=key)
+
+
+def split(key: Key | None, num: int) -> list[Any]:
+    """`num` keys, or `num` times `None`."""
+    return [None] * num if key is None else list(jax.random.split(key, num))

@@ -1,0 +1,101 @@
+"""Rotary position embeddings (Su et al. 2021, RoFormer), with the scalings of long-context checkpoints."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How positions turn into angles.
+
+    - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per position.
+    - `rope_type`: `default`; `linear`, all frequencies divided by `factor`; `llama3`, those whose wavelength
+        is beyond `original_max_position_embeddings / low_freq_factor` divided by `factor`, those within
+        `original_max_position_embeddings / high_freq_factor` kept, and a blend between.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def frequencies(self, size: int) -> np.ndarray:
+        """Radians per position, for each of the `size / 2` pairs."""
+        base = self.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+        if self.rope_type == "linear":
+            return base / self.factor
+        if self.rope_type == "llama3":
+            turns = self.original_max_position_embeddings * base / (2 * math.pi)
+            span = self.high_freq_factor - self.low_freq_factor
+            kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+            return kept * base + (1 - kept) * base / self.factor
+        return base
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Rope":
+        """Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+
+        Raises `ValueError` for a rope type that is not known.
+        """
+        given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        rope_type = given.get("rope_type", given.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"config.json: the rope type {rope_type!r} is not supported, only {ROPE_TYPES}. Logits would "
+                "be wrong without it."
+            )
+        theta = given.get("rope_theta", raw.get("rope_theta", cls.theta))
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return cls(
+            theta=float(theta), rope_type=rope_type, **{name: given[name] for name in names if name in given}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
+        scaling: dict[str, Any] = {"rope_type": self.rope_type}
+        if self.rope_type != "default":
+            scaling["factor"] = self.factor
+        if self.rope_type == "llama3":
+            scaling["low_freq_factor"] = self.low_freq_factor
+            scaling["high_freq_factor"] = self.high_freq_factor
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.rope_type == "default" else scaling,
+            "rope_parameters": {**scaling, "rope_theta": self.theta},
+        }
+
+
+def rotate(
+    x: Float[Array, "b t h d"],
+    positions: Int[Array, "b t"],
+    frequencies: np.ndarray,
+    *,
+    interleaved: bool = False,
+) -> Float[Array, "b t h d"]:
+    """Turns the first `2 * len(frequencies)` features of each head; the others stay as they are.
+
+    **Arguments:**
+
+    - `interleaved`: whether a pair is two neighbours (GPT-J), or one of the first half with one of the second
+        (LLaMA).
+    """
+    size = 2 * len(frequencies)
+    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    pattern = "b t h (i two) -> two b t h i" if interleaved else "b t h (two i) -> two b t h i"
+    first, second = rearrange(x[..., :size].astype(cos.dtype), pattern, two=2)
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
+    back = "two b t h i -> b t h (i two)" if interleaved else "two b t h i -> b t h (two i)"
+    return jnp.concatenate([rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1)
