@@ -54,9 +54,10 @@ EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():
+    handler = signal.getsignal(signal.SIGINT)  # a shell makes background jobs ignore it
     yield
     assert no_threads_left()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def state_after(num_steps: int, state: Any = None, examples: Any = EXAMPLES, **arguments: Any) -> Any:
