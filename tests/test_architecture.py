@@ -29,9 +29,9 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 
 # The models know no trainer, and of the core only these.
 MODEL_ROWS = [
-    ["_attention", "_layers", "_rope"],
+    ["_attention", "_layers", "_rope", "_sampling"],
     ["_config", "_decoder"],
-    ["_llama"],
+    ["_llama", "_generate"],
     ["__init__"],
 ]
 MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}

@@ -48,6 +48,11 @@ class Config:
         """How many tokens back, itself included, a token may see; `None` for all."""
         return None
 
+    @property
+    def max_positions(self) -> int | None:
+        """How many positions the model has a table for; `None` for none, as with rotary embeddings."""
+        return None
+
     @classmethod
     def from_json(cls: type[C], raw: Mapping[str, Any]) -> C:
         """The configuration in a parsed `config.json`.
