@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test; compiled fast, since nothing here runs long."""
 
 import os
+import signal
 
 import jax
 
@@ -13,3 +14,6 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
