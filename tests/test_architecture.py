@@ -16,7 +16,8 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 ROWS = [
     ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_hlo_groups", "_chain"],
     ["_static", "_layers", "_log", "_hlo_loops"],
-    ["_roles", "_collectives"],
+    ["_links", "_collectives"],
+    ["_roles"],
     ["_rules"],
     ["_explain", "_state", "_parallel"],
     ["_steps", "_data"],
@@ -31,7 +32,7 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 MODEL_ROWS = [
     ["_attention", "_layers", "_rope", "_sampling"],
     ["_config", "_decoder"],
-    ["_llama", "_generate"],
+    ["_llama", "_gpt2", "_gptj", "_opt", "_generate"],
     ["__init__"],
 ]
 MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}

@@ -2,14 +2,23 @@
 
 from redco_eqx.models._decoder import Cache, DecoderLM
 from redco_eqx.models._generate import generate
+from redco_eqx.models._gpt2 import GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._llama import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from redco_eqx.models._opt import OPTConfig, OPTForCausalLM
 
 __all__ = [
     "Cache",
     "DecoderLM",
+    "GPT2Config",
+    "GPT2LMHeadModel",
+    "GPTJConfig",
+    "GPTJForCausalLM",
     "LlamaConfig",
     "LlamaForCausalLM",
     "MistralConfig",
+    "OPTConfig",
+    "OPTForCausalLM",
     "Qwen2Config",
     "Qwen3Config",
     "generate",

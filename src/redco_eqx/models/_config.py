@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from redco_eqx.models._layers import ACTIVATIONS
 
@@ -21,6 +21,8 @@ class Config:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names under which an entry may be found in a file."""
 
     vocab_size: int
     bos_token_id: int | None = None
@@ -75,16 +77,35 @@ class Config:
 def read_config(cls: type[C], raw: Mapping[str, Any], **given: Any) -> C:
     """`cls` with the entries of `raw` that are its fields; `given` comes first."""
     fields, nothing = dataclasses.fields(cls), dataclasses.MISSING
+    raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
     names = {f.name for f in fields} - {"rest"}
     required = {f.name for f in fields if f.default is nothing and f.default_factory is nothing}
     missing = sorted(required - {*raw, *given})
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
-    values = {name: raw[name] for name in names if name in raw}
-    if isinstance(values.get("eos_token_id"), list):
-        values["eos_token_id"] = tuple(values["eos_token_id"])
-    rest = {name: x for name, x in raw.items() if name not in names}
+    values = {f.name: _read(f, raw[f.name]) for f in fields if f.name in names & raw.keys() - given.keys()}
+    rest = {name: x for name, x in raw.items() if name not in names and name not in cls.aliases}
     return cls(**{**values, **given, "rest": json.dumps(rest, sort_keys=True)})
+
+
+def _read(field: dataclasses.Field, value: Any) -> Any:
+    """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
+    kinds: tuple[Any, ...] = tuple(get_origin(k) or k for k in get_args(field.type) or (field.type,))
+    if isinstance(value, list):
+        value = tuple(value)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"config.json: {field.name}={value!r}, but it must be: {expected}.")
+    return value
+
+
+def check_divides(config: Config, size: str, heads: str) -> None:
+    """Refuses, by `ValueError`, a size that is not a multiple of the number of heads."""
+    features, number = getattr(config, size), getattr(config, heads)
+    if number <= 0 or features % number:
+        raise ValueError(f"config.json: {size}={features} is not a multiple of {heads}={number}.")
 
 
 def check_activation(name: str, entry: str) -> None:

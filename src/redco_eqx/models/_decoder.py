@@ -57,6 +57,25 @@ class Context:
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
 
 
+def check_tokens(input_ids: Any, attention_mask: Any, max_positions: int | None) -> None:
+    """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
+    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
+            "A single text is input_ids[None]."
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
+            f"{input_ids.shape}: 1 for each token, 0 for padding."
+        )
+    if max_positions is not None and input_ids.shape[1] > max_positions:
+        raise ValueError(
+            f"input_ids has {input_ids.shape[1]} tokens a row, but the model has a table of {max_positions} "
+            "positions. Cut the texts, or pass them in parts."
+        )
+
+
 def make_context(
     input_ids: Int[Array, "b t"],
     attention_mask: Array | None,
@@ -80,9 +99,9 @@ def make_context(
         valid, length, first = given, None, jnp.zeros((), jnp.int32)
     else:
         first = length = cache.length
-        valid = jax.lax.dynamic_update_slice(cache.mask, given, (0, first))
+        valid = jax.lax.dynamic_update_slice_in_dim(cache.mask, given, first, axis=1)
     counted = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
-    own = jax.lax.dynamic_slice(counted, (0, first), (size, num_tokens))
+    own = jax.lax.dynamic_slice_in_dim(counted, first, num_tokens, axis=1)
     if cache is None and attention_mask is None and window is None:
         mask = None
     else:
@@ -108,9 +127,8 @@ def attend_in(
     """Attention of these tokens over themselves and one layer's cache, and that cache with them added."""
     if cache is not None:
         assert context.length is not None
-        start = (0, context.length, 0, 0)
         key, value = (
-            jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)
+            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), context.length, axis=1)
             for old, new in zip(cache, (key, value))
         )
         cache = (key, value)
@@ -201,6 +219,7 @@ class DecoderLM(eqx.Module):
         key: Key | None = None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
         """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
+        check_tokens(input_ids, attention_mask, self.config.max_positions)
         context, mask = make_context(
             input_ids, attention_mask, positions, cache,
             window=self.config.window, implementation=self.attention,

@@ -63,22 +63,22 @@ class Embedding(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer normalisation (Ba et al. 2016); statistics in float32."""
+    """Layer normalisation (Ba et al. 2016); statistics in float32. With `affine` false it has no arrays."""
 
     weight: Any
     bias: Any
     eps: float = eqx.field(static=True)
 
-    def __init__(self, size: int, *, eps: float = 1e-5):
-        self.weight = jnp.ones(size)
-        self.bias = jnp.zeros(size)
+    def __init__(self, size: int, *, eps: float = 1e-5, affine: bool = True):
+        self.weight = jnp.ones(size) if affine else None
+        self.bias = jnp.zeros(size) if affine else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight + self.bias).astype(x.dtype)
+        return (y if self.weight is None else y * self.weight + self.bias).astype(x.dtype)
 
 
 class RMSNorm(eqx.Module):

@@ -39,6 +39,8 @@ class LlamaConfig(Config):
     attention_bias: bool = False
     mlp_bias: bool = False
     attention_dropout: float = 0.0
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
     rope: Rope = dataclasses.field(default_factory=Rope)
 
     # What the variants change; not entries of the file.
@@ -79,6 +81,9 @@ class MistralConfig(LlamaConfig):
     model_type: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
 
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
     @property
@@ -94,6 +99,12 @@ class Qwen2Config(LlamaConfig):
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     qkv_bias: ClassVar[bool | None] = True
 
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
         refuse(raw, use_sliding_window=False)
@@ -108,7 +119,12 @@ class Qwen3Config(LlamaConfig):
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     qk_norm: ClassVar[bool] = True
 
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
     head_dim: int | None = 128
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":

@@ -46,20 +46,33 @@ class Rope:
     def from_json(cls, raw: Mapping[str, Any]) -> "Rope":
         """Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
 
-        Raises `ValueError` for a rope type that is not known.
+        Raises `ValueError` for a rope type that is not known, or lacks a number.
         """
         given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) not in (None, 1):
+            raise ValueError("config.json: partial_rotary_factor is not supported, only 1.0.")
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"config.json: the rope type {rope_type!r} is not supported, only {ROPE_TYPES}. Logits would "
                 "be wrong without it."
             )
+        names = {
+            "default": (),
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }[rope_type]
+        missing = [name for name in names if given.get(name) is None]
+        if missing:
+            raise ValueError(
+                f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters or "
+                "rope_scaling, which is missing."
+            )
         theta = given.get("rope_theta", raw.get("rope_theta", cls.theta))
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return cls(
-            theta=float(theta), rope_type=rope_type, **{name: given[name] for name in names if name in given}
-        )
+        scaling: dict[str, Any] = {name: float(given[name]) for name in names}
+        if rope_type == "llama3":
+            scaling["original_max_position_embeddings"] = int(given["original_max_position_embeddings"])
+        return cls(theta=float(theta), rope_type=rope_type, **scaling)
 
     def to_json(self) -> dict[str, Any]:
         """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""

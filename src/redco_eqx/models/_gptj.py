@@ -1,0 +1,216 @@
+"""GPT-J (Wang and Komatsuzaki 2021)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int
+
+from redco_eqx._parallel import Remat, column, row
+from redco_eqx._types import Key
+from redco_eqx.models._attention import Implementation, merge_heads, split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
+from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._rope import Rope, rotate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTJConfig(Config):
+    """GPT-J. Of each head the first `rotary_dim` features turn with the position."""
+
+    model_type: ClassVar[str] = "gptj"
+    architecture: ClassVar[str] = "GPTJForCausalLM"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
+    vocab_size: int = 50400
+    n_positions: int = 2048
+    n_embd: int = 4096
+    n_layer: int = 28
+    n_head: int = 16
+    rotary_dim: int = 64
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    tie_word_embeddings: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return self.n_layer
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "GPTJConfig":
+        """The configuration in a parsed `config.json`."""
+        refuse(raw, tie_word_embeddings=False)
+        config = read_config(cls, raw)
+        check_activation(config.activation_function, "activation_function")
+        check_divides(config, "n_embd", "n_head")
+        if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_size:
+            raise ValueError(
+                f"config.json: rotary_dim={config.rotary_dim}, but it must be even and at most the size of a "
+                f"head, {config.head_size}."
+            )
+        return config
+
+
+class GPTJAttention(eqx.Module):
+    """Multi-head attention with rotary positions, of neighbouring features, in a part of each head."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    out_proj: Linear
+    attn_dropout: eqx.nn.Dropout
+    resid_dropout: eqx.nn.Dropout
+    config: GPTJConfig = eqx.field(static=True)
+
+    def __init__(self, config: GPTJConfig, *, key: Key):
+        size, std = config.n_embd, config.initializer_range
+        q_key, k_key, v_key, out_key = jax.random.split(key, 4)
+        self.q_proj = Linear(size, size, use_bias=False, std=std, key=q_key)
+        self.k_proj = Linear(size, size, use_bias=False, std=std, key=k_key)
+        self.v_proj = Linear(size, size, use_bias=False, std=std, key=v_key)
+        self.out_proj = Linear(size, size, use_bias=False, std=std, key=out_key)
+        self.attn_dropout = eqx.nn.Dropout(config.attn_pdrop)
+        self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
+        self.config = config
+
+    def __call__(
+        self,
+        q: Float[Array, "b t size"],
+        k: Float[Array, "b t size"],
+        v: Float[Array, "b t size"],
+        context: Context,
+        cache: Any,
+        key: Key | None,
+    ) -> tuple[Float[Array, "b t size"], Any]:
+        attn_key, resid_key = split(key, 2)
+        q, k, v = (split_heads(x, self.config.n_head) for x in (q, k, v))
+        frequencies = Rope().frequencies(self.config.rotary_dim)
+        q, k = (rotate(x, context.positions, frequencies, interleaved=True) for x in (q, k))
+        output, cache = attend_in(context, q, k, v, cache, dropout=self.attn_dropout, dropout_key=attn_key)
+        return dropout(self.resid_dropout, row(merge_heads(output), self.out_proj), resid_key), cache
+
+
+class GPTJMLP(eqx.Module):
+    """Two projections with an activation between."""
+
+    fc_in: Linear
+    fc_out: Linear
+    dropout: eqx.nn.Dropout
+    activation_function: str = eqx.field(static=True)
+
+    def __init__(self, config: GPTJConfig, *, key: Key):
+        size, inner, std = config.n_embd, config.n_inner or 4 * config.n_embd, config.initializer_range
+        in_key, out_key = jax.random.split(key)
+        self.fc_in = Linear(size, inner, std=std, key=in_key)
+        self.fc_out = Linear(inner, size, std=std, key=out_key)
+        self.dropout = eqx.nn.Dropout(config.resid_pdrop)
+        self.activation_function = config.activation_function
+
+    def __call__(self, hidden: Float[Array, "b t inner"], key: Key | None) -> Float[Array, "b t size"]:
+        return dropout(self.dropout, row(ACTIVATIONS[self.activation_function](hidden), self.fc_out), key)
+
+
+class GPTJBlock(eqx.Module):
+    """Attention and MLP side by side: both read the same normalised stream, both are added to it."""
+
+    ln_1: LayerNorm
+    attn: GPTJAttention
+    mlp: GPTJMLP
+
+    def __init__(self, config: GPTJConfig, *, key: Key):
+        attn_key, mlp_key = jax.random.split(key)
+        self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = GPTJAttention(config, key=attn_key)
+        self.mlp = GPTJMLP(config, key=mlp_key)
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], Any]:
+        attn_key, mlp_key = split(key, 2)
+        attn, mlp = self.attn, self.mlp
+        # One call, so that the four share the sum of their input's gradient.
+        q, k, v, hidden = column(self.ln_1(x), attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in)
+        attended, cache = attn(q, k, v, context, cache, attn_key)
+        return x + (attended + mlp(hidden, mlp_key)), cache
+
+
+class GPTJModel(eqx.Module):
+    """Everything but the head."""
+
+    wte: Embedding
+    drop: eqx.nn.Dropout
+    h: Any
+    ln_f: LayerNorm
+
+    def __init__(self, config: GPTJConfig, *, stacked: bool, key: Key):
+        token_key, layers_key = jax.random.split(key)
+        self.wte = Embedding(config.vocab_size, config.n_embd, std=config.initializer_range, key=token_key)
+        self.drop = eqx.nn.Dropout(config.embd_pdrop)
+        self.h = make_layers(
+            lambda key: GPTJBlock(config, key=key), config.n_layer, stacked=stacked, key=layers_key
+        )
+        self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+
+class GPTJForCausalLM(DecoderLM):
+    """GPT-J with its head, which has a bias."""
+
+    transformer: GPTJModel
+    lm_head: Linear
+    config: GPTJConfig = eqx.field(static=True)
+    remat: Remat = eqx.field(static=True)
+    attention: Implementation | None = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
+
+    def __init__(
+        self,
+        config: GPTJConfig,
+        *,
+        stacked: bool = False,
+        remat: Remat = "none",
+        attention: Implementation | None = None,
+        key: Key,
+    ):
+        model_key, head_key = jax.random.split(key)
+        self.transformer = GPTJModel(config, stacked=stacked, key=model_key)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, std=config.initializer_range, key=head_key)
+        self.config, self.remat, self.attention = config, remat, attention
+
+    @property
+    def layers(self) -> Any:
+        return self.transformer.h
+
+    def embed(
+        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+    ) -> Float[Array, "b t size"]:
+        return dropout(self.transformer.drop, self.transformer.wte(input_ids), key)
+
+    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+        return self.transformer.ln_f(x)
+
+    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+        return self.lm_head(hidden)

@@ -1,0 +1,238 @@
+"""OPT (Zhang et al. 2022)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int
+
+from redco_eqx._parallel import Remat, column, row
+from redco_eqx._types import Key
+from redco_eqx.models._attention import Implementation, merge_heads, split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
+from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+
+POSITION_OFFSET = 2
+"""The first token's row in the table of positions; the rows before it are left over from fairseq."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPTConfig(Config):
+    """OPT, 125M to 175B.
+
+    Normalised before attention and MLP, and at the end. Only the 350M differs (`do_layer_norm_before` is
+    false): normalised after them, not at the end, and its embeddings are narrower (`word_embed_proj_dim`).
+    """
+
+    model_type: ClassVar[str] = "opt"
+    architecture: ClassVar[str] = "OPTForCausalLM"
+
+    vocab_size: int = 50272
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    ffn_dim: int = 3072
+    max_position_embeddings: int = 2048
+    do_layer_norm_before: bool = True
+    _remove_final_layer_norm: bool = False
+    word_embed_proj_dim: int | None = None
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    num_attention_heads: int = 12
+    activation_function: str = "relu"
+    init_std: float = 0.02
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = 1
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+    tie_word_embeddings: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def max_positions(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of a row of the embedding table."""
+        return self.word_embed_proj_dim or self.hidden_size
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "OPTConfig":
+        """The configuration in a parsed `config.json`."""
+        refuse(raw, layerdrop=0.0)
+        config = read_config(cls, raw)
+        check_activation(config.activation_function, "activation_function")
+        check_divides(config, "hidden_size", "num_attention_heads")
+        return config
+
+
+class OPTAttention(eqx.Module):
+    """Multi-head attention."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    out_proj: Linear
+    dropout: eqx.nn.Dropout
+    config: OPTConfig = eqx.field(static=True)
+
+    def __init__(self, config: OPTConfig, *, key: Key):
+        size, bias, std = config.hidden_size, config.enable_bias, config.init_std
+        q_key, k_key, v_key, out_key = jax.random.split(key, 4)
+        self.q_proj = Linear(size, size, use_bias=bias, std=std, key=q_key)
+        self.k_proj = Linear(size, size, use_bias=bias, std=std, key=k_key)
+        self.v_proj = Linear(size, size, use_bias=bias, std=std, key=v_key)
+        self.out_proj = Linear(size, size, use_bias=bias, std=std, key=out_key)
+        self.dropout = eqx.nn.Dropout(config.attention_dropout)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], Any]:
+        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (split_heads(x, self.config.num_attention_heads) for x in (q, k, v))
+        output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
+        return row(merge_heads(output), self.out_proj), cache
+
+
+class OPTDecoderLayer(eqx.Module):
+    """Attention, then MLP, each added to the stream and normalised before (or, in the 350M, after)."""
+
+    self_attn: OPTAttention
+    self_attn_layer_norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+    final_layer_norm: LayerNorm
+    dropout: eqx.nn.Dropout
+    config: OPTConfig = eqx.field(static=True)
+
+    def __init__(self, config: OPTConfig, *, key: Key):
+        size, inner, bias, std = config.hidden_size, config.ffn_dim, config.enable_bias, config.init_std
+        attention_key, fc1_key, fc2_key = jax.random.split(key, 3)
+        self.self_attn = OPTAttention(config, key=attention_key)
+        self.self_attn_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
+        self.fc1 = Linear(size, inner, use_bias=bias, std=std, key=fc1_key)
+        self.fc2 = Linear(inner, size, use_bias=bias, std=std, key=fc2_key)
+        self.final_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.config = config
+
+    def mlp(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+        """Two projections with an activation between."""
+        (hidden,) = column(x, self.fc1)
+        return row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], Any]:
+        attention_key, attended_key, mlp_key = split(key, 3)
+        before = self.config.do_layer_norm_before
+        y = self.self_attn_layer_norm(x) if before else x
+        y, cache = self.self_attn(y, context, cache, attention_key)
+        x = x + dropout(self.dropout, y, attended_key)
+        x = x if before else self.self_attn_layer_norm(x)
+        y = self.final_layer_norm(x) if before else x
+        x = x + dropout(self.dropout, self.mlp(y), mlp_key)
+        return x if before else self.final_layer_norm(x), cache
+
+
+class OPTDecoder(eqx.Module):
+    """Everything but the head."""
+
+    embed_tokens: Embedding
+    embed_positions: Embedding
+    project_in: Linear | None
+    project_out: Linear | None
+    layers: Any
+    final_layer_norm: LayerNorm | None
+
+    def __init__(self, config: OPTConfig, *, stacked: bool, key: Key):
+        size, narrow, std = config.hidden_size, config.embedding_size, config.init_std
+        token_key, position_key, in_key, out_key, layers_key = jax.random.split(key, 5)
+        num_positions = config.max_position_embeddings + POSITION_OFFSET
+        self.embed_tokens = Embedding(config.vocab_size, narrow, std=std, key=token_key)
+        self.embed_positions = Embedding(num_positions, size, std=std, key=position_key)
+        self.project_in = self.project_out = None
+        if narrow != size:
+            self.project_in = Linear(narrow, size, use_bias=False, std=std, key=in_key)
+            self.project_out = Linear(size, narrow, use_bias=False, std=std, key=out_key)
+        self.layers = make_layers(
+            lambda key: OPTDecoderLayer(config, key=key),
+            config.num_hidden_layers,
+            stacked=stacked,
+            key=layers_key,
+        )
+        self.final_layer_norm = None
+        if config.do_layer_norm_before and not config._remove_final_layer_norm:
+            self.final_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
+
+
+class OPTModel(eqx.Module):
+    """The decoder, under the name that it has in files."""
+
+    decoder: OPTDecoder
+
+
+class OPTForCausalLM(DecoderLM):
+    """OPT with its head, which is the embedding table unless the configuration unties them."""
+
+    model: OPTModel
+    lm_head: Linear | None
+    config: OPTConfig = eqx.field(static=True)
+    remat: Remat = eqx.field(static=True)
+    attention: Implementation | None = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("model.decoder.layers",)
+
+    def __init__(
+        self,
+        config: OPTConfig,
+        *,
+        stacked: bool = False,
+        remat: Remat = "none",
+        attention: Implementation | None = None,
+        key: Key,
+    ):
+        model_key, head_key = jax.random.split(key)
+        self.model = OPTModel(OPTDecoder(config, stacked=stacked, key=model_key))
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(
+                config.embedding_size, config.vocab_size, use_bias=False, std=config.init_std, key=head_key
+            )
+        self.config, self.remat, self.attention = config, remat, attention
+
+    @property
+    def layers(self) -> Any:
+        return self.model.decoder.layers
+
+    def embed(
+        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+    ) -> Float[Array, "b t size"]:
+        decoder = self.model.decoder
+        x = decoder.embed_tokens(input_ids)
+        x = x if decoder.project_in is None else decoder.project_in(x)
+        return x + decoder.embed_positions(positions + POSITION_OFFSET)
+
+    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t _"]:
+        decoder = self.model.decoder
+        x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
+        return x if decoder.project_out is None else decoder.project_out(x)
+
+    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+        return self.model.decoder.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
