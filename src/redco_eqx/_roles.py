@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from redco_eqx._chain import Link, alternate
 from redco_eqx._layers import Matrix, Node, is_norm, is_recurrent, read_model
+from redco_eqx._links import find_chains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,6 @@ def tensor_roles(model: Any, size: int) -> dict[str, Role]:
 _HEAD_NAMES = re.compile(r"^(lm_head|embed_out|unembed\w*|vocab_proj)$")
 _ROUTER_NAMES = re.compile(r"^(router|gate|gating|gate_network|wg)$")
 _SMALL_TABLES = re.compile(r"pos|wpe|relative_attention_bias|token_type|segment")
-_SIBLINGS = (frozenset({"gate", "up"}), frozenset({"wi_0", "wi_1"}), frozenset({"w1", "w3"}))
 
 
 def _projection(names: str) -> re.Pattern[str]:
@@ -299,9 +299,8 @@ class _Resolver:
     def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
         """Splits each run of two or more consecutive matrices; returns the single ones."""
         grouped = [m for m in matrices if m.groups > 1]
-        links = _links(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)])
         taken: list[Matrix] = []
-        for chain in _order(links, in_sequence=isinstance(scope.value, list | tuple)):
+        for chain in find_chains(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)]):
             if len(chain) == 1:
                 continue
             for link, role in zip(chain, alternate(chain, self.size)):
@@ -370,60 +369,3 @@ def _unknown(leaf: Node) -> Role:
     if len(leaf.shape) - leaf.stack <= 1:
         return Role("vector", "a vector or scalar", stack=leaf.stack)
     return Role("whole", "no rule knows this array: split it by `overrides`", stack=leaf.stack)
-
-
-def _links(scope: Node, matrices: list[Matrix]) -> list[Link]:
-    """Matrices as the links of a chain; parallel siblings (gate and up) are one link."""
-    links: list[Link] = []
-    names: dict[int, set[str]] = {}
-    in_sequence = isinstance(scope.value, list | tuple)
-    for matrix in matrices:
-        name = re.sub(r"_?(proj|linear|fc|dense)$", "", matrix.name_in(scope)[-1].lower())
-        for link in links:
-            same = (link.in_size, link.out_size) == (matrix.in_size, matrix.out_size)
-            square = matrix.in_size == matrix.out_size
-            known = frozenset({*names[id(link)], name}) in _SIBLINGS
-            if same and not in_sequence and (known or not square):
-                link.members.append(matrix)
-                names[id(link)].add(name)
-                break
-        else:
-            links.append(Link(matrix.in_size, matrix.out_size, [matrix]))
-            names[id(links[-1])] = {name}
-    return links
-
-
-def _order(links: list[Link], in_sequence: bool) -> list[list[Link]]:
-    """The chains of consecutive links: by position in a sequence, otherwise by shape, then by position."""
-    chains: list[list[Link]] = []
-    if in_sequence:
-        for link in links:
-            if chains and chains[-1][-1].feeds(link):
-                chains[-1].append(link)
-            else:
-                chains.append([link])
-        return chains
-    left = list(links)
-    while left:
-        first = next((a for a in left if any(_comes_before(a, b, links) for b in left)), left[0])
-        chain = [first]
-        left.remove(first)
-        while True:
-            after = [b for b in left if _comes_before(chain[-1], b, links)]
-            if not after:
-                break
-            position = links.index(chain[-1])
-            chain.append(min(after, key=lambda b: (links.index(b) < position, links.index(b))))
-            left.remove(chain[-1])
-        chains.append(chain)
-    return chains
-
-
-def _comes_before(a: Link, b: Link, links: list[Link]) -> bool:
-    """Whether `a` feeds `b`. Where the shapes allow both ways: several siblings come first, then the one
-    that widens, then the one that is written first (dict keys are sorted, so order says least)."""
-    if a is b or not a.feeds(b):
-        return False
-    if not b.feeds(a):
-        return True
-    return (len(a.members), a.out_size, -links.index(a)) > (len(b.members), b.out_size, -links.index(b))
