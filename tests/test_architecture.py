@@ -15,13 +15,14 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 # A file imports only from rows above its own.
 ROWS = [
     ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_hlo_groups", "_chain"],
-    ["_static", "_layers", "_log", "_hlo_loops"],
+    ["_checksum", "_record", "_processes"],
+    ["_static", "_layers", "_log", "_hlo_loops", "_listing"],
     ["_links", "_collectives"],
     ["_roles"],
     ["_rules"],
     ["_explain", "_state", "_parallel"],
-    ["_steps", "_data"],
-    ["_evaluate", "_loop"],
+    ["_steps", "_data", "_snapshot"],
+    ["_evaluate", "_loop", "_checkpoint", "_restore"],
     ["_evaluation", "_report", "_checks"],
     ["_fit"],
     ["__init__"],

@@ -1,12 +1,16 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
+from redco_eqx._checkpoint import CheckpointWriter, save
 from redco_eqx._data import batches
 from redco_eqx._evaluate import evaluate, predict
 from redco_eqx._explain import Explanation, explain
 from redco_eqx._fit import NonFiniteError, fit, num_train_steps
 from redco_eqx._interrupt import TrainingInterrupted
+from redco_eqx._listing import checkpoints
 from redco_eqx._log import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._mesh import batch_sharding, make_mesh
+from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord
+from redco_eqx._restore import restore
 from redco_eqx._rules import Decision, ShardingWarning, shard_rules
 from redco_eqx._state import TrainState, init_model, init_state
 from redco_eqx._steps import eval_step, predict_step, train_step
@@ -14,6 +18,9 @@ from redco_eqx._tree import cast, from_arrays, to_arrays
 from redco_eqx._types import CollateFn, Logger, LossFn, Mean, PredictFn
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointWriter",
     "CollateFn",
     "ConsoleLogger",
     "Decision",
@@ -24,6 +31,7 @@ __all__ = [
     "Mean",
     "NonFiniteError",
     "PredictFn",
+    "RunRecord",
     "ShardingWarning",
     "TensorBoardLogger",
     "TrainState",
@@ -31,6 +39,7 @@ __all__ = [
     "batch_sharding",
     "batches",
     "cast",
+    "checkpoints",
     "eval_step",
     "evaluate",
     "explain",
@@ -42,6 +51,8 @@ __all__ = [
     "num_train_steps",
     "predict",
     "predict_step",
+    "restore",
+    "save",
     "shard_rules",
     "to_arrays",
     "train_step",

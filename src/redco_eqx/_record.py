@@ -1,0 +1,170 @@
+"""The small JSON file of a checkpoint: what it holds, of which run, and what the user added."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, is damaged, or cannot be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """Where a run of `fit` stands.
+
+    - `begin`: the step at which it began.
+    - `epoch`, `batch`: whole epochs done, and batches of the next one done.
+    - `batch_size`, `num_examples`: of the training; the examples of the first epoch.
+    - `finished`: whether it has come to its end.
+    - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
+    - `window`: metrics that were not logged yet.
+    """
+
+    begin: int
+    epoch: int
+    batch: int
+    batch_size: int
+    num_examples: int
+    finished: bool = False
+    evaluations: tuple[dict[str, Any], ...] = ()
+    window: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """What is known of an array without reading it.
+
+    - `dtype`, `shape`: of a typed PRNG key, those of the key; it is stored as its `jax.random.key_data`.
+    - `checksum`: that of `_checksum.digest`, in hexadecimal digits.
+    - `key_impl`: of a typed PRNG key.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str = ""
+    key_impl: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(str(n) for n in self.shape)}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint holds besides its arrays.
+
+    - `step`: number of steps taken.
+    - `path`: its directory.
+    - `metrics`: results of an evaluation at this step, if there was one.
+    - `extras`: what the user added.
+    - `run`: the run of `fit` that wrote it.
+    - `versions`: of the packages that wrote it.
+    - `arrays`: `{name: ArrayInfo}`, with names such as `model/layers.0.weight`.
+    """
+
+    step: int
+    path: pathlib.Path
+    metrics: dict[str, float]
+    extras: dict[str, Any]
+    run: RunRecord | None
+    versions: dict[str, str]
+    arrays: dict[str, ArrayInfo]
+
+
+def encode(
+    step: int,
+    arrays: Mapping[str, ArrayInfo],
+    metrics: Mapping[str, float] | None,
+    extras: Mapping[str, Any] | None,
+    run: RunRecord | None,
+) -> dict[str, Any]:
+    """The JSON of a checkpoint: its content, and the SHA-256 of that.
+
+    Raises `ValueError` if `extras` is not plain JSON.
+    """
+    extras = dict(extras or {})
+    try:
+        same = json.loads(json.dumps(extras, allow_nan=False)) == extras
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extras must be plain JSON, but {error}.") from error
+    if not same:
+        raise ValueError(
+            "extras must be plain JSON: dicts with strings as keys, lists (not tuples), strings, finite "
+            f"numbers, booleans, None. {extras!r} would not come back as it is."
+        )
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "versions": _versions(),
+        "metrics": {name: _to_json(float(x)) for name, x in (metrics or {}).items()},
+        "extras": extras,
+        "run": None if run is None else _map_floats(dataclasses.asdict(run), _to_json),
+        "arrays": {name: dataclasses.asdict(info) for name, info in arrays.items()},
+    }
+    return {"sha256": _sha256(content), "content": content}
+
+
+def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
+    """The inverse of `encode`. Raises `CheckpointError` if the text is damaged."""
+    try:
+        outer = json.loads(text)
+        content = outer["content"]
+        sha256, expected = _sha256(content), outer["sha256"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"its record.json is damaged: {error!r}") from error
+    if sha256 != expected:
+        raise CheckpointError(f"its record.json is damaged: SHA-256 is {sha256}, but {expected} was written")
+    if content["format"] != FORMAT:
+        raise CheckpointError(
+            f"its format is {content['format']}, but this version of redco_eqx reads {FORMAT}; it was written "
+            f"by {content['versions']}"
+        )
+    run = _map_floats(content["run"], _from_json)
+    return CheckpointInfo(
+        step=content["step"],
+        path=path,
+        metrics=_map_floats(content["metrics"], _from_json),
+        extras=content["extras"],
+        run=None if run is None else RunRecord(**{**run, "evaluations": tuple(run["evaluations"])}),
+        versions=content["versions"],
+        arrays={
+            name: ArrayInfo(**{**info, "shape": tuple(info["shape"])})
+            for name, info in content["arrays"].items()
+        },
+    )
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+
+
+# JSON has no NaN and no infinities: they are strings, as in the JSONL log.
+_NAMES = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _to_json(x: float) -> float | str:
+    return next((name for name, value in _NAMES.items() if repr(value) == repr(x)), x)
+
+
+def _from_json(x: Any) -> Any:
+    return _NAMES.get(x, x) if isinstance(x, str) else x
+
+
+def _map_floats(x: Any, function: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _map_floats(value, function) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_map_floats(item, function) for item in x]
+    return function(x) if isinstance(x, float | str) else x

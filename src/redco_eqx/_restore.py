@@ -1,0 +1,149 @@
+"""Reading a checkpoint onto any mesh, and verifying it."""
+
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from redco_eqx._checksum import digests
+from redco_eqx._listing import entries, local, orbax_checkpoint, read_record
+from redco_eqx._mesh import put
+from redco_eqx._processes import from_first, together
+from redco_eqx._record import CheckpointError, CheckpointInfo
+from redco_eqx._snapshot import MODEL, choose, from_names, stored_target, to_names
+from redco_eqx._state import TrainState
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    like: TrainState,
+    *,
+    step: int | None = None,
+    only: Literal["model"] | None = None,
+    new: Sequence[str] = (),
+    unused: Sequence[str] = (),
+) -> TrainState:
+    """Reads a checkpoint into a state like `like`: its shapes, dtypes, mesh and layout, whatever the mesh on
+    which it was saved. Every array is verified, bit for bit.
+
+    **Main arguments:**
+
+    - `directory`: as for `save`.
+    - `like`: a state from `init_state`; its arrays may be abstract (`jax.ShapeDtypeStruct` with a sharding).
+        It is not changed.
+    - `step`: which checkpoint; by default the newest. If the newest is damaged, it is named in a warning and
+        the one before is taken.
+
+    **Other arguments:**
+
+    - `only`: `"model"` reads the model alone: optimizer, step and key stay those of `like`.
+    - `new`: globs of names, such as `model/head.*`, that keep the value of `like` if the checkpoint has none of
+        this shape and dtype.
+    - `unused`: globs of names of the checkpoint that are left aside.
+
+    **Returns:** The state.
+
+    **Raises:**
+
+    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes; a glob matches nothing.
+    - `FileNotFoundError`: there is no (such) checkpoint.
+    - `CheckpointError`: it is damaged, or all are.
+    - `ImportError` if Orbax is not installed.
+    """
+    orbax_checkpoint()
+    directory = local(directory)
+    paths = from_first(lambda: [path.name for s, _, path in reversed(entries(directory)) if step in (None, s)])
+    if not paths:
+        steps = sorted({s for s, _, _ in entries(directory)})
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"restore: {directory} has {wanted}; it has {steps or 'none'}.")
+    state, _ = first_good(
+        [directory / name for name in paths], lambda path: read(path, like, only=only, new=new, unused=unused)
+    )
+    return state
+
+
+def first_good(paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], Any], skipped: Any = None) -> Any:
+    """`load(path)` of the first that is not damaged; the others are named in warnings.
+
+    `skipped` is called with the paths that were. Raises `CheckpointError` if all are damaged.
+    """
+    problems: list[str] = []
+    for path in paths:
+        try:
+            return load(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            if path is not paths[-1]:
+                warnings.warn(f"{error}. The one before it is used.", stacklevel=3)
+            if skipped is not None:
+                skipped(path)
+    raise CheckpointError("no checkpoint can be restored:\n  " + "\n  ".join(problems))
+
+
+def read(
+    path: pathlib.Path,
+    like: TrainState,
+    *,
+    only: str | None = None,
+    new: Sequence[str] = (),
+    unused: Sequence[str] = (),
+) -> tuple[TrainState, CheckpointInfo]:
+    """One checkpoint, as `restore` reads it, with its record. A collective call."""
+    info = together(lambda: read_record(path), CheckpointError)
+    own = to_names(like)
+    wanted, found = (
+        {name: x for name, x in names.items() if only is None or name.startswith(MODEL)}
+        for names in (own, info.arrays)
+    )
+    names, problems = choose(wanted, found, new=new, unused=unused)
+    if problems:
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(
+            f"restore: the state does not fit the checkpoint {path}.\n  " + "\n  ".join(problems[:20]) + more
+        )
+    for name in own:
+        if name not in names and isinstance(own[name], jax.ShapeDtypeStruct):
+            raise ValueError(f"restore: {name} is not read, but is abstract in `like`, so it has no value.")
+    targets = {name: stored_target(own[name], info.arrays[name]) for name in names}
+    some = {name: target for name, target in targets.items() if target.size > 0}
+    stored = together(lambda: _read_arrays(path, some), CheckpointError)
+    checksums, _ = digests(stored)
+    damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
+    if damaged:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of {damaged[0]} and of {len(damaged) - 1} more arrays is not the "
+            "one that was written"
+        )
+    result = dict(own)
+    for name in names:
+        x = stored[name] if name in stored else _empty(targets[name])
+        impl = info.arrays[name].key_impl
+        result[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+    return from_names(like, result), info
+
+
+def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    if not targets:
+        return {}
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    # The handler by itself: a checkpointer would meet the other processes also where one of them has failed.
+    arguments = ocp.args.PyTreeRestore(
+        item=targets,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+        partial_restore=True,
+    )
+    try:
+        return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "arrays"), args=arguments)
+    except Exception as error:  # of many kinds, according to what is damaged
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _empty(target: jax.ShapeDtypeStruct) -> Any:
+    return put(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
