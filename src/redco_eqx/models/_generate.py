@@ -103,8 +103,7 @@ def _generate(
         return token.astype(jnp.int32)
 
     def write(output: Array, token: Array, ended: Array, step: Any) -> tuple[Array, Array]:
-        shown = jnp.where(ended, options.pad, token)
-        output = jax.lax.dynamic_update_slice(output, shown[:, None], (0, step))
+        output = output.at[:, step].set(jnp.where(ended, options.pad, token))
         is_end = jnp.isin(token, jnp.asarray(options.ends, jnp.int32))
         return output, ended | is_end
 
