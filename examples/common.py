@@ -64,8 +64,8 @@ def digits(directory: str | None = None) -> tuple[list[Any], list[Any]]:
         from sklearn.datasets import load_digits
 
         data: Any = load_digits()
-        pairs = list(zip(data.images.astype(np.float32) / 16, data.target.tolist()))
-        return pairs[:1437], pairs[1437:]
+        examples = list(zip(data.images.astype(np.float32) / 16, data.target.tolist()))
+        return examples[:1437], examples[1437:]
 
     def read(name: str) -> np.ndarray:
         file = pathlib.Path(directory, name)
