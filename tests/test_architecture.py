@@ -14,14 +14,17 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 
 # A file imports only from rows above its own.
 ROWS = [
-    ["_types", "_tree", "_mesh", "_throttle", "_interrupt", "_hlo", "_hlo_groups", "_chain"],
+    ["_types", "_tree", "_mesh", "_interrupt", "_hlo", "_hlo_groups", "_chain", "_store", "_launch"],
+    ["_leave", "_presence"],
+    ["_distributed", "_agreement", "_watchdog"],
+    ["_throttle"],
     ["_checksum", "_record", "_processes"],
-    ["_static", "_layers", "_log", "_hlo_loops", "_listing"],
-    ["_links", "_collectives"],
+    ["_static", "_layers", "_log", "_hlo_loops", "_listing", "_ambient", "_fsdp"],
+    ["_links", "_collectives", "_split"],
     ["_roles"],
     ["_rules"],
     ["_explain", "_state", "_parallel"],
-    ["_steps", "_data", "_snapshot"],
+    ["_steps", "_data", "_snapshot", "_scan_layers", "_vocabulary"],
     ["_evaluate", "_loop", "_checkpoint", "_restore"],
     ["_evaluation", "_report", "_checks"],
     ["_fit"],
@@ -31,13 +34,13 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 
 # The models know no trainer, and of the core only these.
 MODEL_ROWS = [
-    ["_attention", "_layers", "_rope", "_sampling"],
+    ["_attention", "_layers", "_rope", "_sampling", "_names", "_safetensors"],
     ["_config", "_decoder"],
     ["_llama", "_gpt2", "_gptj", "_opt", "_generate"],
     ["__init__"],
 ]
 MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}
-CORE_OF_MODELS = {"_types", "_tree", "_mesh", "_rules", "_parallel"}
+CORE_OF_MODELS = {"_types", "_tree", "_mesh", "_rules", "_parallel", "_scan_layers", "_vocabulary"}
 
 
 def imported(path: pathlib.Path, package: str = "redco_eqx") -> set[str]:

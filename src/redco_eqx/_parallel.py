@@ -1,116 +1,168 @@
-"""Building blocks for layers, each with its communication over the `tensor` axis stated."""
+"""The two halves of a Megatron-split pair of layers: column and row, with their communication.
+
+They change what is communicated, never what is computed: whatever the layout of the arrays, the result is
+that of applying the layers one by one. On one device, and on a mesh whose `tensor` axis has size 1, that is
+also what is done.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PyTree
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float
 
-from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._ambient import batch_axes, mesh_of, tensor_size
+from redco_eqx._split import Split, apply, split_layer
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 
 def column(
-    x: Float[Array, "*batch in"], *layers: Callable[[Array], Array]
-) -> tuple[Float[Array, "*batch _"], ...]:
-    """Sibling projections of one input: query, key and value, or gate and up.
+    x: Float[Array, "*batch in"],
+    *layers: Callable[[Array], Array],
+    unit: int = 1,
+    sequence_parallel: bool = False,
+) -> tuple[Float[Array, "..."], ...]:
+    """Sibling projections of one input, split over their outputs: query, key and value, or gate and up.
 
-    Column-split layers communicate nothing forward; backward the gradient of `x` is summed over the shards.
-    """
-    return tuple(layer(x) for layer in layers)
-
-
-def row(x: Float[Array, "*batch in"], layer: Callable[[Array], Array]) -> Float[Array, "*batch out"]:
-    """The projection that closes a column split: its output is summed over the shards, once forward.
-
-    The output is named `row_out`, so that the rematerialisation policy of that name keeps it: recomputing it
-    would communicate again.
-    """
-    return checkpoint_name(layer(x), "row_out")
-
-
-def scan_layers(
-    layer_fn: Callable[..., Any],
-    layers: PyTree | Sequence[Any],
-    x: Any,
-    *,
-    inputs: PyTree = None,
-    remat: Remat = "none",
-) -> Any:
-    """Applies layers one after another: `x = layer_fn(layer, x)`.
+    Forward nothing is communicated. Backward the gradients of `x` are added up over the siblings first and
+    then over the shards, in **one** all-reduce of the size of `x`, by every compiler; written as separate
+    layers, they cost one for each sibling where the compiler does not merge them (on CPU).
 
     **Arguments:**
 
-    - `layer_fn`: `(layer, x) -> x`; with `inputs`, `(layer, x, input) -> (x, output)`.
-    - `layers`: a list of layers, which is unrolled; or one layer whose arrays have a leading dim that numbers
-        the layers (as `eqx.filter_vmap` makes it), which is scanned: compile time does not grow with depth.
-    - `x`: what flows through, a PyTree of arrays.
-    - `inputs`: arrays whose leading dim numbers the layers: keys, or caches.
-    - `remat`: what the backward pass recomputes. `none` keeps all activations; `full` keeps only `x` at each
-        layer; `row_out` keeps also what [`row`][] returns, so that no collective is repeated.
+    - `x`: what all of them read.
+    - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), one of your own with a `weight`
+        or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide. Anything else, such
+        as a function, is applied as it is.
+    - `unit`: how many neighbouring outputs belong together: the size of a head. A layer is split only if its
+        number of units divides, as `shard_rules` does it.
+    - `sequence_parallel`: `x` is split over `tensor` along its dim 1, `(batch, length, features)`: it is
+        gathered here, and its gradient reduced and scattered, each of the size of the whole `x`.
 
     **Returns:**
 
-    `x`; with `inputs`, the pair of `x` and the outputs, stacked.
+    One output for each layer, whose last dim is split over `tensor`.
 
     **Raises:**
 
-    `ValueError` if `remat` is not known, or the arrays of `layers` or `inputs` differ in their leading dim.
+    `ValueError` if the length does not divide under `sequence_parallel`.
     """
-    check_remat(remat)
-    num_layers = _num_layers(layers, inputs)
-    is_list = isinstance(layers, list | tuple)
-
-    def apply(layer: Any, x: Any, given: Any) -> tuple[Any, Any]:
-        return (layer_fn(layer, x), None) if inputs is None else layer_fn(layer, x, given)
-
-    if remat != "none":
-        policy = jax.checkpoint_policies.save_only_these_names("row_out") if remat == "row_out" else None
-        # Inside a scan nothing can be merged with the forward pass, so nothing has to be kept apart.
-        apply = eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
-
-    if is_list:
-        outputs = []
-        for i in range(num_layers):
-            x, output = apply(layers[i], x, jax.tree.map(lambda a, i=i: a[i], inputs))
-            outputs.append(output)
-        stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
-    else:
-        arrays, static = eqx.partition(layers, eqx.is_array)
-
-        def body(x: Any, piece: tuple[Any, Any]) -> tuple[Any, Any]:
-            return apply(eqx.combine(piece[0], static), x, piece[1])
-
-        x, stacked = jax.lax.scan(body, x, (arrays, inputs))
-    return x if inputs is None else (x, stacked)
+    mesh = mesh_of(layers, x)
+    if mesh is None or tensor_size(mesh) == 1:
+        return tuple(apply(layer, x) for layer in layers)
+    if sequence_parallel:
+        check_sequence("column", x, mesh)
+    splits = [split_layer(layer, "out", tensor_size(mesh), unit) for layer in layers]
+    found = [split for split in splits if split is not None]
+    outputs = iter(_column(x, found, mesh, sequence_parallel) if found else ())
+    return tuple(apply(layer, x) if split is None else next(outputs) for layer, split in zip(layers, splits))
 
 
-def check_remat(remat: str) -> None:
-    """Refuses, by `ValueError`, a rematerialisation policy that does not exist."""
-    if remat not in get_args(Remat):
-        raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
+def _column(x: Array, splits: list[Split], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
+    def body(x: Array, arrays: list[list[Array]]) -> list[Array]:
+        if sequence_parallel:
+            x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+        else:  # transposes to one sum over the shards, after the siblings' gradients are added
+            x = jax.lax.pcast(x, "tensor", to="varying")
+        return [split.build(own)(x) for split, own in zip(splits, arrays)]
+
+    arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
+    ranks = [jax.eval_shape(split.build(split.arrays), x).ndim for split in splits]
+    # With a manual axis beside automatic ones, gathers and scatters over it do not stay what they are.
+    rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
+    inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(inner, specs),
+        out_specs=[PartitionSpec(*[rows, *[None] * rank][: rank - 1], "tensor") for rank in ranks],
+        axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
+    )(x, arrays)
 
 
-def _num_layers(layers: PyTree | Sequence[Any], inputs: PyTree) -> int:
-    """How many layers there are. Raises `ValueError` where arrays disagree."""
-    is_list = isinstance(layers, list | tuple)
-    sizes = {"layers": len(layers)} if is_list else {}
-    given = {"inputs": inputs} if is_list else {"layers": layers, "inputs": inputs}
-    for path, x in leaves_with_paths(given):
-        if is_array(x):
-            sizes[path] = x.shape[0] if x.ndim else 0
-    if not sizes or min(sizes.values()) == 0:
-        empty = next((path for path, size in sizes.items() if size == 0), "layers")
-        raise ValueError(f"scan_layers: {empty} numbers no layers. Pass a list of layers, or a stack of them.")
-    first = next(iter(sizes))
-    for path, size in sizes.items():
-        if size != sizes[first]:
-            raise ValueError(
-                f"scan_layers: {first} has {sizes[first]} layers, but {path} has {size}. The leading dim of "
-                "every array numbers the layers."
-            )
-    return sizes[first]
+def row(
+    x: Float[Array, "*batch in"] | Sequence[Float[Array, "*batch _"]],
+    layer: Callable[[Array], Array] | Sequence[Callable[[Array], Array]],
+    *,
+    unit: int = 1,
+    sequence_parallel: bool = False,
+) -> Float[Array, "*batch out"]:
+    """The projection that closes a column split: split over its inputs, its output is summed over the shards.
+
+    Forward that is one all-reduce of the size of the output; backward nothing is communicated. The output is
+    named `row_out`, so that the rematerialisation policy of that name (see [`scan_layers`][]) keeps it:
+    recomputing it would communicate again.
+
+    **Arguments:**
+
+    - `x`: the input; or several, one for each layer.
+    - `layer`: a Linear-like module, as for `column`; or several, whose outputs are added: attention and MLP
+        side by side then share **one** all-reduce.
+    - `unit`: as for `column`.
+    - `sequence_parallel`: the output is split over `tensor` along its dim 1: reduced and scattered, instead of
+        reduced.
+
+    **Raises:**
+
+    `ValueError` if the length does not divide under `sequence_parallel`, or there are not as many inputs as
+    layers.
+    """
+    xs: list[Any] = list(x) if isinstance(x, list | tuple) else [x]
+    layers: list[Any] = list(layer) if isinstance(layer, list | tuple) else [layer]
+    if len(xs) != len(layers) or not xs:
+        raise ValueError(f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each layer.")
+    mesh = mesh_of(layers, xs)
+    is_plain = mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel)
+    if is_plain or mesh is None:
+        return checkpoint_name(_total([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
+    if sequence_parallel:
+        for one in xs:
+            check_sequence("row", one, mesh)
+    splits = [split_layer(one, "in", tensor_size(mesh), unit) for one in layers]
+    found = [(x, split) for x, split in zip(xs, splits) if split is not None]
+    outputs = [apply(one, x) for x, one, split in zip(xs, layers, splits) if split is None]
+    if found:
+        outputs.append(_row([x for x, _ in found], [split for _, split in found], mesh, sequence_parallel))
+    outputs += [split.bias for _, split in found if split.bias is not None]
+    return checkpoint_name(_total(outputs), "row_out")
+
+
+def _row(xs: list[Array], splits: list[Split], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
+    def body(xs: list[Array], arrays: list[list[Array]]) -> Array:
+        total = _total([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
+        if sequence_parallel:
+            return jax.lax.psum_scatter(total, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(total, "tensor")
+
+    rows = batch_axes(mesh, xs[0].shape[0]) if sequence_parallel else None
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(
+            [PartitionSpec(*[rows, *[None] * x.ndim][: x.ndim - 1], "tensor") for x in xs],
+            [split.specs for split in splits],
+        ),
+        out_specs=PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(),
+        axis_names=set(mesh.axis_names) if sequence_parallel else {"tensor"},
+    )(xs, [split.arrays for split in splits])
+
+
+def _total(outputs: list[Array]) -> Array:
+    total = outputs[0]
+    for output in outputs[1:]:
+        total = total + output
+    return total
+
+
+def check_sequence(name: str, x: Array, mesh: AbstractMesh) -> None:
+    """Refuses, by `ValueError`, what cannot be split over `tensor` along dim 1."""
+    size = tensor_size(mesh)
+    if x.ndim < 3 or x.shape[1] % size:
+        raise ValueError(
+            f"{name}: sequence_parallel=True splits dim 1 of (batch, length, features) over tensor={size}, but "
+            f"the input has shape {tuple(x.shape)}. Pad the length to a multiple of {size}, or pass "
+            "sequence_parallel=False."
+        )

@@ -1,6 +1,7 @@
 """`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch, not jitted."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,8 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._mesh import batch_sharding, num_batch_shards, without_axis
+from redco_eqx._fsdp import gather, is_split, marked
+from redco_eqx._mesh import batch_sharding, num_batch_shards
 from redco_eqx._state import EVALUATE, PREDICT, TRAIN, TrainState, like_params, stream
 from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
@@ -64,11 +66,12 @@ def train_step(
     layout = None if shardings is None else _layout(shardings, state.params)
     params = _constrain(state.params, layout)
     key = stream(state, TRAIN)
+    split = _split_outside(state, layout, lambda model: loss_fn(model, batch, key))
 
     def loss_of(
         params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key
     ) -> tuple[Array, tuple[Mean, Metrics, dict[str, Array]]]:
-        output = loss_fn(state.build(_gather(params, layout), model_state), batch, key)
+        output = loss_fn(state.build(_gather(params, split), model_state), batch, key)
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
@@ -125,9 +128,10 @@ def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: Py
     number of examples. The arguments are those of `train_step`; to evaluate many batches with fresh
     randomness, give each a state with another `key`.
     """
-    model = _inference_model(state, shardings)
+    key = stream(state, EVALUATE)
+    model = _inference_model(state, shardings, lambda model: loss_fn(model, batch, key))
     size = jax.tree.leaves(batch)[0].shape[0]
-    loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, stream(state, EVALUATE)), size)
+    loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, key), size)
     return {"loss": loss, **metrics}
 
 
@@ -138,8 +142,9 @@ def predict_step(
 
     Raises `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
     """
-    model = _inference_model(state, shardings)
-    outputs = predict_fn(model, batch, stream(state, PREDICT))
+    key = stream(state, PREDICT)
+    model = _inference_model(state, shardings, lambda model: predict_fn(model, batch, key))
+    outputs = predict_fn(model, batch, key)
     size = jax.tree.leaves(batch)[0].shape[0]
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
@@ -171,10 +176,10 @@ def unused_parameters(state: TrainState, batch: Batch, loss_fn: LossFn) -> list[
     return [path for path, is_zero in zip(sorted(state.params), constant) if is_zero]
 
 
-def _inference_model(state: TrainState, shardings: PyTree | None) -> Any:
+def _inference_model(state: TrainState, shardings: PyTree | None, use: Callable[[Any], Any]) -> Any:
     layout = None if shardings is None else _layout(shardings, state.params)
-    model = state.build(_gather(state.params, layout), state.model_state)
-    return eqx.nn.inference_mode(model)
+    split = _split_outside(state, layout, lambda model: use(eqx.nn.inference_mode(model)))
+    return eqx.nn.inference_mode(state.build(_gather(state.params, split), state.model_state))
 
 
 def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
@@ -214,15 +219,30 @@ def _constrain(tree: dict[str, Array], layout: dict[str, NamedSharding] | None) 
     return tree if layout is None else jax.lax.with_sharding_constraint(tree, layout)
 
 
-def _gather(params: dict[str, Array], layout: dict[str, NamedSharding] | None) -> dict[str, Array]:
-    """Parameters as layers use them: whole over `fsdp`. The compiler left alone moves activations instead."""
-    if layout is None:
-        return params
+def _split_outside(
+    state: TrainState, layout: dict[str, NamedSharding] | None, use: Callable[[Any], Any]
+) -> dict[str, NamedSharding]:
+    """The layouts of the parameters that have to be gathered over `fsdp` before `use` gets the model.
 
-    def gathered(sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(sharding.mesh, PartitionSpec(*(without_axis(e, "fsdp") for e in sharding.spec)))
+    All that are split, but for those which `scan_layers` gathers layer by layer: a first trace finds them.
+    The compiler left alone moves activations instead.
+    """
+    split = {path: sharding for path, sharding in (layout or {}).items() if is_split(sharding)}
+    if not split:
+        return {}
+    paths = list(state.params)
 
-    return _constrain(params, {path: gathered(sharding) for path, sharding in layout.items()})
+    def traced(arrays: list[Array]) -> list[Array]:
+        output = use(state.build(dict(zip(paths, arrays)), state.model_state))
+        return [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)]
+
+    later = marked(jax.make_jaxpr(traced)([state.params[path] for path in paths]).jaxpr)
+    return {path: split[path] for i, path in enumerate(paths) if path in split and i not in later}
+
+
+def _gather(params: dict[str, Array], split: dict[str, NamedSharding]) -> dict[str, Array]:
+    """Parameters as layers use them: whole over `fsdp`."""
+    return {path: gather(x, split[path]) if path in split else x for path, x in params.items()}
 
 
 def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | None) -> Batch:

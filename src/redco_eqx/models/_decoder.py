@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx._parallel import Remat, scan_layers
+from redco_eqx._parallel import Remat
+from redco_eqx._scan_layers import scan_layers
 from redco_eqx._types import Key
 from redco_eqx.models._attention import Implementation, attend
 from redco_eqx.models._layers import split
