@@ -1,7 +1,7 @@
 """From examples to batches on the mesh: order of an epoch, rows of this process, collation, prefetch.
 
 Which examples make a batch is a pure function of numbers, equal on every process; each process reads
-only the rows that its own devices hold. Nothing here communicates.
+only the rows that its own devices hold. Nothing here waits for another process.
 """
 
 import itertools
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from redco_eqx._agreement import open_stream
 from redco_eqx._mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Key
@@ -66,9 +67,9 @@ def batches(
 
     **Raises:**
 
-    At the call, `TypeError` or `ValueError` if an argument cannot be used. At a batch, `TypeError` or
-    `ValueError` naming the leaf, if `collate_fn` returns anything but numeric arrays with one row per
-    example.
+    At the call, `TypeError` or `ValueError` if an argument cannot be used, or differs from that of another
+    process. At a batch, `TypeError` or `ValueError` naming the leaf, if `collate_fn` returns anything but
+    numeric arrays with one row per example, or on another process arrays of another shape.
     """
     check_mesh(mesh)
     num_examples = _length(examples)
@@ -95,6 +96,13 @@ def batches(
     if prefetch < 0:
         raise ValueError(f"batches: prefetch={prefetch}, but it must be 0 (no thread) or more.")
     order = None if key is None else epoch_order(num_examples, key, epoch)
+    agreement = open_stream(mesh)
+    if agreement is not None:
+        words = None if order is None else order[:4].tolist()
+        agreement.check_call(
+            {"len(examples)": num_examples, "batch_size": batch_size, "epoch": epoch, "start": start}
+            | {"remainder": remainder, "the order by key": words, "mesh": dict(mesh.shape)}
+        )
     offsets = list(itertools.accumulate(sizes, initial=0))
     layouts = {size: _layout(mesh, size) for size in set(sizes)}
     # `with jax.enable_x64(...)` around the consumer does not reach other threads.
@@ -108,6 +116,8 @@ def batches(
             read = {i: examples[i] for i in dict.fromkeys(wanted)}
             batch = collate_fn([read[i] for i in wanted])
             _check_batch(batch, len(rows))
+            if agreement is not None:
+                agreement.check_batch(index, batch)
         except Exception as error:
             again = f"batches(..., epoch={epoch}, start={index}, prefetch=0)"
             error.add_note(f"This is batch {index} of epoch {epoch}; {again} makes it again.")

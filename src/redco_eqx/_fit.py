@@ -32,6 +32,7 @@ from redco_eqx._state import ORDER, TrainState
 from redco_eqx._steps import train_step
 from redco_eqx._throttle import Throttle
 from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
+from redco_eqx._watchdog import Watchdog
 
 
 class NonFiniteError(ArithmeticError):
@@ -70,6 +71,7 @@ def fit(
     on_nonfinite: Literal["raise", "skip"] = "raise",
     donate: bool = True,
     prefetch: int = 2,
+    step_timeout_seconds: float | None = None,
 ) -> TrainState:
     """Trains, and returns the new state.
 
@@ -107,6 +109,8 @@ def fit(
     - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
     - `prefetch`: how many batches a thread makes ahead, in evaluation too; 0 for no thread.
+    - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
+        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
 
     **Returns:**
 
@@ -125,6 +129,7 @@ def fit(
     check_arguments(num_epochs, num_steps, log_every, eval_batch_size, eval_every_steps, on_nonfinite)
     check_state(state, optimizer, num_microbatches, step_fn)
     check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_shards)
+    watchdog = Watchdog(step_timeout_seconds)
     evaluation = None
     if eval_examples is None:
         check_no_evaluation(
@@ -189,7 +194,7 @@ def fit(
     done = logged = 0
 
     epochs = _epochs(examples_of, first, batch_size, stream_of)
-    with InterruptFlag() as interrupt, contextlib.closing(reporter), contextlib.closing(epochs):
+    with watchdog, InterruptFlag() as interrupt, contextlib.closing(reporter), contextlib.closing(epochs):
         for batch, epoch in epochs:
             shapes.check(batch)
             if window is None or empty is None:

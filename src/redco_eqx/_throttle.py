@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from redco_eqx._watchdog import beat
+
 T = TypeVar("T")
 
 NUM_AHEAD = 4
@@ -23,6 +25,7 @@ class Throttle:
 
     def __call__(self, result: Any) -> None:
         """Takes what the newest step returned; it must not be donated."""
+        beat()
         self._behind.append(result)
         if len(self._behind) > NUM_AHEAD:
             jax.block_until_ready(self._behind.popleft())
@@ -32,6 +35,7 @@ def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:
     """The results of dispatched steps in order, each when `num_behind` more have been dispatched."""
     behind: deque[T] = deque()
     for result in results:
+        beat()
         behind.append(result)
         if len(behind) > num_behind:
             yield behind.popleft()

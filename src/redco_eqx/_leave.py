@@ -1,0 +1,245 @@
+"""Leaving a run of many processes: the failure of one ends all of them, soon and by name.
+
+Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective
+for the one that failed. So a failing process tells the others through the store and leaves by `os._exit`;
+a thread of each process looks there twice a second. One that is killed tells nobody: its connection ends.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import io
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import jax
+
+from redco_eqx import _store
+
+# How long a process with an error that may be another's fault waits for signs of life.
+ROLL_CALL_SECONDS = 3.0
+
+_checks: list[Callable[[], str | None]] = []
+_started: list["Leaving"] = []
+
+
+def end(reason: str) -> None:
+    """Ends this process now, and with it the others, if there are any. For use by any thread."""
+    if _started:
+        _started[0].fail(reason, may_be_others=True)
+        _started[0].leave()
+    say(f"this process ends: {reason}")
+    flush_all()
+    os._exit(1)
+
+
+def add_check(check: Callable[[], str | None]) -> None:
+    """Has the watching thread call `check`, which returns what is wrong, or `None`."""
+    if check not in _checks:
+        _checks.append(check)
+
+
+class Leaving:
+    """Ends this process when it or another one fails. One per process, started after joining."""
+
+    def __init__(self, process: int, num_processes: int, leave_seconds: float):
+        """**Arguments:**
+
+        - `process`, `num_processes`: which process this is, of how many.
+        - `leave_seconds`: after a failure anywhere, how long the main thread may go on.
+        """
+        self._process = process
+        self._num_processes = num_processes
+        self._seconds = leave_seconds
+        self._interval = max(0.5, num_processes / 200)  # some hundred requests a second for process 0
+        self._code: int | None = None
+        self._told: set[str] = set()
+        self._exiting = False
+        self._lock = threading.RLock()
+        self._name = _store.name_of(process)
+        self._names = {0: _store.name_of(0)}
+
+    def start(self) -> None:
+        """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
+        _started.append(self)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
+            # What aborts in JAX's own threads does not flush.
+            sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+            if not faulthandler.is_enabled():
+                faulthandler.enable()
+        threading.Thread(target=self._watch, name="redco_eqx.watch", daemon=True).start()
+
+    def fail(self, reason: str, *, code: int = 1, may_be_others: bool = False) -> None:
+        """Tells every process why this one ends. It is gone at most `leave_seconds` after this call.
+
+        **Arguments:**
+
+        - `reason`: one line.
+        - `code`: exit status.
+        - `may_be_others`: whether a lost process may be the cause; then the ones that do not answer are
+            named.
+        """
+        with self._lock:
+            if self._code is not None:
+                return
+            self._code = code
+        self._end_after(self._seconds)
+        say(f"{self._name} of {self._num_processes} ends: {reason}")
+        with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
+            _store.put(f"failed/{self._process}", reason)
+            # The service ends with process 0: the others must have heard, and better be gone.
+            if may_be_others or self._process == 0:
+                self._call_roll(name_silent=may_be_others)
+
+    def leave(self) -> None:
+        """Flushes what Python has not written yet, and ends the process without any further ado."""
+
+        def note() -> None:
+            with contextlib.suppress(Exception):
+                _store.put(f"gone/{self._process}", "")
+
+        # In threads, because a full pipe or a dead network would hold them up.
+        threads = [threading.Thread(target=target, daemon=True) for target in (flush_all, note)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(1.0)
+        os._exit(1 if self._code is None else self._code)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, traceback)
+        if not self._exiting:
+            self._fail_of(error)
+
+    def _fail_of(self, error: BaseException) -> None:
+        text = next(iter(str(error).splitlines()), "")
+        reason = f"{type(error).__name__}: {text[:1000]}"
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.fail(reason, code=code, may_be_others=isinstance(error, jax.errors.JaxRuntimeError))
+
+    def _at_exit(self) -> None:
+        # Set by Python for what was not caught, whoever has replaced our hook since.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if self._code is None and error is not None and not hasattr(sys, "ps1"):
+            self._fail_of(error)
+        self._exiting = True  # from here on JAX waits for the others, and the watch goes on
+        if self._code is not None:
+            self.leave()
+
+    def lost(self, process: int, how: str) -> None:
+        """Ends this process because another one is gone without a word. Called from a thread."""
+        if self._exiting or self._code is not None or _store.client() is None:
+            return
+        name = self._names.get(process) or _store.name_of(process)
+        if process == 0:  # and with it the store; JAX is about to abort, so first of all the message
+            say(f"{name}, which coordinates, is lost to {self._name}: {how}.")
+            flush_all()
+            with self._lock:
+                self._code = 1 if self._code is None else self._code
+            self._end_after(min(1.0, self._seconds))
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
+            failed = _store.entries("failed")
+            if str(process) in failed:
+                self._hear({who: why for who, why in failed.items() if who != str(self._process)})
+                return
+        self.fail(f"{name} is lost: {how}.")
+
+    def silent(self, process: int, seconds: float) -> None:
+        """Says that a process does not answer. If it is frozen, JAX ends the others soon."""
+        if not self._exiting and self._code is None:
+            say(f"{_store.name_of(process)} has not answered for {seconds:.0f} s: it is frozen, or busy.")
+
+    def _watch(self) -> None:
+        num_errors = 0
+        while True:
+            time.sleep(self._interval)
+            if _store.client() is None:  # JAX has left
+                return
+            try:
+                failed = _store.entries("failed")
+                num_errors = 0
+            except Exception as error:
+                num_errors += 1
+                if num_errors == 3 and not self._exiting:
+                    self._code = 1 if self._code is None else self._code
+                    say(f"process 0, which coordinates, does not answer {self._name}: {error}")
+                    self.leave()
+                continue
+            others = {who: why for who, why in failed.items() if who != str(self._process)}
+            if others:
+                self._hear(others)
+            elif self._code is None:
+                for check in _checks:
+                    if reason := check():
+                        self.fail(reason)
+
+    def _hear(self, failed: dict[str, str]) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
+            _store.put(f"heard/{self._process}", "")
+        self._tell(failed)
+        if self._code is None:
+            self._code = 1
+            # Process 0 waits for the others. Elsewhere the main thread may learn of it by itself.
+            self._end_after(1.0 if "0" in failed else self._seconds)
+
+    def _tell(self, failed: dict[str, str]) -> None:
+        with self._lock:
+            new = {who: why for who, why in failed.items() if who not in self._told}
+            self._told.update(new)
+        for who, why in sorted(new.items()):
+            say(f"{_store.name_of(int(who))} failed: {why}")
+
+    def _call_roll(self, *, name_silent: bool) -> None:
+        """Waits for a sign of the other processes, and names those that give none."""
+        expected = {str(i) for i in range(self._num_processes) if i != self._process}
+        end = time.monotonic() + min(ROLL_CALL_SECONDS, self._seconds / 2)
+        while True:
+            failed = {who: why for who, why in _store.entries("failed").items() if who != str(self._process)}
+            self._tell(failed)
+            heard = set(_store.entries("heard")) | set(failed)
+            gone = set(_store.entries("gone"))
+            awaited = expected - (gone if self._process == 0 else gone | heard)
+            explained = name_silent and failed and self._process != 0
+            if not awaited or explained or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        if name_silent and not failed:
+            for who in sorted(awaited - heard, key=int):
+                say(
+                    f"{_store.name_of(int(who))} does not answer: it was killed, or its host cannot be reached."
+                )
+
+    def _end_after(self, seconds: float) -> None:
+        def end() -> None:
+            time.sleep(seconds)
+            self.leave()
+
+        threading.Thread(target=end, name="redco_eqx.leave", daemon=True).start()
+
+
+def say(message: str) -> None:
+    """A line on standard error, from whichever process."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        print(f"redco_eqx: {message}", file=sys.stderr, flush=True)
+
+
+def flush_all() -> None:
+    """Flushes the handlers of `logging` and every open file."""
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    for thing in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(thing, io.IOBase) and not thing.closed:
+                thing.flush()
