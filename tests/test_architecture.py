@@ -36,7 +36,9 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 MODEL_ROWS = [
     ["_attention", "_layers", "_rope", "_sampling", "_names", "_safetensors"],
     ["_config", "_decoder"],
-    ["_llama", "_gpt2", "_gptj", "_opt", "_generate"],
+    ["_llama", "_gpt2", "_gptj", "_opt", "_generate", "_directory", "_slices"],
+    ["_families", "_save"],
+    ["_load"],
     ["__init__"],
 ]
 MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}

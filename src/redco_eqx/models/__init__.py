@@ -5,7 +5,9 @@ from redco_eqx.models._generate import generate
 from redco_eqx.models._gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._llama import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from redco_eqx.models._load import load_pretrained
 from redco_eqx.models._opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._save import save_pretrained
 
 __all__ = [
     "Cache",
@@ -22,4 +24,6 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "generate",
+    "load_pretrained",
+    "save_pretrained",
 ]

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -190,6 +190,14 @@ class DecoderLM(eqx.Module):
 
     stacks: ClassVar[tuple[str, ...]]
     """Paths below which the layers lie, as a list or stacked."""
+    fused: ClassVar[tuple[str, ...]] = ()
+    """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
+    prefixes: ClassVar[tuple[str, ...]] = ()
+    """With what the keys of the bare model, as some files have them, become paths."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns of keys that old files have and that are no parameters."""
+    tied: ClassVar[Mapping[str, str]] = {}
+    """Heads that the model leaves out when the configuration ties them: whose table each is."""
 
     @property
     @abc.abstractmethod

@@ -203,6 +203,10 @@ class GPT2LMHeadModel(DecoderLM):
     attention: Implementation | None = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
+    fused: ClassVar[tuple[str, ...]] = (r"\.c_attn\.(weight|bias)$",)
+    prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)
+    tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
 
     def __init__(
         self,

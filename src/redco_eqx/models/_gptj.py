@@ -185,6 +185,8 @@ class GPTJForCausalLM(DecoderLM):
     attention: Implementation | None = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
+    prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)
 
     def __init__(
         self,

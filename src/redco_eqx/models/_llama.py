@@ -249,6 +249,9 @@ class LlamaForCausalLM(DecoderLM):
     attention: Implementation | None = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.layers",)
+    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
+    tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(
         self,

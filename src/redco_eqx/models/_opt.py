@@ -198,6 +198,8 @@ class OPTForCausalLM(DecoderLM):
     attention: Implementation | None = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.decoder.layers",)
+    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.decoder.embed_tokens.weight"}
 
     def __init__(
         self,

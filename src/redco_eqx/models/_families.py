@@ -1,0 +1,39 @@
+"""Which classes a `model_type` stands for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from redco_eqx.models._gpt2 import GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._gptj import GPTJConfig, GPTJForCausalLM
+from redco_eqx.models._llama import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from redco_eqx.models._opt import OPTConfig, OPTForCausalLM
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    config.model_type: (config, model)
+    for config, model in (
+        (GPT2Config, GPT2LMHeadModel),
+        (GPTJConfig, GPTJForCausalLM),
+        (LlamaConfig, LlamaForCausalLM),
+        (MistralConfig, LlamaForCausalLM),
+        (OPTConfig, OPTForCausalLM),
+        (Qwen2Config, LlamaForCausalLM),
+        (Qwen3Config, LlamaForCausalLM),
+    )
+}
+"""`{model_type: (class of its configuration, class of its model)}`."""
+
+
+def read_family(raw: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The configuration in a parsed `config.json`, and the class of the model that it describes.
+
+    Raises `ValueError` for a `model_type` that is not known, or an entry that is not supported.
+    """
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(FAMILIES)}.")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."
+        )
+    config_class, model_class = FAMILIES[model_type]
+    return config_class.from_json(raw), model_class

@@ -1,0 +1,88 @@
+"""Leaf paths and the keys of files: equal, but for stacked layers, fused matrices and old spellings."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redco_eqx._tree import to_arrays
+
+OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
+"""Of norms, in files converted from TensorFlow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a leaf is found in files.
+
+    - `path`: of the leaf.
+    - `shape`: of the whole leaf.
+    - `keys`: one, or one for each layer of a stack.
+    - `stack`: the path of the stack, if the leaf's first dim numbers the layers.
+    - `fused`: whether the last two dims are one in files.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    keys: tuple[str, ...]
+    stack: str | None
+    fused: bool
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of the array under each key."""
+        shape = self.shape if self.stack is None else self.shape[1:]
+        return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
+
+
+def entries_of(model: Any) -> list[Entry]:
+    """An entry for each array of a `DecoderLM`, abstract or not, in the model's order."""
+    entries = []
+    for path, x in to_arrays(model).items():
+        stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
+        rest = "" if stack is None else path.removeprefix(f"{stack}.")
+        if rest.partition(".")[0].isdigit():
+            stack = None  # a list of layers
+        keys = (path,) if stack is None else tuple(f"{stack}.{i}.{rest}" for i in range(x.shape[0]))
+        fused = any(re.search(pattern, path) for pattern in model.fused)
+        entries.append(Entry(path, tuple(x.shape), keys, stack, fused))
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """How the keys found in files stand to those of a model.
+
+    - `found`: `{key of the model: key in the files}`.
+    - `tied`: `{key in the files: key of the model}`, of heads that the model does not have because the
+        configuration says that they are the table of the other key.
+    - `unexpected`: keys in the files that the model has no place for.
+    - `twice`: `(key of the model, two keys in the files)`.
+    """
+
+    found: dict[str, str]
+    tied: dict[str, str]
+    unexpected: list[str]
+    twice: list[tuple[str, str, str]]
+
+
+def match_keys(keys: Iterable[str], wanted: Iterable[str], family: Any) -> Match:
+    """Finds a model's keys among those of files, also under older spellings that `family` states."""
+    wanted = set(wanted)
+    match = Match({}, {}, [], [])
+    for key in keys:
+        name = next((name for name in _spellings(key, family.prefixes) if name in wanted), None)
+        if name is not None and name in match.found:
+            match.twice.append((name, match.found[name], key))
+        elif name is not None:
+            match.found[name] = key
+        elif key in family.tied:
+            match.tied[key] = family.tied[key]
+        elif not any(re.search(pattern, key) for pattern in family.ignored):
+            match.unexpected.append(key)
+    return match
+
+
+def _spellings(key: str, prefixes: Sequence[str]) -> list[str]:
+    names = [key, *(re.sub(old, new, key) for old, new in OLD_SPELLINGS if re.search(old, key))]
+    return [prefix + name for prefix in ("", *prefixes) for name in names]
