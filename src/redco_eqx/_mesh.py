@@ -122,9 +122,16 @@ def one_device_mesh(device: Any) -> Mesh:
 
 
 def put(x: Any, sharding: NamedSharding) -> Array:
-    """`x`, which every process holds whole and equal, as a global array laid out by `sharding`."""
+    """`x` as a global array laid out by `sharding`.
+
+    Every process holds it whole and equal, or it is a global array already.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
