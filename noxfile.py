@@ -44,7 +44,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Overhead of a step and of `fit`, and the collectives of compiled steps, as tables."""
+    """Overhead of a step and of `fit`, collectives of compiled steps, generation, compile time: tables."""
     session.install("-e", ".")
-    for script in ("overhead", "collectives"):
+    for script in ("overhead", "collectives", "generation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
