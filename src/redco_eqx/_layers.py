@@ -246,7 +246,9 @@ def _linear(node: Node, weight: Node) -> Matrix:
     bias = node.child("bias")
     out_first = weight.name == "weight"
     sizes = (getattr(node.value, "out_features", None), getattr(node.value, "in_features", None))
-    if sizes == (first, second):
+    if first == second and type(node.value).__name__ == "Conv1D":
+        out_first = False  # as GPT-2 calls a Linear that is stored (in, out)
+    elif sizes == (first, second):
         out_first = True
     elif sizes == (second, first):
         out_first = False

@@ -84,7 +84,8 @@ def read_config(cls: type[C], raw: Mapping[str, Any], **given: Any) -> C:
     if missing:
         raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
     values = {f.name: _read(f, raw[f.name]) for f in fields if f.name in names & raw.keys() - given.keys()}
-    rest = {name: x for name, x in raw.items() if name not in names and name not in cls.aliases}
+    written = names | cls.aliases.keys() | {"model_type", "architectures"}
+    rest = {name: x for name, x in raw.items() if name not in written}
     return cls(**{**values, **given, "rest": json.dumps(rest, sort_keys=True)})
 
 

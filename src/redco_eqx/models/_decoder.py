@@ -180,8 +180,6 @@ class DecoderLM(eqx.Module):
     - `config`: as read from `config.json`.
     - `remat`: what the backward pass recomputes, see `scan_layers`.
     - `attention`: implementation of `jax.nn.dot_product_attention`.
-
-    `dataclasses.replace(model, remat="full")` makes a changed copy.
     """
 
     config: eqx.AbstractVar[Any]

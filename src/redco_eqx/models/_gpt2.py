@@ -118,7 +118,7 @@ class GPT2Attention(eqx.Module):
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         attn_key, resid_key = split(key, 2)
-        (qkv,) = column(x, self.c_attn)
+        (qkv,) = column(x, self.c_attn, unit=self.config.head_size)
         q, k, v = (split_heads(qkv[:, :, i], self.config.n_head) for i in range(3))
         scale = None if self.config.scale_attn_weights else 1.0
         output, cache = attend_in(

@@ -13,7 +13,7 @@ from redco_eqx._types import Key
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
 from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
-from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, drops, split
 from redco_eqx.models._rope import Rope, rotate
 
 
@@ -82,7 +82,6 @@ class GPTJAttention(eqx.Module):
     v_proj: Linear
     out_proj: Linear
     attn_dropout: eqx.nn.Dropout
-    resid_dropout: eqx.nn.Dropout
     config: GPTJConfig = eqx.field(static=True)
 
     def __init__(self, config: GPTJConfig, *, key: Key):
@@ -93,24 +92,17 @@ class GPTJAttention(eqx.Module):
         self.v_proj = Linear(size, size, use_bias=False, std=std, key=v_key)
         self.out_proj = Linear(size, size, use_bias=False, std=std, key=out_key)
         self.attn_dropout = eqx.nn.Dropout(config.attn_pdrop)
-        self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.config = config
 
-    def __call__(
-        self,
-        q: Float[Array, "b t size"],
-        k: Float[Array, "b t size"],
-        v: Float[Array, "b t size"],
-        context: Context,
-        cache: Any,
-        key: Key | None,
+    def heads(
+        self, q: Array, k: Array, v: Array, context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        attn_key, resid_key = split(key, 2)
+        """What `out_proj` reads, from what `q_proj`, `k_proj` and `v_proj` give."""
         q, k, v = (split_heads(x, self.config.n_head) for x in (q, k, v))
         frequencies = Rope().frequencies(self.config.rotary_dim)
         q, k = (rotate(x, context.positions, frequencies, interleaved=True) for x in (q, k))
-        output, cache = attend_in(context, q, k, v, cache, dropout=self.attn_dropout, dropout_key=attn_key)
-        return dropout(self.resid_dropout, row(merge_heads(output), self.out_proj), resid_key), cache
+        output, cache = attend_in(context, q, k, v, cache, dropout=self.attn_dropout, dropout_key=key)
+        return merge_heads(output), cache
 
 
 class GPTJMLP(eqx.Module):
@@ -118,7 +110,6 @@ class GPTJMLP(eqx.Module):
 
     fc_in: Linear
     fc_out: Linear
-    dropout: eqx.nn.Dropout
     activation_function: str = eqx.field(static=True)
 
     def __init__(self, config: GPTJConfig, *, key: Key):
@@ -126,35 +117,44 @@ class GPTJMLP(eqx.Module):
         in_key, out_key = jax.random.split(key)
         self.fc_in = Linear(size, inner, std=std, key=in_key)
         self.fc_out = Linear(inner, size, std=std, key=out_key)
-        self.dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.activation_function = config.activation_function
 
-    def __call__(self, hidden: Float[Array, "b t inner"], key: Key | None) -> Float[Array, "b t size"]:
-        return dropout(self.dropout, row(ACTIVATIONS[self.activation_function](hidden), self.fc_out), key)
+    def activate(self, x: Float[Array, "b t inner"]) -> Float[Array, "b t inner"]:
+        """What `fc_out` reads, from what `fc_in` gives."""
+        return ACTIVATIONS[self.activation_function](x)
 
 
 class GPTJBlock(eqx.Module):
-    """Attention and MLP side by side: both read the same normalised stream, both are added to it."""
+    """Attention and MLP side by side: both read the same normalised stream, both are added to it.
+
+    So their four projections of it share one reduction backward, and the two that close them one forward.
+    """
 
     ln_1: LayerNorm
     attn: GPTJAttention
     mlp: GPTJMLP
+    resid_dropout: eqx.nn.Dropout
 
     def __init__(self, config: GPTJConfig, *, key: Key):
         attn_key, mlp_key = jax.random.split(key)
         self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.attn = GPTJAttention(config, key=attn_key)
         self.mlp = GPTJMLP(config, key=mlp_key)
+        self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
 
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        attn_key, mlp_key = split(key, 2)
-        attn, mlp = self.attn, self.mlp
-        # One call, so that the four share the sum of their input's gradient.
-        q, k, v, hidden = column(self.ln_1(x), attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in)
-        attended, cache = attn(q, k, v, context, cache, attn_key)
-        return x + (attended + mlp(hidden, mlp_key)), cache
+        heads_key, attn_key, mlp_key = split(key, 3)
+        attn, mlp, unit = self.attn, self.mlp, self.attn.config.head_size
+        projections = (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in)
+        q, k, v, hidden = column(self.ln_1(x), *projections, unit=unit)
+        heads, cache = attn.heads(q, k, v, context, cache, heads_key)
+        hidden = mlp.activate(hidden)
+        if drops(self.resid_dropout, key):  # each by itself, so each is summed by itself
+            attended = dropout(self.resid_dropout, row(heads, attn.out_proj), attn_key)
+            return x + attended + dropout(self.resid_dropout, row(hidden, mlp.fc_out), mlp_key), cache
+        return x + row((heads, hidden), (attn.out_proj, mlp.fc_out), unit=unit), cache
 
 
 class GPTJModel(eqx.Module):

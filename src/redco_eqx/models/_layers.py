@@ -102,6 +102,11 @@ def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
     return x if key is None else layer(x, key=key)
 
 
+def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
+    """Whether `dropout` changes anything."""
+    return key is not None and not layer.inference and layer.p != 0
+
+
 def split(key: Key | None, num: int) -> list[Any]:
     """`num` keys, or `num` times `None`."""
     return [None] * num if key is None else list(jax.random.split(key, num))

@@ -63,7 +63,8 @@ class LlamaConfig(Config):
     def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
         """The configuration in a parsed `config.json`, of transformers 4 or 5."""
         refuse(raw, pretraining_tp=1)
-        config = read_config(cls, raw, rope=Rope.from_json(raw))
+        others = {name: x for name, x in raw.items() if name not in Rope.entries}
+        config = read_config(cls, others, rope=Rope.from_json(raw))
         check_activation(config.hidden_act, "hidden_act")
         return config
 
@@ -162,7 +163,7 @@ class LlamaAttention(eqx.Module):
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         config = self.config
-        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj, unit=config.head_size)
         q = split_heads(q, config.num_attention_heads)
         k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:

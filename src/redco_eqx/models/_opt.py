@@ -104,7 +104,7 @@ class OPTAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj, unit=self.config.head_size)
         q, k, v = (split_heads(x, self.config.num_attention_heads) for x in (q, k, v))
         output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
         return row(merge_heads(output), self.out_proj), cache

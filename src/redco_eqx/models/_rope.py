@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,8 @@ class Rope:
         is beyond `original_max_position_embeddings / low_freq_factor` divided by `factor`, those within
         `original_max_position_embeddings / high_freq_factor` kept, and a blend between.
     """
+
+    entries: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
 
     theta: float = 10000.0
     rope_type: str = "default"

@@ -1,0 +1,304 @@
+"""Decoder-only models: what they hold, and that ways of running one model agree. Parity is in tests/parity."""
+
+import math
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import QUICK_COMPILE, assert_close, filled, mesh_of
+from jax.sharding import PartitionSpec
+from published import PUBLISHED
+
+from redco_eqx import batch_sharding, from_arrays, shard_rules, to_arrays
+from redco_eqx._collectives import collectives
+from redco_eqx.models._attention import attend
+from redco_eqx.models._families import read_family
+
+LENGTH, LAYERS = 8, 2
+
+_GPT = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
+_OPT = {
+    "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", **_GPT},
+    "gptj": {"model_type": "gptj", "rotary_dim": 4, **_GPT},
+    "opt_125m": _OPT,
+    "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 3},
+    "qwen2": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**_LLAMA, "model_type": "qwen3"},
+}
+MAIN = ["gpt2", "gptj", "opt_125m", "llama"]
+
+
+def abstract(config: dict[str, Any], **options: Any) -> Any:
+    read, kind = read_family(config)
+    return eqx.filter_eval_shape(lambda key: kind(read, key=key, **options), jax.random.key(0))
+
+
+def make(name: str, **changes: Any) -> Any:
+    """A model with random numbers for its arrays, its layers in a list."""
+    return filled(abstract({**CONFIGS[name], **changes}), jnp.float32, 0)
+
+
+def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
+    """The same arrays (layers in a list) in a model of other options."""
+    (where,) = model.stacks
+    shape = abstract(model.config.to_json(), stacked=stacked, **options)
+    arrays = to_arrays(model)
+
+    def one(path: str) -> Any:
+        if path in arrays:
+            return arrays[path]
+        rest = path.removeprefix(f"{where}.")
+        return jnp.stack([arrays[f"{where}.{i}.{rest}"] for i in range(LAYERS)])
+
+    return from_arrays(shape, {path: one(path) for path in to_arrays(shape)})
+
+
+def tokens(num_rows: int = 2, length: int = LENGTH) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 64, (num_rows, length)), jnp.int32)
+
+
+@eqx.filter_jit
+def run(model: Any, ids: Any, mask: Any = None, key: Any = None) -> Any:
+    return model(ids, attention_mask=mask, key=key)
+
+
+# What they hold.
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_full_size_models_hold_the_published_arrays(name):
+    config, num_layers, num_parameters, keys = PUBLISHED[name]
+    arrays = to_arrays(abstract(config))
+    expected = [key.replace("{i}", str(i)) for key in keys for i in range(num_layers if "{i}" in key else 1)]
+    assert sorted(arrays) == sorted(expected)
+    assert sum(math.prod(x.shape) for x in arrays.values()) == num_parameters
+    stacked = to_arrays(abstract(config, stacked=True))
+    assert sorted(stacked) == sorted(key.replace(".{i}", "") for key in keys)
+    assert sum(math.prod(x.shape) for x in stacked.values()) == num_parameters
+
+
+# One model, run in several ways.
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_in_pieces_with_a_cache_equals_at_once(name):
+    # Left padding, which the window of a row has to count from the right place.
+    model, ids = make(name), tokens()
+    mask = jnp.asarray([[1] * LENGTH, [0] * 3 + [1] * (LENGTH - 3)])
+    whole = run(model, ids, mask)
+
+    @eqx.filter_jit
+    def piece(model, ids, mask, cache):
+        return model(ids, attention_mask=mask, cache=cache)
+
+    cache, outputs = model.init_cache(2, LENGTH + 2), []
+    for start in range(0, LENGTH, 4):
+        output, cache = piece(model, ids[:, start : start + 4], mask[:, start : start + 4], cache)
+        outputs.append(output)
+    real = np.asarray(mask) == 1
+    np.testing.assert_allclose(
+        np.concatenate(outputs, axis=1)[real], np.asarray(whole)[real], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_padding_on_either_side_changes_nothing(name):
+    model, ids, num = make(name), tokens(), 3
+    alone = run(model, ids)
+    left = jnp.pad(ids, ((0, 0), (num, 0)), constant_values=7)
+    right = jnp.pad(ids, ((0, 0), (0, num)), constant_values=7)
+    place = np.arange(LENGTH + num)
+    mask = np.repeat(np.stack([place >= num, place < LENGTH]), 2, axis=0)
+    padded = run(model, jnp.concatenate([left, right]), jnp.asarray(mask))
+    found = np.asarray(padded)[mask].reshape(2, *alone.shape)
+    np.testing.assert_allclose(found, [alone, alone], rtol=1e-4, atol=1e-4)
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad
+def loss_and_gradient(model: Any, ids: Any, key: Any) -> Any:
+    logs = jax.nn.log_softmax(model(ids, key=key)[:, :-1])
+    return -jnp.take_along_axis(logs, ids[:, 1:, None], axis=-1).mean()
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_stacked_and_rematerialised_equal_a_list_of_layers(name):
+    # Dropout too: the same keys must reach the same layers.
+    model, ids, key = make(name, **DROPOUT[name]), tokens(), jax.random.key(3)
+    loss, gradient = loss_and_gradient(model, ids, key)
+    assert float(loss) > 1
+    others = [(restack(model, remat="full"), restack(gradient))]
+    if name == "llama":
+        others.append((restack(model), restack(gradient)))
+        others.append((restack(model, remat="row_out"), restack(gradient)))
+        others.append((restack(model, stacked=False, remat="full"), gradient))
+    for other, expected in others:
+        loss_there, gradient_there = loss_and_gradient(other, ids, key)
+        assert_close(loss_there, loss, rtol=1e-5)
+        assert to_arrays(gradient_there).keys() == to_arrays(expected).keys()
+        assert_close(to_arrays(gradient_there), to_arrays(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_the_implementation_of_attention_is_an_argument():
+    model = make("llama")
+    other = restack(model, attention="xla")
+    np.testing.assert_allclose(run(other, tokens()), run(model, tokens()), rtol=1e-5, atol=1e-5)
+
+
+# Dropout.
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"embd_pdrop": 0.3, "attn_pdrop": 0.3, "resid_pdrop": 0.3},
+    "gptj": {"embd_pdrop": 0.3, "attn_pdrop": 0.3, "resid_pdrop": 0.3},
+    "opt_125m": {"dropout": 0.3, "attention_dropout": 0.3},
+    "llama": {"attention_dropout": 0.3},
+}
+NO_DROPOUT = {name: dict.fromkeys(options, 0.0) for name, options in DROPOUT.items()}
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_dropout_needs_a_key_and_training_mode(name):
+    # Not compiled: the many small programs are shared by all these models.
+    key, ids = jax.random.key(0), tokens()
+    plain = make(name, **NO_DROPOUT[name])(ids, key=key)
+    every = make(name, **DROPOUT[name])
+    assert_close(every(ids), plain, rtol=0)
+    assert_close(eqx.nn.inference_mode(every)(ids, key=key), plain, rtol=0)
+    for entry in DROPOUT[name]:
+        model = make(name, **{**NO_DROPOUT[name], entry: 0.3})
+        dropped = model(ids, key=key)
+        assert np.abs(dropped - plain).max() > 0.01, entry
+        assert_close(model(ids, key=key), dropped, rtol=0)
+        assert np.abs(model(ids, key=jax.random.key(1)) - dropped).max() > 0.01, entry
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_dropout_of_almost_nothing_equals_attention(masked):
+    q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(q_key, (2, 5, 8, 4))
+    key, value = (jax.random.normal(k, (2, 5, 2, 4)) for k in (k_key, v_key))
+    mask = jnp.tril(jnp.ones((2, 1, 5, 5), bool)).at[1, :, 2:, 0].set(False) if masked else None
+    plain = attend(query, key, value, mask=mask, scale=0.3)
+    barely = attend(
+        query, key, value, mask=mask, scale=0.3,
+        dropout=eqx.nn.Dropout(1e-7), dropout_key=jax.random.key(1),
+    )  # fmt: skip
+    assert_close(barely, plain, rtol=1e-4, atol=1e-5)
+
+
+# The layout, with no overrides.
+
+COLUMN, ROW, WHOLE = PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec()
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "transformer.wte.weight": COLUMN,
+        "transformer.wpe.weight": WHOLE,
+        "attn.c_attn.weight": PartitionSpec(None, None, "tensor"),
+        "attn.c_attn.bias": PartitionSpec(None, "tensor"),
+        "attn.c_proj.weight": COLUMN,  # (in, out): over its inputs
+        "mlp.c_fc.weight": PartitionSpec(None, "tensor"),
+        "mlp.c_fc.bias": COLUMN,
+        "mlp.c_proj.weight": COLUMN,
+    },
+    "gptj": {
+        "transformer.wte.weight": COLUMN,
+        "attn.q_proj.weight": COLUMN,
+        "attn.k_proj.weight": COLUMN,
+        "attn.v_proj.weight": COLUMN,
+        "attn.out_proj.weight": ROW,
+        "mlp.fc_in.weight": COLUMN,
+        "mlp.fc_in.bias": COLUMN,
+        "mlp.fc_out.weight": ROW,
+        "lm_head.weight": COLUMN,
+        "lm_head.bias": COLUMN,
+    },
+    "opt_125m": {
+        "embed_tokens.weight": COLUMN,
+        **{f"self_attn.{name}_proj.{array}": COLUMN for name in "qkv" for array in ("weight", "bias")},
+        "self_attn.out_proj.weight": ROW,
+        "fc1.weight": COLUMN,
+        "fc1.bias": COLUMN,
+        "fc2.weight": ROW,
+    },
+    "llama": {
+        "embed_tokens.weight": COLUMN,
+        **{f"self_attn.{name}_proj.weight": COLUMN for name in "qkv"},
+        "self_attn.o_proj.weight": ROW,
+        "mlp.gate_proj.weight": COLUMN,
+        "mlp.up_proj.weight": COLUMN,
+        "mlp.down_proj.weight": ROW,
+        "lm_head.weight": COLUMN,
+    },
+}
+for _variant, _like in {"opt_350m": "opt_125m", "mistral": "llama", "qwen3": "llama"}.items():
+    LAYOUTS[_variant] = LAYOUTS[_like]
+LAYOUTS["opt_350m"] = {**LAYOUTS["opt_125m"], "project_in.weight": COLUMN, "project_out.weight": ROW}
+LAYOUTS["qwen2"] = {
+    **LAYOUTS["llama"],
+    "lm_head.weight": None,
+    **{f"self_attn.{name}_proj.bias": COLUMN for name in "qkv"},
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_rules_give_the_megatron_layout(name, stacked):
+    mesh = mesh_of("data2xtensor4")
+    model = abstract(CONFIGS[name], stacked=stacked)
+    shardings = to_specs(shard_rules(model, mesh))
+    seen = set()
+    for path, spec in shardings.items():
+        ending = next((e for e in LAYOUTS[name] if path.endswith(e)), None)
+        seen.add(ending)
+        expected = LAYOUTS[name].get(ending or "", WHOLE)
+        if stacked and path.startswith(model.stacks) and expected != WHOLE:
+            expected = PartitionSpec(None, *expected)
+        assert spec == expected, path
+    assert {e for e, spec in LAYOUTS[name].items() if spec is not None} <= seen  # a tied head is not there
+
+
+def to_specs(shardings: Any) -> dict[str, PartitionSpec]:
+    found = jax.tree_util.tree_leaves_with_path(shardings)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.spec for path, x in found}
+
+
+@cache
+def forward_collectives(name: str, stacked: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """One entry for each collective array of a forward pass on data 2 x tensor 4, loops multiplied out."""
+    mesh = mesh_of("data2xtensor4")
+    model = abstract(CONFIGS[name], stacked=stacked)
+    placed = jax.tree.map(
+        lambda x, s: x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        model,
+        shard_rules(model, mesh),
+    )
+    arrays, static = eqx.partition(placed, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    ids = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=batch_sharding(mesh))
+    forward = jax.jit(lambda arrays, ids: eqx.combine(arrays, static)(ids))
+    compiled = forward.lower(arrays, ids).compile(compiler_options=QUICK_COMPILE)
+    found = collectives(compiled, mesh)
+    return tuple((c.kind, c.axes) for c in found for _ in range(c.count * len(c.shapes)))
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_forward_pass_reduces_twice_a_layer_and_gathers_nothing(name, stacked):
+    counts = Counter(forward_collectives(name, stacked))
+    # Attention and MLP of GPT-J share one. And once for the lookup; no weight is gathered.
+    per_layer = 1 if name == "gptj" else 2
+    assert counts == {("all-reduce", ("tensor",)): per_layer * LAYERS + 1}
