@@ -1,0 +1,147 @@
+"""Starting the processes of a run, waiting for what becomes of them, comparing their results."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+PROGRAM = pathlib.Path(__file__).with_name("program.py")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment(*, num_devices, **more):
+    """Of one process: CPU devices, float64, compiled fast."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))}
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    fixed = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": flags,
+        "PYTHONUNBUFFERED": "",
+    }
+    return {**kept, **fixed, **{name: str(value) for name, value in more.items()}}
+
+
+def joined(process, num_processes, address):
+    """The variables by which a process on a bare node is told its place."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": num_processes,
+        "JAX_PROCESS_ID": process,
+    }
+
+
+@dataclasses.dataclass
+class Processes:
+    """Some started processes, their logs, and since when something has been wrong."""
+
+    workers: list[subprocess.Popen]
+    logs: list[pathlib.Path]
+    since: float = 0.0
+
+    def wait_for(self, paths, seconds):
+        """Until all files are there. Raises if a process ends before."""
+        end = time.monotonic() + seconds
+        while not all(path.exists() for path in paths):
+            ended = [worker.poll() for worker in self.workers]
+            if any(code is not None for code in ended) or time.monotonic() > end:
+                raise AssertionError(f"exit codes {ended}, not ready\n{self.text()}")
+            time.sleep(0.05)
+
+    def signal(self, process, number):
+        self.since = time.monotonic()
+        self.workers[process].send_signal(number)
+
+    def leave(self, seconds, *, besides=()):
+        """Waits until all, but some, have ended; their exit codes, and for each the seconds it took."""
+        self.since = self.since or time.monotonic()
+        waiting, took = set(range(len(self.workers))) - set(besides), {}
+        while waiting and time.monotonic() - self.since < seconds:
+            for i in list(waiting):
+                if self.workers[i].poll() is not None:
+                    took[i] = time.monotonic() - self.since
+                    waiting.remove(i)
+            time.sleep(0.02)
+        self.kill()
+        codes = [worker.wait() for worker in self.workers]
+        return [None if i in waiting else codes[i] for i in range(len(codes))], took
+
+    def kill(self):
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGKILL)
+
+    def text(self, process=None):
+        logs = self.logs if process is None else [self.logs[process]]
+        return "\n".join(log.read_text(errors="replace") for log in logs)
+
+
+def start(commands, environments, out):
+    """Starts one process for each command."""
+    workers, logs = [], []
+    for i, (command, env) in enumerate(zip(commands, environments)):
+        log = out / f"{i}.log"
+        logs.append(log)
+        with log.open("w") as file:
+            workers.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
+    return Processes(workers, logs)
+
+
+def start_loopback(out, *arguments, num_processes=2, num_devices=4):
+    """The program as processes of this host."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, str(PROGRAM), str(out), *map(str, arguments)]
+    environments = [
+        environment(num_devices=num_devices, **joined(i, num_processes, address)) for i in range(num_processes)
+    ]
+    return start([command] * num_processes, environments, out)
+
+
+def one_process(out, *arguments):
+    """What the program gives on one process with eight devices."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(PROGRAM), str(out), *map(str, arguments)]
+    subprocess.run(command, env=environment(num_devices=8), check=True, timeout=600)
+    return json.loads((out / "result.0.json").read_text())
+
+
+def results(out, num_processes=2):
+    return [json.loads((out / f"result.{i}.json").read_text()) for i in range(num_processes)]
+
+
+def largest_difference(got, expected):
+    """Between two structures of numbers, which must be alike otherwise."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), (got.keys(), expected.keys())
+        return max((largest_difference(got[k], expected[k]) for k in expected), default=0.0)
+    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        assert len(got) == len(expected), (len(got), len(expected))
+        return max(map(largest_difference, got, expected))
+    got, expected = np.asarray(got, float), np.asarray(expected, float)
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    return float(np.abs(got - expected).max(initial=0.0))
+
+
+def compare(found, expected):
+    """`{mesh: largest difference}`; every process has all results, process 0 alone the logged rows."""
+    worst = {}
+    for mesh in expected:
+        for process, result in enumerate(found):
+            wanted = dict(expected[mesh])
+            if process:
+                wanted["rows"] = []
+            worst[mesh] = max(worst.get(mesh, 0.0), largest_difference(result[mesh], wanted))
+    return worst

@@ -1,0 +1,168 @@
+"""One process of a run: the same on one host and on many, whatever starts it.
+
+    python program.py OUT equal [MESH ...]        trains, evaluates, predicts on each mesh; writes results
+    python program.py OUT FAULT PROCESS           trains until something goes wrong on that process
+
+Each process touches `OUT/ready.<process>` when it is in the middle of its work.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+
+import redco_eqx as rx
+
+MESHES = {
+    "data": {},
+    "tensor4": {"tensor": 4},
+    "tensor8": {"tensor": 8},
+    "fsdp8": {"fsdp": 8},
+    "fsdp2tensor2": {"fsdp": 2, "tensor": 2},
+    "microbatches": {"tensor": 4},
+}
+NUM_TRAIN, NUM_EVAL, NUM_PREDICT, BATCH_SIZE = 35, 29, 13, 8
+FAULT_AT = 20
+
+
+class Model(eqx.Module):
+    embedding: eqx.nn.Embedding
+    up: list[eqx.nn.Linear]
+    down: list[eqx.nn.Linear]
+    head: eqx.nn.Linear
+
+    def __init__(self, *, key):
+        keys = jax.random.split(key, 6)
+        self.embedding = eqx.nn.Embedding(32, 16, key=keys[0])
+        self.up = [eqx.nn.Linear(16, 64, key=k) for k in keys[1:3]]
+        self.down = [eqx.nn.Linear(64, 16, key=k) for k in keys[3:5]]
+        self.head = eqx.nn.Linear(16, 32, key=keys[5])
+
+    def __call__(self, token):
+        x = self.embedding(token)
+        for up, down in zip(self.up, self.down):
+            x = x + down(jax.nn.gelu(up(x)))
+        return self.head(x)
+
+
+def collate(examples):
+    x = np.asarray(examples, np.int32)
+    return {"tokens": x, "weight": (1 + x % 3).astype(np.float32), "mask": np.ones((len(x), 4), np.float32)}
+
+
+def loss_fn(model, batch, key):
+    logits = jax.vmap(model)(batch["tokens"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, (batch["tokens"] + 1) % 32)
+    right = logits.argmax(-1) == (batch["tokens"] + 1) % 32
+    weight = batch["weight"] * batch["mask"].min(axis=1)
+    return rx.Mean((losses * weight).sum(), weight.sum()), {"accuracy": right.mean()}
+
+
+def predict_fn(model, batch, key):
+    return {"logits": jax.vmap(model)(batch["tokens"]), "token": batch["tokens"]}
+
+
+def examples(number, start=0):
+    return np.arange(start, start + number) * 7 % 32
+
+
+def begin(mesh_name):
+    mesh = rx.make_mesh(**MESHES[mesh_name])
+    model = rx.init_model(lambda key: Model(key=key), mesh, key=jax.random.key(0))
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    return rx.init_state(model, optimizer, key=jax.random.key(1)), optimizer
+
+
+def gather(state):
+    whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(state.step.sharding.mesh, jax.P()))
+    return {path: np.asarray(whole(x)).tolist() for path, x in state.params.items()}
+
+
+def equal(out, names):
+    results = {}
+    for name in names:
+        state, optimizer = begin(name)
+        rows = []
+        state = rx.fit(
+            state,
+            examples(NUM_TRAIN),
+            collate_fn=collate,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            batch_size=BATCH_SIZE,
+            num_epochs=2,
+            num_microbatches=2 if name == "microbatches" else 1,
+            log_every=1,
+            loggers=[lambda step, row, rows=rows: rows.append([step, row["train/loss"]])],
+            progress=False,
+        )
+        common = {"collate_fn": collate, "batch_size": BATCH_SIZE}
+        predictions = rx.predict(state, examples(NUM_PREDICT, 3), predict_fn=predict_fn, **common)
+        results[name] = {
+            "rows": rows,
+            "params": gather(state),
+            "evaluation": rx.evaluate(state, examples(NUM_EVAL, 1), loss_fn=loss_fn, **common),
+            "predictions": [{name: x.tolist() for name, x in p.items()} for p in predictions],
+        }
+        (out / f"ready.{jax.process_index()}").touch()
+    (out / f"result.{jax.process_index()}.json").write_text(json.dumps(results))
+
+
+class Faulty:
+    """A collate that works for a while."""
+
+    def __init__(self, out, fault, process):
+        self.out, self.fault, self.mine = out, fault, process == jax.process_index()
+        self.num_batches = 0
+
+    def __call__(self, rows):
+        self.num_batches += 1
+        time.sleep(0.02)
+        if self.num_batches >= FAULT_AT:
+            (self.out / f"ready.{jax.process_index()}").touch()
+        batch = collate(rows)
+        if self.mine and self.num_batches == FAULT_AT:
+            if self.fault == "raise":
+                raise KeyError("no such column")
+            if self.fault == "stuck":
+                time.sleep(3600)
+            if self.fault == "exit":
+                sys.exit(3)
+            if self.fault == "shape":
+                batch["mask"] = np.ones((len(rows), 5), np.float32)
+        return batch
+
+
+def faulty(out, fault, process, mesh="fsdp2tensor2"):
+    state, optimizer = begin(mesh)
+    fewer = fault == "fewer" and process == jax.process_index()
+    rx.fit(
+        state,
+        examples(NUM_TRAIN - fewer),
+        collate_fn=Faulty(out, fault, process),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=BATCH_SIZE,
+        num_steps=100_000,
+        loggers=[],
+        progress=False,
+        step_timeout_seconds=5 if fault == "stuck" else None,
+    )
+
+
+def main():
+    out, what = pathlib.Path(sys.argv[1]), sys.argv[2]
+    rx.initialize_distributed(timeout_seconds=60, heartbeat_timeout_seconds=10, leave_seconds=3)
+    if what == "equal":
+        equal(out, sys.argv[3:] or list(MESHES))
+    else:
+        faulty(out, what, int(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()
