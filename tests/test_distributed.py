@@ -1,5 +1,6 @@
 """Joining, agreeing and leaving: what can be seen on one host. `nox -s hosts` does it on several."""
 
+import collections
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -252,7 +254,7 @@ class FakeStore:
         monkeypatch.setattr(_store, "delete", self.values.pop)
         monkeypatch.setattr(_store, "entries", self.entries)
         monkeypatch.setattr(_store, "name_of", lambda process: f"process {process}")
-        monkeypatch.setattr(_agreement, "_own_keys", _agreement.deque())
+        monkeypatch.setattr(_agreement, "_own_keys", collections.deque())
 
     def entries(self, directory):
         start = f"{directory}/"
@@ -270,7 +272,7 @@ def agreements(monkeypatch):
     return made
 
 
-def batch(*shape, dtype=np.float32):
+def batch(*shape: int, dtype: Any = np.float32):
     return {"x": np.zeros(shape, dtype), "y": np.zeros(shape[:1], np.int32)}
 
 
