@@ -1,0 +1,79 @@
+"""An ordinary training script, to be started on one host or on many; see the launchers beside it.
+
+    python examples/launch/train.py                                      # one process
+    srun --nodes=2 --ntasks-per-node=1 python examples/launch/train.py   # two, inside a SLURM job
+
+What it has to do with many hosts is the first line of `main`, which does nothing where there is one
+process. The task is made up: which of eight directions a point lies in, behind a random rotation.
+"""
+
+import argparse
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redco_eqx as rx
+
+DIM, NUM_CLASSES = 16, 8
+
+
+def collate_fn(examples):
+    """Examples to a batch of NumPy arrays."""
+    points, classes = zip(*examples)
+    return {"points": np.stack(points), "classes": np.asarray(classes, np.int32)}
+
+
+def loss_fn(model, batch, key):
+    """Cross-entropy, and the share of right answers."""
+    logits = jax.vmap(model)(batch["points"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["classes"])
+    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["classes"]).mean()}
+
+
+def make_examples(number, seed):
+    """Every process makes, or opens, the whole set; it collates only the rows that its devices hold."""
+    directions = np.random.default_rng(0).normal(size=(DIM, NUM_CLASSES))
+    points = np.random.default_rng(seed).normal(size=(number, DIM)).astype(np.float32)
+    return list(zip(points, (points @ directions).argmax(-1)))
+
+
+def main():
+    """Trains, evaluates, and prints one line."""
+    rx.initialize_distributed()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer's matrices")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
+    parser.add_argument("--epochs", type=int, default=10)
+    args = parser.parse_args()
+
+    mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
+    model = rx.init_model(
+        lambda key: eqx.nn.MLP(DIM, NUM_CLASSES, 128, 2, activation=jax.nn.gelu, key=key),
+        mesh,
+        key=jax.random.key(0),
+    )
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn}
+    state = rx.fit(
+        state,
+        make_examples(2000, 1),
+        optimizer=optimizer,
+        batch_size=32,
+        num_epochs=args.epochs,
+        **functions,
+    )
+    metrics = rx.evaluate(state, make_examples(501, 2), batch_size=64, **functions)
+    norm = jnp.sqrt(sum(jnp.sum(x * x) for x in state.params.values()))
+    if jax.process_index() == 0:
+        print(
+            f"{jax.process_count()} processes, {mesh.size} devices: loss {metrics['loss']:.6f}, "
+            f"accuracy {metrics['accuracy']:.4f}, norm of the parameters {norm:.6f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
