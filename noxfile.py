@@ -1,4 +1,4 @@
-"""Sessions: `nox -s quickstart | tests | lint | types | bench`. Each installs what it needs."""
+"""Sessions: `nox -s quickstart | tests | parity | lint | types | bench`. Each installs what it needs."""
 
 import nox
 
@@ -25,6 +25,13 @@ def tests(session: nox.Session) -> None:
     """All tests, on two processes."""
     session.install("-e", ".[log]", *group("tests"))
     session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """The models against torch and transformers, and their files opened there."""
+    session.install("-e", ".[hf]", *group("tests"), *group("parity"))
+    session.run("pytest", "tests/parity", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
+from redco_eqx._vocabulary import embed
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
 from redco_eqx.models._config import Config, check_activation, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
@@ -72,6 +73,8 @@ class LlamaConfig(Config):
         """The entries of `config.json`, readable by transformers 4 and 5."""
         entries = super().to_json()
         del entries["rope"]
+        if self.head_dim is None:
+            del entries["head_dim"]  # an entry that Qwen2 does not have must not be there as null
         return {**entries, **self.rope.to_json()}
 
 
@@ -163,7 +166,12 @@ class LlamaAttention(eqx.Module):
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         config = self.config
-        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj, unit=config.head_size)
+        q, k, v = column(
+            x,
+            *(self.q_proj, self.k_proj, self.v_proj),
+            unit=config.head_size,
+            sequence_parallel=context.sequence_parallel,
+        )
         q = split_heads(q, config.num_attention_heads)
         k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
@@ -171,7 +179,13 @@ class LlamaAttention(eqx.Module):
         frequencies = config.rope.frequencies(config.head_size)
         q, k = (rotate(x, context.positions, frequencies) for x in (q, k))
         output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        return row(merge_heads(output), self.o_proj), cache
+        output = row(
+            merge_heads(output),
+            self.o_proj,
+            unit=config.head_size,
+            sequence_parallel=context.sequence_parallel,
+        )
+        return output, cache
 
 
 class LlamaMLP(eqx.Module):
@@ -191,9 +205,10 @@ class LlamaMLP(eqx.Module):
         self.down_proj = Linear(inner, size, use_bias=bias, std=std, key=down_key)
         self.hidden_act = config.hidden_act
 
-    def __call__(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
-        gate, up = column(x, self.gate_proj, self.up_proj)
-        return row(ACTIVATIONS[self.hidden_act](gate) * up, self.down_proj)
+    def __call__(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
+        gate, up = column(x, self.gate_proj, self.up_proj, sequence_parallel=context.sequence_parallel)
+        hidden = ACTIVATIONS[self.hidden_act](gate) * up
+        return row(hidden, self.down_proj, sequence_parallel=context.sequence_parallel)
 
 
 class LlamaDecoderLayer(eqx.Module):
@@ -216,7 +231,7 @@ class LlamaDecoderLayer(eqx.Module):
     ) -> tuple[Float[Array, "b t size"], Any]:
         attended, cache = self.self_attn(self.input_layernorm(x), context, cache, key)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + self.mlp(self.post_attention_layernorm(x), context), cache
 
 
 class LlamaModel(eqx.Module):
@@ -248,6 +263,7 @@ class LlamaForCausalLM(DecoderLM):
     config: LlamaConfig = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     attention: Implementation | None = eqx.field(static=True)
+    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.layers",)
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
@@ -261,6 +277,7 @@ class LlamaForCausalLM(DecoderLM):
         stacked: bool = False,
         remat: Remat = "none",
         attention: Implementation | None = None,
+        sequence_parallel: bool = False,
         key: Key,
     ):
         model_key, head_key = jax.random.split(key)
@@ -275,18 +292,20 @@ class LlamaForCausalLM(DecoderLM):
                 key=head_key,
             )
         self.config, self.remat, self.attention = config, remat, attention
+        self.sequence_parallel = sequence_parallel
 
     @property
     def layers(self) -> Any:
         return self.model.layers
 
     def embed(
-        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        return self.model.embed_tokens(input_ids)
+        return embed(self.model.embed_tokens.weight, input_ids, sequence_parallel=context.sequence_parallel)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.model.norm(x)
 
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        return self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+    @property
+    def head(self) -> Any:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head

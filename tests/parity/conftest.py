@@ -1,0 +1,33 @@
+"""The references, made once, and the directories that transformers writes of them."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from references import REFERENCES
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[str], Any]:
+    """The model of transformers of this name."""
+    return cache(lambda name: REFERENCES[name].make())
+
+
+@pytest.fixture(scope="session")
+def directory(
+    tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any]
+) -> Callable[[str], Path]:
+    """Where `save_pretrained` of transformers has written it."""
+
+    @cache
+    def save(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        reference(name).save_pretrained(path)
+        return path
+
+    return save

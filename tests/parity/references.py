@@ -1,0 +1,128 @@
+"""Tiny models of transformers as references: every architecture and variant, with weights that matter."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+
+TEXT = 24  # tokens a row
+VOCABULARY = 96
+
+_GPT = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 48,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "layer_norm_epsilon": 1e-2,  # large enough to matter
+}
+_OPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 48,
+    "word_embed_proj_dim": 32,
+}
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-2,
+}
+_GQA = {**_LLAMA, "num_key_value_heads": 2}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A model of transformers.
+
+    - `family`: prefix of its classes there.
+    - `options`: of its configuration.
+    - `counts_positions`: whether its forward pass counts positions from the attention mask by itself.
+    """
+
+    family: str
+    options: dict[str, Any]
+    counts_positions: bool = False
+
+    def make(self) -> Any:
+        """The model in float32, in evaluation mode; equal at each call."""
+        config = getattr(transformers, f"{self.family}Config")(
+            **self.options, bos_token_id=1, eos_token_id=2, pad_token_id=0
+        )
+        head = "LMHeadModel" if self.family == "GPT2" else "ForCausalLM"
+        model = getattr(transformers, f"{self.family}{head}")(config)
+        randomise(model)
+        return model.eval()
+
+
+def randomise(model: Any) -> None:
+    """Weights such that each of them changes the logits, which have a standard deviation above 1."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:
+                is_scale = name.endswith("weight")
+                p.copy_(1 + 0.3 * noise if is_scale else 0.15 * noise)
+            elif any(part in name for part in ("embed", "wte", "wpe")):
+                p.copy_(0.3 * noise)
+            else:
+                is_conv1d = model.config.model_type == "gpt2" and "lm_head" not in name
+                p.copy_(2 * noise / p.shape[0 if is_conv1d else 1] ** 0.5)
+
+
+REFERENCES = {
+    "gpt2": Reference("GPT2", _GPT),
+    "gpt2_unscaled_untied": Reference(
+        "GPT2",
+        {
+            **_GPT,
+            "scale_attn_weights": False,
+            "tie_word_embeddings": False,
+            "n_inner": 40,
+            "activation_function": "gelu",
+        },
+    ),
+    "gptj": Reference("GPTJ", {**_GPT, "rotary_dim": 4}),
+    "opt_125m": Reference("OPT", _OPT, counts_positions=True),
+    "opt_350m": Reference(
+        "OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}, counts_positions=True
+    ),
+    "opt_bare": Reference(
+        "OPT",
+        {
+            **_OPT,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+        counts_positions=True,
+    ),
+    "llama": Reference("Llama", {**_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama_gqa": Reference("Llama", {**_GQA, "head_dim": 12}),
+    "llama_tied": Reference("Llama", {**_GQA, "tie_word_embeddings": True}),
+    "llama_llama3": Reference("Llama", {**_GQA, "rope_parameters": {**_LLAMA3, "rope_theta": 500.0}}),
+    "llama_linear": Reference(
+        "Llama", {**_GQA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+    ),
+    "llama_bias": Reference("Llama", {**_GQA, "attention_bias": True, "mlp_bias": True}),
+    "mistral": Reference("Mistral", {**_GQA, "sliding_window": 7}),
+    "qwen2": Reference("Qwen2", {**_GQA, "tie_word_embeddings": True}),
+    "qwen3": Reference("Qwen3", {**_GQA, "head_dim": 16}),
+}

@@ -1,0 +1,162 @@
+"""Negative controls: each mistake that is easy to make changes the logits by more than the tolerance."""
+
+import dataclasses
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparison import TOLERANCE, distance, logits, positions, reconfigured, texts, torch_logits
+from references import REFERENCES
+
+from redco_eqx.models import _gptj, _llama, _opt, load_pretrained
+from redco_eqx.models._rope import Rope, rotate
+
+FAR = 3 * TOLERANCE  # the two forms of gelu differ by 7 times the tolerance, all else by far more
+
+
+def configured(**changes):
+    return lambda model, patch: reconfigured(model, dataclasses.replace(model.config, **changes))
+
+
+def default_rope(model, patch):
+    return reconfigured(model, dataclasses.replace(model.config, rope=Rope()))
+
+
+def unscaled_rope(model, patch):
+    rope = Rope(theta=model.config.rope.theta)
+    return reconfigured(model, dataclasses.replace(model.config, rope=rope))
+
+
+def changed(where, change):
+    """Each of the arrays that `where` picks in a layer, changed."""
+
+    def change_all(model, patch):
+        return eqx.tree_at(lambda m: [where(layer) for layer in m.layers], model, replace_fn=change)
+
+    return change_all
+
+
+def swapped_kv_heads(model, patch):
+    def swap(weight):
+        return jnp.concatenate(jnp.split(weight, 2)[::-1])
+
+    return eqx.tree_at(
+        lambda m: [getattr(x.self_attn, n).weight for x in m.layers for n in ("k_proj", "v_proj")],
+        model,
+        replace_fn=swap,
+    )
+
+
+def patched(module, name, value):
+    def patch_it(model, patch):
+        patch.setattr(module, name, value)
+        return model
+
+    return patch_it
+
+
+def sequential(self, x, context, cache, key):
+    """The MLP reads what attention has written."""
+    attn, mlp, normed = self.attn, self.mlp, self.ln_1(x)
+    q, k, v = attn.q_proj(normed), attn.k_proj(normed), attn.v_proj(normed)
+    heads, cache = attn.heads(q, k, v, context, cache, key)
+    x = x + attn.out_proj(heads)
+    return x + mlp.fc_out(mlp.activate(mlp.fc_in(self.ln_1(x)))), cache
+
+
+def neighbours(x, positions, frequencies):
+    return rotate(x, positions, frequencies, interleaved=True)
+
+
+def halves(x, positions, frequencies, *, interleaved):
+    return rotate(x, positions, frequencies)
+
+
+TRAPS = {
+    "gpt2": {
+        "query, key, value in another order": changed(
+            lambda layer: layer.attn.c_attn.weight, lambda w: jnp.roll(w, 1, axis=1)
+        ),
+        "Conv1D taken for (out, in)": changed(lambda layer: layer.attn.c_proj.weight, jnp.transpose),
+        "exact gelu": configured(activation_function="gelu"),
+        "another epsilon": configured(layer_norm_epsilon=1e-5),
+    },
+    "gpt2_unscaled_untied": {
+        "scaled scores": configured(scale_attn_weights=True),
+        "approximate gelu": configured(activation_function="gelu_new"),
+    },
+    "gptj": {
+        "rotary halves, not neighbours": patched(_gptj, "rotate", halves),
+        "rotary over the whole head": configured(rotary_dim=8),
+        "MLP after attention": patched(_gptj.GPTJBlock, "__call__", sequential),
+        "head without bias": lambda model, patch: eqx.tree_at(
+            lambda m: m.lm_head.bias, model, replace_fn=jnp.zeros_like
+        ),
+    },
+    "opt_125m": {
+        "positions from row 0": patched(_opt, "POSITION_OFFSET", 0),
+        "gelu": configured(activation_function="gelu"),
+        "no final norm": lambda model, patch: eqx.tree_at(
+            lambda m: m.model.decoder.final_layer_norm, model, replace=None
+        ),
+    },
+    "opt_350m": {
+        "normalised before": configured(do_layer_norm_before=True, _remove_final_layer_norm=True),
+    },
+    "llama": {
+        "default theta": default_rope,
+        "rotary neighbours, not halves": patched(_llama, "rotate", neighbours),
+        "another epsilon": configured(rms_norm_eps=1e-6),
+    },
+    "llama_gqa": {"heads of keys and values swapped": swapped_kv_heads},
+    "llama_llama3": {"no scaling": unscaled_rope},
+    "llama_linear": {"no scaling": unscaled_rope},
+    "llama_bias": {
+        "no bias of the output": changed(lambda layer: layer.self_attn.o_proj.bias, jnp.zeros_like),
+        "no bias in the MLP": changed(lambda layer: layer.mlp.up_proj.bias, jnp.zeros_like),
+    },
+    "mistral": {
+        "no window": configured(sliding_window=None),
+        "a window wider by one": configured(sliding_window=8),
+    },
+    "qwen2": {"no bias": changed(lambda layer: layer.self_attn.q_proj.bias, jnp.zeros_like)},
+    "qwen3": {
+        "queries not normalised": lambda model, patch: eqx.tree_at(
+            lambda m: [x.self_attn.q_norm for x in m.layers] + [x.self_attn.k_norm for x in m.layers],
+            model,
+            replace_fn=lambda norm: None,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "trap"), [(name, trap) for name in TRAPS for trap in TRAPS[name]])
+def test_a_mistake_is_seen(name, trap, directory, reference, monkeypatch):
+    ids, _ = texts()
+    expected = torch_logits(reference(name), ids, counts_positions=True)
+    model = load_pretrained(directory(name))
+    assert distance(logits(model, ids), expected) <= TOLERANCE
+    wrong = TRAPS[name][trap](model, monkeypatch)
+    assert distance(logits(wrong, ids), expected) > FAR
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt_125m", "llama"])
+def test_a_mask_left_out_is_seen(name, directory, reference):
+    ids, mask = texts("left")
+    counts = REFERENCES[name].counts_positions
+    expected = torch_logits(reference(name), ids, mask, counts_positions=counts)
+    model = load_pretrained(directory(name))
+    assert mask is not None
+    wrong = logits(model, ids, positions=jnp.asarray(positions(mask)))
+    assert distance(wrong, expected, mask) > FAR
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt_125m"])  # rotary positions are relative
+def test_positions_that_count_padding_are_seen(name, directory, reference):
+    ids, mask = texts("left")
+    counts = REFERENCES[name].counts_positions
+    expected = torch_logits(reference(name), ids, mask, counts_positions=counts)
+    wrong = jnp.asarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+    model = load_pretrained(directory(name))
+    assert distance(logits(model, ids, mask, positions=wrong), expected, mask) > FAR
