@@ -13,6 +13,9 @@ import numpy as np
 NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 """Floating dtypes, and what the format calls them."""
 
+MAX_HEADER = 100_000_000
+"""Bytes; readers of the format refuse longer ones."""
+
 Index = tuple[slice, ...]
 
 
@@ -113,10 +116,10 @@ def write_file(
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; nothing if it cannot be read."""
-    try:
-        with file.open("rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        return dict(header.get("__metadata__", {}))
-    except (OSError, ValueError, AttributeError, OverflowError, MemoryError):
-        return {}
+    """The metadata of a safetensors file; nothing if it is not one."""
+    with file.open("rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        try:
+            return dict(json.loads(f.read(min(size, MAX_HEADER))).get("__metadata__", {}))
+        except (ValueError, AttributeError):
+            return {}
