@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx._parallel import Remat
 from redco_eqx._scan_layers import scan_layers
+from redco_eqx._tree import is_array
 from redco_eqx._types import Key
 from redco_eqx.models._attention import Implementation, attend
 from redco_eqx.models._layers import split
@@ -50,12 +51,14 @@ class Context:
     - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where causality says it all.
     - `length`: number of slots filled before these tokens; `None` without a cache.
     - `implementation`: of `jax.nn.dot_product_attention`.
+    - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
     """
 
     positions: Int[Array, "b t"]
     mask: Bool[Array, "b 1 t s"] | None
     length: Int[Array, ""] | None
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
+    sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def check_tokens(input_ids: Any, attention_mask: Any, max_positions: int | None) -> None:
@@ -85,6 +88,7 @@ def make_context(
     *,
     window: int | None,
     implementation: Implementation | None,
+    sequence_parallel: bool = False,
 ) -> tuple[Context, Bool[Array, "b s"] | None]:
     """The context of some tokens, and the cache's mask with these tokens added.
 
@@ -110,7 +114,7 @@ def make_context(
         mask = causal[None, None] & valid[:, None, None, :]
         if window is not None:  # by position: padding may lie between two slots
             mask &= counted[:, None, None, :] > own[:, None, :, None] - window
-    context = Context(own if positions is None else positions, mask, length, implementation)
+    context = Context(own if positions is None else positions, mask, length, implementation, sequence_parallel)
     return context, None if cache is None else valid
 
 
@@ -171,7 +175,14 @@ def run_layers(
         piece, key = given
         return layer(x, context, piece, key)
 
-    return scan_layers(one, layers, x, inputs=(pieces, keys), remat=remat)
+    return scan_layers(
+        one,
+        layers,
+        x,
+        inputs=(pieces, keys),
+        remat=remat,
+        sequence_parallel=context.sequence_parallel,
+    )
 
 
 class DecoderLM(eqx.Module):
@@ -180,11 +191,14 @@ class DecoderLM(eqx.Module):
     - `config`: as read from `config.json`.
     - `remat`: what the backward pass recomputes, see `scan_layers`.
     - `attention`: implementation of `jax.nn.dot_product_attention`.
+    - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
+        `scan_layers`. Their number must divide. Not with a cache.
     """
 
     config: eqx.AbstractVar[Any]
     remat: eqx.AbstractVar[Remat]
     attention: eqx.AbstractVar[Implementation | None]
+    sequence_parallel: eqx.AbstractVar[bool]
 
     stacks: ClassVar[tuple[str, ...]]
     """Paths below which the layers lie, as a list or stacked."""
@@ -204,7 +218,7 @@ class DecoderLM(eqx.Module):
 
     @abc.abstractmethod
     def embed(
-        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
         """What enters the first layer."""
 
@@ -212,9 +226,18 @@ class DecoderLM(eqx.Module):
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
 
+    @property
     @abc.abstractmethod
+    def head(self) -> Any:
+        """The layer that gives the logits, or the table of the embedding that is the head too.
+
+        For a loss that need not hold all logits: `cross_entropy(model.hidden_states(ids)[0], model.head,
+        labels)`.
+        """
+
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        """The head."""
+        """What the head gives for `hidden_states`."""
+        return jnp.einsum("...i,oi->...o", hidden, self.head) if is_array(self.head) else self.head(hidden)
 
     def hidden_states(
         self,
@@ -230,9 +253,10 @@ class DecoderLM(eqx.Module):
         context, mask = make_context(
             input_ids, attention_mask, positions, cache,
             window=self.config.window, implementation=self.attention,
+            sequence_parallel=self.sequence_parallel and cache is None,
         )  # fmt: skip
         embed_key, layers_key = split(key, 2)
-        x = self.embed(input_ids, context.positions, embed_key)
+        x = self.embed(input_ids, context, embed_key)
         x, pieces = run_layers(
             self.layers, x, context, cache,
             num_layers=self.config.num_layers, remat=self.remat, key=layers_key,

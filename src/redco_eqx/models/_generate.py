@@ -129,7 +129,7 @@ def _generate(
 def _prefill(model: DecoderLM, input_ids: Int[Array, "b p"], real: Bool[Array, "b p"]) -> tuple[Array, Cache]:
     """The logits after each row's last real token, and the cache of the prompt."""
     size, length = input_ids.shape
-    dtype = jax.eval_shape(lambda: model.embed(input_ids, jnp.zeros_like(input_ids), None)).dtype
+    dtype = jax.eval_shape(lambda: model.hidden_states(input_ids)[0]).dtype
     hidden, cache = model.hidden_states(
         input_ids, attention_mask=real, cache=model.init_cache(size, length, dtype)
     )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
+from redco_eqx._vocabulary import embed
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
 from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
@@ -118,13 +119,15 @@ class GPT2Attention(eqx.Module):
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         attn_key, resid_key = split(key, 2)
-        (qkv,) = column(x, self.c_attn, unit=self.config.head_size)
+        unit, sequence_parallel = self.config.head_size, context.sequence_parallel
+        (qkv,) = column(x, self.c_attn, unit=unit, sequence_parallel=sequence_parallel)
         q, k, v = (split_heads(qkv[:, :, i], self.config.n_head) for i in range(3))
         scale = None if self.config.scale_attn_weights else 1.0
         output, cache = attend_in(
             context, q, k, v, cache, scale=scale, dropout=self.attn_dropout, dropout_key=attn_key
         )
-        return dropout(self.resid_dropout, row(merge_heads(output), self.c_proj), resid_key), cache
+        output = row(merge_heads(output), self.c_proj, unit=unit, sequence_parallel=sequence_parallel)
+        return dropout(self.resid_dropout, output, resid_key), cache
 
 
 class GPT2MLP(eqx.Module):
@@ -143,9 +146,13 @@ class GPT2MLP(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.activation_function = config.activation_function
 
-    def __call__(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
-        (hidden,) = column(x, self.c_fc)
-        return dropout(self.dropout, row(ACTIVATIONS[self.activation_function](hidden), self.c_proj), key)
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        (hidden,) = column(x, self.c_fc, sequence_parallel=context.sequence_parallel)
+        hidden = ACTIVATIONS[self.activation_function](hidden)
+        output = row(hidden, self.c_proj, sequence_parallel=context.sequence_parallel)
+        return dropout(self.dropout, output, key)
 
 
 class GPT2Block(eqx.Module):
@@ -169,7 +176,7 @@ class GPT2Block(eqx.Module):
         attn_key, mlp_key = split(key, 2)
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
-        return x + self.mlp(self.ln_2(x), mlp_key), cache
+        return x + self.mlp(self.ln_2(x), context, mlp_key), cache
 
 
 class GPT2Model(eqx.Module):
@@ -201,6 +208,7 @@ class GPT2LMHeadModel(DecoderLM):
     config: GPT2Config = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     attention: Implementation | None = eqx.field(static=True)
+    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
     fused: ClassVar[tuple[str, ...]] = (r"\.c_attn\.(weight|bias)$",)
@@ -215,6 +223,7 @@ class GPT2LMHeadModel(DecoderLM):
         stacked: bool = False,
         remat: Remat = "none",
         attention: Implementation | None = None,
+        sequence_parallel: bool = False,
         key: Key,
     ):
         model_key, head_key = jax.random.split(key)
@@ -229,19 +238,23 @@ class GPT2LMHeadModel(DecoderLM):
                 key=head_key,
             )
         self.config, self.remat, self.attention = config, remat, attention
+        self.sequence_parallel = sequence_parallel
 
     @property
     def layers(self) -> Any:
         return self.transformer.h
 
     def embed(
-        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        x = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
+        x = embed(
+            self.transformer.wte.weight, input_ids, sequence_parallel=context.sequence_parallel
+        ) + self.transformer.wpe(context.positions)
         return dropout(self.transformer.drop, x, key)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)
 
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        return self.transformer.wte.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+    @property
+    def head(self) -> Any:
+        return self.transformer.wte.weight if self.lm_head is None else self.lm_head

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
+from redco_eqx._vocabulary import embed
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
 from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
@@ -148,13 +149,17 @@ class GPTJBlock(eqx.Module):
         heads_key, attn_key, mlp_key = split(key, 3)
         attn, mlp, unit = self.attn, self.mlp, self.attn.config.head_size
         projections = (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in)
-        q, k, v, hidden = column(self.ln_1(x), *projections, unit=unit)
+        parallel = context.sequence_parallel
+        q, k, v, hidden = column(self.ln_1(x), *projections, unit=unit, sequence_parallel=parallel)
         heads, cache = attn.heads(q, k, v, context, cache, heads_key)
         hidden = mlp.activate(hidden)
         if drops(self.resid_dropout, key):  # each by itself, so each is summed by itself
-            attended = dropout(self.resid_dropout, row(heads, attn.out_proj), attn_key)
-            return x + attended + dropout(self.resid_dropout, row(hidden, mlp.fc_out), mlp_key), cache
-        return x + row((heads, hidden), (attn.out_proj, mlp.fc_out), unit=unit), cache
+            attended = row(heads, attn.out_proj, unit=unit, sequence_parallel=parallel)
+            computed = row(hidden, mlp.fc_out, unit=unit, sequence_parallel=parallel)
+            attended = dropout(self.resid_dropout, attended, attn_key)
+            return x + attended + dropout(self.resid_dropout, computed, mlp_key), cache
+        both = (heads, hidden), (attn.out_proj, mlp.fc_out)
+        return x + row(*both, unit=unit, sequence_parallel=parallel), cache
 
 
 class GPTJModel(eqx.Module):
@@ -183,6 +188,7 @@ class GPTJForCausalLM(DecoderLM):
     config: GPTJConfig = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     attention: Implementation | None = eqx.field(static=True)
+    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
     prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
@@ -195,24 +201,31 @@ class GPTJForCausalLM(DecoderLM):
         stacked: bool = False,
         remat: Remat = "none",
         attention: Implementation | None = None,
+        sequence_parallel: bool = False,
         key: Key,
     ):
         model_key, head_key = jax.random.split(key)
         self.transformer = GPTJModel(config, stacked=stacked, key=model_key)
         self.lm_head = Linear(config.n_embd, config.vocab_size, std=config.initializer_range, key=head_key)
         self.config, self.remat, self.attention = config, remat, attention
+        self.sequence_parallel = sequence_parallel
 
     @property
     def layers(self) -> Any:
         return self.transformer.h
 
     def embed(
-        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        return dropout(self.transformer.drop, self.transformer.wte(input_ids), key)
+        return dropout(
+            self.transformer.drop,
+            embed(self.transformer.wte.weight, input_ids, sequence_parallel=context.sequence_parallel),
+            key,
+        )
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)
 
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        return self.lm_head(hidden)
+    @property
+    def head(self) -> Any:
+        return self.lm_head

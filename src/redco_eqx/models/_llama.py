@@ -12,7 +12,7 @@ from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
 from redco_eqx._vocabulary import embed
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
-from redco_eqx.models._config import Config, check_activation, read_config, refuse
+from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
 from redco_eqx.models._layers import ACTIVATIONS, Embedding, Linear, RMSNorm
 from redco_eqx.models._rope import Rope, rotate
@@ -67,6 +67,10 @@ class LlamaConfig(Config):
         others = {name: x for name, x in raw.items() if name not in Rope.entries}
         config = read_config(cls, others, rope=Rope.from_json(raw))
         check_activation(config.hidden_act, "hidden_act")
+        if config.head_dim is None:
+            check_divides(config, "hidden_size", "num_attention_heads")
+        if config.num_key_value_heads is not None:
+            check_divides(config, "num_attention_heads", "num_key_value_heads")
         return config
 
     def to_json(self) -> dict[str, Any]:

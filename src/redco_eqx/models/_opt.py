@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
+from redco_eqx._vocabulary import embed
 from redco_eqx.models._attention import Implementation, merge_heads, split_heads
 from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
 from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
@@ -104,10 +105,21 @@ class OPTAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        q, k, v = column(x, self.q_proj, self.k_proj, self.v_proj, unit=self.config.head_size)
+        q, k, v = column(
+            x,
+            *(self.q_proj, self.k_proj, self.v_proj),
+            unit=self.config.head_size,
+            sequence_parallel=context.sequence_parallel,
+        )
         q, k, v = (split_heads(x, self.config.num_attention_heads) for x in (q, k, v))
         output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        return row(merge_heads(output), self.out_proj), cache
+        output = row(
+            merge_heads(output),
+            self.out_proj,
+            unit=self.config.head_size,
+            sequence_parallel=context.sequence_parallel,
+        )
+        return output, cache
 
 
 class OPTDecoderLayer(eqx.Module):
@@ -132,10 +144,11 @@ class OPTDecoderLayer(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.config = config
 
-    def mlp(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def mlp(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
         """Two projections with an activation between."""
-        (hidden,) = column(x, self.fc1)
-        return row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
+        (hidden,) = column(x, self.fc1, sequence_parallel=context.sequence_parallel)
+        hidden = ACTIVATIONS[self.config.activation_function](hidden)
+        return row(hidden, self.fc2, sequence_parallel=context.sequence_parallel)
 
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
@@ -147,7 +160,7 @@ class OPTDecoderLayer(eqx.Module):
         x = x + dropout(self.dropout, y, attended_key)
         x = x if before else self.self_attn_layer_norm(x)
         y = self.final_layer_norm(x) if before else x
-        x = x + dropout(self.dropout, self.mlp(y), mlp_key)
+        x = x + dropout(self.dropout, self.mlp(y, context), mlp_key)
         return x if before else self.final_layer_norm(x), cache
 
 
@@ -196,6 +209,7 @@ class OPTForCausalLM(DecoderLM):
     config: OPTConfig = eqx.field(static=True)
     remat: Remat = eqx.field(static=True)
     attention: Implementation | None = eqx.field(static=True)
+    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.decoder.layers",)
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
@@ -208,6 +222,7 @@ class OPTForCausalLM(DecoderLM):
         stacked: bool = False,
         remat: Remat = "none",
         attention: Implementation | None = None,
+        sequence_parallel: bool = False,
         key: Key,
     ):
         model_key, head_key = jax.random.split(key)
@@ -218,23 +233,25 @@ class OPTForCausalLM(DecoderLM):
                 config.embedding_size, config.vocab_size, use_bias=False, std=config.init_std, key=head_key
             )
         self.config, self.remat, self.attention = config, remat, attention
+        self.sequence_parallel = sequence_parallel
 
     @property
     def layers(self) -> Any:
         return self.model.decoder.layers
 
     def embed(
-        self, input_ids: Int[Array, "b t"], positions: Int[Array, "b t"], key: Key | None
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
         decoder = self.model.decoder
-        x = decoder.embed_tokens(input_ids)
+        x = embed(decoder.embed_tokens.weight, input_ids, sequence_parallel=context.sequence_parallel)
         x = x if decoder.project_in is None else decoder.project_in(x)
-        return x + decoder.embed_positions(positions + POSITION_OFFSET)
+        return x + decoder.embed_positions(context.positions + POSITION_OFFSET)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t _"]:
         decoder = self.model.decoder
         x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
         return x if decoder.project_out is None else decoder.project_out(x)
 
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        return self.model.decoder.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+    @property
+    def head(self) -> Any:
+        return self.model.decoder.embed_tokens.weight if self.lm_head is None else self.lm_head
