@@ -18,7 +18,7 @@ ROWS = [
     ["_leave", "_presence"],
     ["_distributed", "_agreement", "_watchdog"],
     ["_throttle"],
-    ["_checksum", "_record", "_processes"],
+    ["_checksum", "_record", "_processes", "_epochs"],
     ["_static", "_layers", "_log", "_hlo_loops", "_listing", "_ambient", "_fsdp"],
     ["_links", "_collectives", "_split"],
     ["_roles"],
@@ -26,7 +26,8 @@ ROWS = [
     ["_explain", "_state", "_parallel"],
     ["_steps", "_data", "_snapshot", "_scan_layers", "_vocabulary"],
     ["_evaluate", "_loop", "_checkpoint", "_restore"],
-    ["_evaluation", "_report", "_checks"],
+    ["_evaluation", "_report", "_checks", "_saving"],
+    ["_training"],
     ["_fit"],
     ["__init__"],
 ]

@@ -46,6 +46,14 @@ def check_no_evaluation(**arguments: Any) -> None:
             raise ValueError(f"fit: {name} was given without eval_examples. Pass those too, or leave it out.")
 
 
+def check_keep_best(name: str | None, row: dict[str, float]) -> None:
+    """Raises `ValueError` if the metric that decides which checkpoint is best is not in the evaluations."""
+    if name is not None and name not in row:
+        raise ValueError(
+            f"fit: Checkpoints(keep_best={name!r}), but evaluations give {', '.join(map(repr, row))} only."
+        )
+
+
 def check_state(
     state: TrainState,
     optimizer: optax.GradientTransformation,

@@ -19,6 +19,10 @@ MetricFn: TypeAlias = Callable[[Any, list[Any]], Mapping[str, Any]]
 """`metric_fn(examples, predictions) -> {name: number}`."""
 
 
+class _Stopped(BaseException):
+    """Ends an evaluation from within."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The arguments of `fit` that say how to evaluate."""
@@ -37,25 +41,40 @@ class Evaluation:
         if self.directory is not None and self.predict_fn is None:
             raise ValueError("fit: predictions_directory needs predict_fn.")
 
-    def rehearse(self, state: TrainState, examples: Any) -> None:
+    def rehearse(self, state: TrainState, examples: Any) -> dict[str, float]:
         """Evaluates one batch, so that what is broken fails now and not after an epoch."""
         try:
             batches(examples, self.collate_fn, batch_size=self.batch_size, mesh=mesh_of(state), remainder="pad")
             size = min(len(examples), self.batch_size)
-            self._measure(state, [examples[i] for i in range(size)])
+            return self._measure(state, [examples[i] for i in range(size)], lambda: False)[0]
         except Exception as error:
             error.add_note("This happened when fit tried the evaluation on the first batch of eval_examples.")
             raise
 
-    def __call__(self, state: TrainState, examples: Any, step: int) -> dict[str, float]:
-        """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file."""
-        row, predictions = self._measure(state, examples)
+    def __call__(
+        self, state: TrainState, examples: Any, step: int, *, stops: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
+
+        `None` if `stops()`, which is asked before each batch, became true.
+        """
+        try:
+            row, predictions = self._measure(state, examples, stops)
+        except _Stopped:
+            return None
         if self.directory is not None and jax.process_index() == 0:
             _write(pathlib.Path(self.directory) / f"step-{step}.jsonl", examples, predictions)
         return row
 
-    def _measure(self, state: TrainState, examples: Any) -> tuple[dict[str, float], list[Any]]:
-        common: Any = {name: getattr(self, name) for name in ("collate_fn", "batch_size", "prefetch")}
+    def _measure(
+        self, state: TrainState, examples: Any, stops: Callable[[], bool]
+    ) -> tuple[dict[str, float], list[Any]]:
+        def collate_fn(examples: Any) -> Any:
+            if stops():
+                raise _Stopped
+            return self.collate_fn(examples)
+
+        common: Any = {"collate_fn": collate_fn, "batch_size": self.batch_size, "prefetch": self.prefetch}
         losses = evaluate(state, examples, loss_fn=self.loss_fn, **common)
         row = {f"eval/{name}": value for name, value in losses.items()}
         if self.predict_fn is None:

@@ -1,10 +1,11 @@
 """`fit`: the training loop, with its evaluations, logs and signals around the pure steps."""
 
 import contextlib
+import dataclasses
 import functools
-import itertools
 import os
-from collections.abc import Callable, Generator, Sequence
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,38 +14,30 @@ import optax
 from jax.sharding import NamedSharding
 
 from redco_eqx._checks import (
-    BatchShapes,
     check_arguments,
     check_batch_sizes,
+    check_keep_best,
     check_no_evaluation,
     check_state,
     warn_unused,
 )
 from redco_eqx._data import batches
+from redco_eqx._epochs import epochs
 from redco_eqx._evaluate import mesh_of
 from redco_eqx._evaluation import Evaluation, MetricFn
 from redco_eqx._interrupt import InterruptFlag, TrainingInterrupted
 from redco_eqx._log import ConsoleLogger
-from redco_eqx._loop import StepFn, empty_window, loop_body, next_window
-from redco_eqx._mesh import num_batch_shards, put, replicated
+from redco_eqx._loop import StepFn, Window, empty_window, loop_body
+from redco_eqx._mesh import num_batch_shards
+from redco_eqx._processes import Vote
+from redco_eqx._record import RunRecord
 from redco_eqx._report import Reporter, say
+from redco_eqx._saving import Checkpoints, Saver, as_checkpoints
 from redco_eqx._state import ORDER, TrainState
 from redco_eqx._steps import train_step
-from redco_eqx._throttle import Throttle
+from redco_eqx._training import Training
 from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
 from redco_eqx._watchdog import Watchdog
-
-
-class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`."""
-
-    def __init__(self, state: TrainState, step: int):
-        super().__init__(
-            f"the loss or the gradient norm was not finite at step {step} (counted from 0). The last good "
-            'state is in this error\'s `state`. fit(..., on_nonfinite="skip") leaves such steps out.'
-        )
-        self.state = state
-        self.step = step
 
 
 def fit(
@@ -65,6 +58,7 @@ def fit(
     predict_fn: PredictFn | None = None,
     metric_fn: MetricFn | None = None,
     predictions_directory: str | os.PathLike[str] | None = None,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
     progress: bool | None = None,
@@ -100,6 +94,9 @@ def fit(
         `metric_fn(examples, predictions)` makes of them: a dict of numbers.
     - `predictions_directory`: where predictions are written beside their examples, as
         `step-<step>.jsonl`.
+    - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
+        that began with `state` has left checkpoints there, it is gone on with, exactly: its state is read, and
+        the rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][]. Names in a row
@@ -121,8 +118,12 @@ def fit(
     - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used. If there are
         `eval_examples`, a batch of them goes through evaluation, prediction and `metric_fn` first.
     - `NonFiniteError`, with the last good state.
-    - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C), with the state; a second SIGINT
-        leaves at once.
+    - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
+        saved first if there are `checkpoints`; a second signal leaves at once.
+    - `CheckpointError`: all checkpoints are damaged, or one could not be written.
+
+    An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
+    saved too if there are `checkpoints`.
     """
     mesh = mesh_of(state)
     num_shards = num_batch_shards(mesh)
@@ -130,6 +131,7 @@ def fit(
     check_state(state, optimizer, num_microbatches, step_fn)
     check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_shards)
     watchdog = Watchdog(step_timeout_seconds)
+    config = as_checkpoints(checkpoints)
     evaluation = None
     if eval_examples is None:
         check_no_evaluation(
@@ -138,6 +140,7 @@ def fit(
             predict_fn=predict_fn,
             metric_fn=metric_fn,
             predictions_directory=predictions_directory,
+            keep_best=None if config is None else config.keep_best,
         )
     else:
         evaluation = Evaluation(
@@ -149,27 +152,13 @@ def fit(
             predictions_directory,
             prefetch,
         )
-
-    begin = int(state.step)
     examples_of: Callable[[int], Any] = train_examples if callable(train_examples) else lambda _: train_examples
-    order_key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
-    stream_of = functools.partial(
-        batches,
-        collate_fn=collate_fn,
-        batch_size=batch_size,
-        mesh=mesh,
-        key=order_key,
-        prefetch=prefetch,
-    )
     first = examples_of(0)
-    stream_of(first)  # refuses bad arguments
+    stream_of = functools.partial(
+        batches, collate_fn=collate_fn, batch_size=batch_size, mesh=mesh, prefetch=prefetch
+    )
+    stream_of(first, key=state.key)  # refuses bad arguments
     per_epoch = len(first) // batch_size
-    if evaluation is not None:
-        evaluation.rehearse(state, eval_examples)
-    if progress is not False:
-        say(f"fit: {len(first)} examples, {per_epoch} steps of {batch_size} per epoch, "
-            f"{len(first) - per_epoch * batch_size} dropped from each")  # fmt: skip
-
     step = step_fn or functools.partial(
         train_step,
         loss_fn=loss_fn,
@@ -178,60 +167,96 @@ def fit(
         shardings=_layout(state),
     )
     body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
-    state = state if donate else jax.tree.map(jnp.copy, state)
     total = num_steps
     if num_epochs is not None and not callable(train_examples):
         total = per_epoch * num_epochs
-    default_loggers = () if progress is False else (ConsoleLogger(),)
-    reporter = Reporter(
-        default_loggers if loggers is None else loggers,
-        num_steps=total,
-        batch_size=batch_size,
-        show=progress,
-    )
-    shapes, throttle = BatchShapes(), Throttle()
-    window = empty = None
-    done = logged = 0
 
-    epochs = _epochs(examples_of, first, batch_size, stream_of)
-    with watchdog, InterruptFlag() as interrupt, contextlib.closing(reporter), contextlib.closing(epochs):
-        for batch, epoch in epochs:
-            shapes.check(batch)
-            if window is None or empty is None:
-                empty = window = jax.tree.map(
-                    lambda x: put(x, replicated(mesh)), empty_window(step, state, batch)
-                )
-                if step_fn is None:
-                    warn_unused(state, batch, loss_fn)
-            state, window = body(state, window, batch)
-            throttle(window)
-            done += 1
-            if done == 1:
-                jax.block_until_ready(window)
-                reporter.start_clock()
-            reporter.advance()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(watchdog)
+        interrupt = stack.enter_context(InterruptFlag())
+        saver = None if config is None else stack.enter_context(Saver(config))
+        state, run, source = _begin(state, saver, batch_size, len(first), donate)
+        if evaluation is not None:
+            check_keep_best(config and config.keep_best, evaluation.rehearse(state, eval_examples))
+        if progress is not False:
+            say(f"fit: {len(first)} examples, {per_epoch} steps of {batch_size} per epoch, "
+                f"{len(first) - per_epoch * batch_size} dropped from each")  # fmt: skip
+            if source is not None:
+                say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
+        default_loggers = () if progress is False else (ConsoleLogger(),)
+        reporter = Reporter(
+            default_loggers if loggers is None else loggers,
+            num_steps=total,
+            initial=run.num_steps,
+            batch_size=batch_size,
+            show=progress,
+        )
+        stack.enter_context(contextlib.closing(reporter))
+        if source is not None:
+            reporter.rewind(run.step)
+        order_key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), run.begin)
+        stream = epochs(
+            examples_of,
+            first,
+            batch_size,
+            functools.partial(stream_of, key=order_key),
+            epoch=run.epoch,
+            batch=run.batch,
+            resumed=source is not None,
+        )
+        stack.enter_context(contextlib.closing(stream))
 
-            interrupted = interrupt.is_set
-            is_last = done == num_steps or epoch == num_epochs
-            stops = is_last or interrupted
-            is_due = done % eval_every_steps == 0 if eval_every_steps else epoch.is_integer()
-            evaluates = evaluation is not None and (is_due or is_last) and not interrupted
-            ok = True
-            if done % log_every == 0 or evaluates or stops:
-                ok = reporter.push(begin + done, epoch, done - logged, window)
-                window, logged = next_window(empty, window), done
-            if evaluates or stops:
-                ok = reporter.flush()
-            if not ok:
-                raise NonFiniteError(state, int(state.step))
-            if evaluation is not None and evaluates:
-                with reporter.paused():
-                    reporter.row(begin + done, evaluation(state, eval_examples, begin + done))
-            if stops:
-                break
-        if interrupt.is_set:  # perhaps in the last evaluation
-            raise TrainingInterrupted(state, begin + done)
-    return state
+        def begin_window(state: TrainState, batch: Batch) -> Window:
+            window = empty_window(step, state, batch)
+            if step_fn is None:
+                warn_unused(state, batch, loss_fn)
+            return window
+
+        training = Training(state, run, body=body, begin_window=begin_window, reporter=reporter, mesh=mesh)
+        del state  # `training` has it; a second name would keep the first one's memory
+        vote, alone = Vote(mesh), jax.process_count() == 1
+        stop = 0
+        try:
+            for batch, at in stream:
+                if batch is not None:
+                    training.step(batch, at)
+                run = training.run
+                stop, is_time = vote(interrupt.signal, int(saver is not None and saver.is_time))
+                is_last = at.epoch >= num_epochs if num_epochs else run.num_steps >= (num_steps or 0)
+                is_due = run.num_steps % eval_every_steps == 0 if eval_every_steps else at.batch == 0
+                evaluates = evaluation is not None and (is_due or is_last) and not (stop or run.is_evaluated)
+                saves = saver is not None and bool(is_last or stop or is_time or saver.is_due(run))
+
+                if run.num_steps % log_every == 0 or evaluates or is_last or stop:
+                    training.log(at)
+                if evaluates or is_last or stop:
+                    training.check()
+                if evaluation is not None and evaluates:
+                    with reporter.paused():
+                        row = evaluation(
+                            training.state, eval_examples, run.step, stops=lambda: alone and interrupt.is_set
+                        )
+                    if row is None:
+                        stop = interrupt.signal
+                    else:
+                        training.add_evaluation(row)
+                    saves = saver is not None and (saves or stop or saver.is_best(training.run.evaluations))
+                if saver is not None and saves:
+                    with reporter.paused():
+                        training.save(saver, finished=bool(is_last and not stop))
+                    vote.forget()
+                elif saver is not None:
+                    saver.check()
+                if is_last or stop:
+                    break
+            stop = stop or vote.now(interrupt.signal)[0]  # perhaps in the last evaluation
+            path = None if saver is None else saver.wait()
+        except Exception as error:
+            training.end_by(error, saver)
+            raise
+        if stop:
+            raise TrainingInterrupted(training.state, training.run.step, stop, path)
+        return training.state
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
@@ -252,15 +277,19 @@ def _layout(state: TrainState) -> dict[str, Any] | None:
     return layout if all(isinstance(s, NamedSharding) for s in layout.values()) else None
 
 
-def _epochs(
-    examples_of: Callable[[int], Any],
-    first: Any,
-    batch_size: int,
-    stream_of: Callable[..., Generator[Batch]],
-) -> Generator[tuple[Batch, float]]:
-    """The batches of epoch after epoch, without end, each with the number of epochs done by then."""
-    for epoch in itertools.count():
-        examples = first if epoch == 0 else examples_of(epoch)
-        with contextlib.closing(stream_of(examples, epoch=epoch)) as stream:
-            for index, batch in enumerate(stream, start=1):
-                yield batch, epoch + index / (len(examples) // batch_size)
+def _begin(
+    state: TrainState, saver: Saver | None, batch_size: int, num_examples: int, donate: bool
+) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
+    """The state and the place to begin at, and the checkpoint that they come from, if they do."""
+    resumed = saver and saver.resume(state, batch_size=batch_size, num_examples=num_examples, release=donate)
+    if resumed:
+        state, run, path = resumed
+        # With other numbers the same part of the epoch counts as done.
+        batch = -(-run.batch * run.batch_size // batch_size)
+        return (
+            state,
+            dataclasses.replace(run, batch=batch, batch_size=batch_size, num_examples=num_examples),
+            path,
+        )
+    run = RunRecord(int(state.step), 0, 0, 0, batch_size, num_examples)
+    return state if donate else jax.tree.map(jnp.copy, state), run, None

@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: noticed at the next step boundary, with the state in hand."""
+"""Signals during a run: noticed at the next step boundary, with the state in hand."""
 
 import signal
 import threading
@@ -6,36 +6,62 @@ from types import FrameType
 from typing import Any
 
 
-class TrainingInterrupted(KeyboardInterrupt):
-    """`fit` was interrupted by SIGINT. `state` is that after the last whole step."""
+class TrainingInterrupted(KeyboardInterrupt, SystemExit):
+    """`fit` was ended by SIGINT (Ctrl-C) or SIGTERM (preemption). Uncaught, it ends the program with the exit
+    code 128 + `signal`: 130 or 143.
 
-    def __init__(self, state: Any, step: int):
-        super().__init__(f"fit was interrupted after step {step}; the state is in this error's `state`.")
+    - `state`: that after the last whole step.
+    - `step`: its number.
+    - `signal`: which signal it was.
+    - `checkpoint`: the directory where the state was saved, if `fit` was given one for checkpoints.
+    """
+
+    def __init__(self, state: Any, step: int, signum: int = signal.SIGINT, checkpoint: Any = None):
+        where = "" if checkpoint is None else f", and was saved as {checkpoint}"
+        super().__init__(
+            f"fit was interrupted by {signal.Signals(signum).name} after step {step}; the state is in this "
+            f"error's `state`{where}."
+        )
         self.state = state
         self.step = step
+        self.signal = signal.Signals(signum)
+        self.checkpoint = checkpoint
+        self.code = 128 + signum
 
 
 class InterruptFlag:
-    """While entered, a first SIGINT only sets `is_set`; a second one raises `KeyboardInterrupt` at once.
+    """While entered, a first SIGINT or SIGTERM only sets `signal`; a second one does what it always does.
 
-    Does nothing outside the main thread, or where the program handles SIGINT itself.
+    Does nothing outside the main thread, nor for a signal that the program handles itself.
     """
 
     def __init__(self) -> None:
-        self.is_set = False
-        self._previous: Any = None
+        self.signal = 0
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal != 0
 
     def __enter__(self) -> "InterruptFlag":
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            for number, default in (
+                (signal.SIGINT, signal.default_int_handler),
+                (signal.SIGTERM, signal.SIG_DFL),
+            ):
+                if signal.getsignal(number) is default:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        self._restore()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.is_set:
-            signal.default_int_handler(signum, frame)
-        self.is_set = True
+        self.signal = signum
+        # Already now: the second one then also ends a program that is stuck outside Python.
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())

@@ -62,6 +62,11 @@ def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
     return sorted((int(m[1]), int(m[2] or 1), path) for m, path in found if m)
 
 
+def complete(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The directories of the complete checkpoints, ascending by step. Nothing is read."""
+    return [path for _, _, path in entries(local(directory))]
+
+
 def litter(directory: pathlib.Path) -> list[pathlib.Path]:
     """What writers that were killed have left half-written or half-removed."""
     return [path for path in directory.iterdir() if _LITTER.fullmatch(path.name)]

@@ -57,8 +57,7 @@ class JSONLLogger(_Closing):
 
     `time` is in seconds since 1970. Each line is handed to the operating system at once, so that a
     crash loses none. JSON has no NaN or infinities: they are the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`, which `float` reads back. After a resumed run a step can occur twice; the later
-    line counts.
+    `"-Infinity"`, which `float` reads back.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -77,11 +76,30 @@ class JSONLLogger(_Closing):
                 line = line if self._file.read(1) == b"\n" else "\n" + line
         self._file.write((line + "\n").encode())
 
+    def rewind(self, step: int) -> None:
+        """Drops the rows after `step`, and half a line: for a run that goes on from there."""
+        self.close()
+        if not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _is_until(step, line)]
+        if kept != lines:
+            partial = self._path.with_name(self._path.name + ".tmp")
+            partial.write_bytes(b"".join(kept))
+            partial.replace(self._path)
+
     def close(self) -> None:
         """Closes the file. A later row opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _is_until(step: int, line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _json_number(x: float) -> float | str:
@@ -121,6 +139,11 @@ class TensorBoardLogger(_Closing):
         for name, value in row.items():
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Has TensorBoard hide the rows after `step`: for a run that goes on from there."""
+        self.close()
+        self._arguments["purge_step"] = step + 1
 
     def close(self) -> None:
         """Closes the event file. A later row opens another."""

@@ -6,10 +6,13 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from redco_eqx._mesh import put, replicated
 from redco_eqx._state import TrainState
 from redco_eqx._tree import describe, path_of
-from redco_eqx._types import Batch, Metrics, as_mean
+from redco_eqx._types import Batch, Mean, Metrics, as_mean
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 
@@ -89,6 +92,32 @@ def empty_window(step: StepFn, state: TrainState, batch: Batch) -> Window:
     metrics = jax.eval_shape(as_metrics, metrics)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
     return Window(zeros, jnp.zeros((), jnp.int32), jnp.ones((), bool))
+
+
+def window_to_json(window: Window, num_steps: int) -> dict[str, Any]:
+    """A fetched window over so many steps, as plain numbers that give it back exactly."""
+    metrics = {
+        name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
+        for name, mean in window.metrics.items()
+    }
+    return {"num_steps": num_steps, "num_skipped": int(window.num_skipped), "metrics": metrics}
+
+
+def window_from_json(saved: dict[str, Any], mesh: Mesh) -> Window:
+    """The inverse of `window_to_json`, on every device."""
+    metrics = {
+        name: Mean(np.asarray(total, dtype), np.asarray(weight, dtype))
+        for name, (dtype, total, weight) in saved["metrics"].items()
+    }
+    window = Window(metrics, np.asarray(saved["num_skipped"], np.int32), np.ones((), bool))
+    return jax.tree.map(lambda x: put(x, replicated(mesh)), window)
+
+
+def is_like(window: Window, other: Window) -> bool:
+    """Whether both hold the same metrics."""
+    return jax.tree.map(jnp.shape, window) == jax.tree.map(jnp.shape, other) and (
+        [x.dtype for x in jax.tree.leaves(window)] == [x.dtype for x in jax.tree.leaves(other)]
+    )
 
 
 def next_window(empty: Window, window: Window) -> Window:

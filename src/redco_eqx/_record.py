@@ -21,6 +21,7 @@ class RunRecord:
     """Where a run of `fit` stands.
 
     - `begin`: the step at which it began.
+    - `num_steps`: how many it has taken.
     - `epoch`, `batch`: whole epochs done, and batches of the next one done.
     - `batch_size`, `num_examples`: of the training; the examples of the first epoch.
     - `finished`: whether it has come to its end.
@@ -29,6 +30,7 @@ class RunRecord:
     """
 
     begin: int
+    num_steps: int
     epoch: int
     batch: int
     batch_size: int
@@ -36,6 +38,16 @@ class RunRecord:
     finished: bool = False
     evaluations: tuple[dict[str, Any], ...] = ()
     window: dict[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of the state."""
+        return self.begin + self.num_steps
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there was an evaluation at this step."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +166,7 @@ def _versions() -> dict[str, str]:
 _NAMES = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def _to_json(x: float) -> float | str:
+def _to_json(x: Any) -> Any:
     return next((name for name, value in _NAMES.items() if repr(value) == repr(x)), x)
 
 

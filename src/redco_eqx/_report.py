@@ -45,18 +45,26 @@ class Reporter:
         num_steps: int | None,
         batch_size: int,
         show: bool | None,
+        initial: int = 0,
     ):
         is_first = jax.process_index() == 0
         self._loggers = list(loggers) if is_first else []
-        self._bar = Progress(num_steps, description="train", show=show if is_first else False)
+        self._bar = Progress(num_steps, initial=initial, description="train", show=show if is_first else False)
         self._batch_size = batch_size
         self._pending: _Pending | None = None
         self._since = time.perf_counter()
         self._num_untimed = 0
 
-    def start_clock(self) -> None:
-        """Leaves the first step, which compiles, out of the rates."""
-        self._since, self._num_untimed = time.perf_counter(), 1
+    def rewind(self, step: int) -> None:
+        """Has the loggers that can (by a method `rewind`) drop their rows after `step`."""
+        for logger in self._loggers:
+            rewind = getattr(logger, "rewind", None)
+            if rewind is not None:
+                rewind(step)
+
+    def start_clock(self, num_untimed: int = 1) -> None:
+        """Leaves the first steps of a window, of which the last one compiled, out of the rates."""
+        self._since, self._num_untimed = time.perf_counter(), num_untimed
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

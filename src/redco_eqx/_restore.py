@@ -61,40 +61,41 @@ def restore(
         steps = sorted({s for s, _, _ in entries(directory)})
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"restore: {directory} has {wanted}; it has {steps or 'none'}.")
-    state, _ = first_good(
-        [directory / name for name in paths], lambda path: read(path, like, only=only, new=new, unused=unused)
-    )
-    return state
+
+    def load(path: pathlib.Path) -> TrainState:
+        info = together(lambda: read_record(path), CheckpointError)
+        return read(info, like, select(info, like, only=only, new=new, unused=unused))
+
+    return first_good([directory / name for name in paths], load)[0]
 
 
-def first_good(paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], Any], skipped: Any = None) -> Any:
-    """`load(path)` of the first that is not damaged; the others are named in warnings.
+def first_good(
+    paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], Any]
+) -> tuple[Any, list[pathlib.Path]]:
+    """`load(path)` of the first that is not damaged, and those that are, each named in a warning.
 
-    `skipped` is called with the paths that were. Raises `CheckpointError` if all are damaged.
+    Raises `CheckpointError` if all are damaged.
     """
     problems: list[str] = []
-    for path in paths:
+    for index, path in enumerate(paths):
         try:
-            return load(path)
+            return load(path), list(paths[:index])
         except CheckpointError as error:
             problems.append(str(error))
             if path is not paths[-1]:
                 warnings.warn(f"{error}. The one before it is used.", stacklevel=3)
-            if skipped is not None:
-                skipped(path)
     raise CheckpointError("no checkpoint can be restored:\n  " + "\n  ".join(problems))
 
 
-def read(
-    path: pathlib.Path,
+def select(
+    info: CheckpointInfo,
     like: TrainState,
     *,
     only: str | None = None,
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
-) -> tuple[TrainState, CheckpointInfo]:
-    """One checkpoint, as `restore` reads it, with its record. A collective call."""
-    info = together(lambda: read_record(path), CheckpointError)
+) -> list[str]:
+    """The names to read. Raises `ValueError` if state and checkpoint differ more than the arguments allow."""
     own = to_names(like)
     wanted, found = (
         {name: x for name, x in names.items() if only is None or name.startswith(MODEL)}
@@ -104,27 +105,32 @@ def read(
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
-            f"restore: the state does not fit the checkpoint {path}.\n  " + "\n  ".join(problems[:20]) + more
+            f"the state does not fit the checkpoint {info.path}.\n  " + "\n  ".join(problems[:20]) + more
         )
     for name in own:
         if name not in names and isinstance(own[name], jax.ShapeDtypeStruct):
             raise ValueError(f"restore: {name} is not read, but is abstract in `like`, so it has no value.")
+    return names
+
+
+def read(info: CheckpointInfo, like: TrainState, names: Sequence[str]) -> TrainState:
+    """`like` with these arrays of a checkpoint. A collective call. Raises `CheckpointError` for damage."""
+    own = to_names(like)
     targets = {name: stored_target(own[name], info.arrays[name]) for name in names}
     some = {name: target for name, target in targets.items() if target.size > 0}
-    stored = together(lambda: _read_arrays(path, some), CheckpointError)
+    stored = together(lambda: _read_arrays(info.path, some), CheckpointError)
     checksums, _ = digests(stored)
     damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise CheckpointError(
-            f"{path} is damaged: the checksum of {damaged[0]} and of {len(damaged) - 1} more arrays is not the "
-            "one that was written"
+            f"{info.path} is damaged: the checksum of {damaged[0]} and of {len(damaged) - 1} more arrays is "
+            "not the one that was written"
         )
-    result = dict(own)
     for name in names:
         x = stored[name] if name in stored else _empty(targets[name])
         impl = info.arrays[name].key_impl
-        result[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-    return from_names(like, result), info
+        own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+    return from_names(like, own)
 
 
 def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -142,6 +148,8 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
     try:
         return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "arrays"), args=arguments)
     except Exception as error:  # of many kinds, according to what is damaged
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
