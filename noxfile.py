@@ -31,7 +31,7 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """The models against torch and transformers, and their files opened there."""
     session.install("-e", ".[hf]", *group("tests"), *group("parity"))
-    session.run("pytest", "tests/parity", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("pytest", "tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
