@@ -1,11 +1,14 @@
 """Every Python block of the README runs, in order, in one namespace; its table is the one that is printed."""
 
+import dataclasses
 import pathlib
 import re
 
 import jax
+import numpy as np
 
 import redco_eqx as rx
+import redco_eqx.models
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
@@ -14,13 +17,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_python_blocks_run_and_the_table_is_true(capfd):
+def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "readme"}
-    python = blocks("python")
-    assert len(python) == 3
-    # The functions that only show their signature would shadow those of the example.
-    example, signatures, loop = python
-    exec(compile(example, "README.md", "exec"), namespace)
+
+    def run(program: str) -> None:
+        exec(compile(program, "README.md", "exec"), namespace)
+
+    example, signatures, loop, pretrained, by_orbax, by_tensorstore = blocks("python")
+    run(example)
     out, err = capfd.readouterr()
     (table,) = blocks("text")
     assert table.rstrip() in out
@@ -29,15 +34,32 @@ def test_python_blocks_run_and_the_table_is_true(capfd):
     assert losses
     assert losses[-1] < last < first
 
+    # They only show their form, and would shadow those of the example.
     exec(compile(signatures, "README.md", "exec"), {})
     step = int(namespace["state"].step)
-    exec(compile(loop, "README.md", "exec"), namespace)
+    run(loop)
     assert (
         int(namespace["state"].step)
         == 2 * step
         == 2 * rx.num_train_steps(len(namespace["examples"]), batch_size=64, num_epochs=1)
     )
     assert jax.tree.leaves(namespace["state"].params)[0].sharding.mesh == namespace["mesh"]
+
+    run(pretrained)
+    state = namespace["state"]
+    assert int(state.step) == 3
+    assert "key/value: 8 heads split" in capfd.readouterr().out
+    assert {path.name for path in (tmp_path / "finetuned").iterdir()} == {"config.json", "model.safetensors"}
+    saved = rx.to_arrays(rx.models.load_pretrained("finetuned", stacked=True))
+    np.testing.assert_equal(jax.device_get(saved), jax.device_get(rx.to_arrays(state.model)))
+
+    rx.save("run", dataclasses.replace(state, step=state.step + 4))
+    for program in (by_orbax, by_tensorstore):
+        assert len(program.strip().splitlines()) == 6
+        run(program.replace("/home/me", str(tmp_path)))
+        arrays = namespace.pop("arrays")
+        for path, x in state.params.items():
+            np.testing.assert_array_equal(arrays[f"model/{path}"], x)
 
 
 def test_commands_of_the_readme_are_those_of_ci():
