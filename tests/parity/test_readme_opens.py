@@ -4,6 +4,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
@@ -29,5 +30,5 @@ def test_transformers_opens_what_the_readme_saves(tmp_path, monkeypatch):
     ids = text[None, :16].astype(np.int64)
     with torch.no_grad():
         expected = theirs(torch.asarray(ids)).logits.numpy()
-    found = np.asarray(namespace["state"].model(ids.astype(np.int32)))
+    found = np.asarray(namespace["state"].model(jnp.asarray(ids, np.int32)))
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
