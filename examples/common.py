@@ -1,14 +1,12 @@
-"""What the examples share: their flags, how bad input ends them, and the handwritten digits."""
+"""What the examples share: their flags, how bad input ends them, and pictures."""
 
 import argparse
-import gzip
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 import redco_eqx as rx
@@ -54,27 +52,15 @@ def run(main: Callable[[], Any]) -> None:
         sys.exit(f"error: {error}")
 
 
-def digits(directory: str | None = None) -> tuple[list[Any], list[Any]]:
-    """Pairs of an image, with values in 0..1, and its digit: to train on, and to test with.
+def curves(file: pathlib.Path, results: Mapping[str, tuple[Sequence[float], float]], ylabel: str) -> None:
+    """Draws each curve of scores after an epoch, with its baseline as a broken line."""
+    from matplotlib.figure import Figure
 
-    Those of scikit-learn, 1,797 of 8 x 8, of which the last fifth is held out: in the order in which they
-    were written, so that most of the hands are other ones. Or the four files of MNIST, gzipped or not.
-    """
-    if directory is None:
-        from sklearn.datasets import load_digits
-
-        data: Any = load_digits()
-        examples = list(zip(data.images.astype(np.float32) / 16, data.target.tolist()))
-        return examples[:1437], examples[1437:]
-
-    def read(name: str) -> np.ndarray:
-        file = pathlib.Path(directory, name)
-        data = file.read_bytes() if file.exists() else gzip.decompress(pathlib.Path(f"{file}.gz").read_bytes())
-        shape = np.frombuffer(data, ">i4", data[3], offset=4)
-        return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
-
-    def pairs(name: str) -> list[Any]:
-        images, labels = read(f"{name}-images-idx3-ubyte"), read(f"{name}-labels-idx1-ubyte")
-        return list(zip(images / np.float32(255), labels.tolist()))
-
-    return pairs("train"), pairs("t10k")
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    for name, (scores, baseline) in results.items():
+        (line,) = axes.plot(range(1, 1 + len(scores)), scores, label=name)
+        axes.axhline(baseline, color=line.get_color(), linestyle="dashed", linewidth=1)
+    axes.set(xlabel="epoch", ylabel=ylabel)
+    axes.legend()
+    figure.savefig(file, dpi=90)

@@ -1,0 +1,236 @@
+"""Handwritten digits, the kind of thing that a docstring describes (module, class, function), its length.
+
+    python examples/classification_regression/main.py                          # all three tasks
+    python examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
+    python examples/classification_regression/main.py --task classification --data SST_DIRECTORY --text sentence
+    python examples/classification_regression/main.py --task regression --data STS_DIRECTORY \\
+        --text sentence1 sentence2 --label score
+
+A directory of text has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv or .parquet with
+named columns. Each score stands beside that of a linear model on the same examples: on pixels, or on counts
+of words.
+"""
+
+import ast
+import csv
+import pathlib
+import re
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression, RidgeCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+import redco_eqx as rx
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import common
+import digits_data
+
+TASKS = ("digits", "classification", "regression")
+VOCABULARY, LENGTH = 8192, 64  # buckets that words are hashed to (0: nothing), and words of a text
+KINDS: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
+
+# ------------------------------------------------------------------------------------- the models
+
+
+class TextModel(eqx.Module):
+    """Convolutions over words, each channel at its highest (Kim 2014), and a Linear layer."""
+
+    embedding: eqx.nn.Embedding
+    convs: list[eqx.nn.Conv1d]
+    dropout: eqx.nn.Dropout
+    head: eqx.nn.Linear
+
+    def __init__(self, num_outputs: int, *, key: Any):
+        *keys, embedding_key, head_key = jax.random.split(key, 5)
+        weight = 0.1 * jax.random.normal(embedding_key, (VOCABULARY, 64))
+        self.embedding = eqx.nn.Embedding(weight=weight)
+        self.convs = [eqx.nn.Conv1d(64, 128, n, padding=n // 2, key=k) for n, k in zip((1, 3, 5), keys)]
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.head = eqx.nn.Linear(3 * 128, num_outputs, key=head_key)
+
+    def __call__(self, tokens: Array, *, key: Any) -> Float[Array, " num_outputs"]:
+        """For one text."""
+        keys = jax.random.split(key)
+        present = tokens != 0
+        x = self.dropout(jax.vmap(self.embedding)(tokens), key=keys[0]) * present[:, None]
+        features = [jnp.max(jax.nn.relu(conv(x.T)), axis=1, where=present, initial=0) for conv in self.convs]
+        return self.head(self.dropout(jnp.concatenate(features), key=keys[1]))
+
+
+def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
+    """Two convolutions and a Linear layer."""
+    keys = jax.random.split(key, 3)
+    layers = [
+        eqx.nn.Conv2d(1, 32, 3, padding=1, key=keys[0]),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Conv2d(32, 64, 3, padding=1, key=keys[1]),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.MaxPool2d(2, 2),
+        eqx.nn.Dropout(0.5),
+        eqx.nn.Lambda(jnp.ravel),
+        eqx.nn.Linear(64 * (size // 2) ** 2, num_outputs, key=keys[2]),
+    ]
+    return eqx.nn.Sequential(layers)
+
+
+# --------------------------------------------------------------------------- the three functions
+
+
+def encode(x: Any) -> np.ndarray:
+    """An image with its one channel, or the hashed words of a text."""
+    if not isinstance(x, str):
+        return x[None]
+    tokens = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in re.findall(r"\w+|[^\w ]", x.lower())]
+    return np.pad(np.array(tokens[:LENGTH], np.int32), (0, max(0, LENGTH - len(tokens))))
+
+
+def collate_fn(examples: Sequence[tuple[Any, Any]]) -> dict[str, np.ndarray]:
+    """Examples to a batch of NumPy arrays."""
+    return {"x": np.stack([encode(x) for x, _ in examples]), "y": np.array([y for _, y in examples])}
+
+
+def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch num_outputs"]:
+    """The logits of the classes, or the one number of a regression."""
+    keys = jax.random.split(key, len(batch["y"]))
+    return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> Array:
+    """Cross-entropy, or the squared error."""
+    outputs, y = predict_fn(model, batch, key), batch["y"]
+    if y.dtype == jnp.float32:
+        return jnp.mean((outputs[:, 0] - y) ** 2)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
+
+
+def metric_fn(examples: Sequence[tuple[Any, Any]], outputs: list[Any]) -> dict[str, float]:
+    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
+    y, found = np.array([y for _, y in examples]), np.stack(outputs)
+    if y.dtype == np.float32:
+        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
+    return {"score": float(np.mean(found.argmax(axis=1) == y))}
+
+
+# -------------------------------------------------------------------------------------- the data
+
+
+def docstrings(column: str, every: int) -> tuple[list[Any], list[Any]]:
+    """Of every so manieth file of the standard library, the docstrings, each with its kind or log of length."""
+    root, rows = pathlib.Path(sysconfig.get_path("stdlib")), {}
+    files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
+    for file in files[::every]:
+        nodes: Iterator[Any] = ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes:
+            if type(node) in KINDS and len(node.body) > 1 and (text := ast.get_docstring(node)):
+                num_lines = node.body[-1].end_lineno - node.body[0].end_lineno
+                rows[text] = KINDS[type(node)] if column == "kind" else np.float32(np.log1p(num_lines))
+    held_out = {text for text in rows if zlib.crc32(text.encode()) % 5 == 0}
+    train = [row for row in rows.items() if row[0] not in held_out]
+    return train, [row for row in rows.items() if row[0] in held_out]
+
+
+def table(directory: str, splits: Sequence[str], texts: Sequence[str], label: str) -> list[tuple[str, str]]:
+    """Texts (joined, if in several columns) and labels, of the first of the splits that there is."""
+    files = [file for split in splits for file in sorted(pathlib.Path(directory).glob(f"{split}.*"))]
+    if not files:
+        raise ValueError(
+            f"--data {directory}: there is no {' or '.join(splits)} as .tsv, .csv or .parquet in it."
+        )
+    if files[0].suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(files[0]).to_pylist()
+    else:
+        tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if files[0].suffix == ".tsv" else {}
+        with files[0].open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines, **tabs))
+    for column in (*texts, label):
+        if not rows or column not in rows[0]:
+            raise ValueError(f"{files[0]}: no column {column!r} among {', '.join(rows[0] if rows else [])}.")
+    return [("\n".join(row[column] for column in texts), row[label]) for row in rows]
+
+
+def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
+    """Pairs of an input and what it is or measures: to train on, and held out."""
+    if task == "digits":
+        return digits_data.digits(args.data)
+    if args.data is None:
+        return docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
+    train = table(args.data, ["train"], args.text, args.label)
+    held_out = table(args.data, ["dev", "validation", "test"], args.text, args.label)
+    classes = sorted({y for _, y in train})
+    number = np.float32 if task == "regression" else classes.index
+    return [(x, number(y)) for x, y in train], [(x, number(y)) for x, y in held_out]
+
+
+# ----------------------------------------------------------------------------------- the program
+
+
+def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
+    """The score on held-out examples after each epoch, and that of a linear model."""
+    train, held_out = read(task, args)
+    regression = task == "regression"
+    num_outputs = 1 if regression else 1 + max(y for _, y in train)
+    flat = FunctionTransformer(lambda images: np.reshape(images, (len(images), -1)))
+    linear = RidgeCV(np.logspace(0, 4, 9)) if regression else LogisticRegression(max_iter=300)
+    baseline = make_pipeline(flat if task == "digits" else CountVectorizer(), linear)
+    reference = float(baseline.fit(*zip(*train)).score(*zip(*held_out)))
+
+    def make_model(key: Any) -> Any:
+        if task == "digits":
+            return image_model(len(train[0][0]), num_outputs, key=key)
+        return TextModel(num_outputs, key=key)
+
+    model_key, state_key = jax.random.split(jax.random.key(args.seed))
+    model = rx.init_model(make_model, mesh, key=model_key)
+    num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps), weight_decay=0.05)
+    scores = []
+    print(f"{task}: {len(train)} examples, {len(held_out)} held out")
+    rx.fit(
+        rx.init_state(model, optimizer, key=state_key),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=args.batch_size,
+        num_epochs=args.epochs,
+        eval_examples=held_out,
+        predict_fn=predict_fn,
+        metric_fn=metric_fn,
+        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
+    )
+    return [score for score in scores if score is not None], reference
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
+    """Each task's score, and that of a linear model."""
+    parser = common.flags(__doc__, batch_size=32, epochs=8)
+    parser.add_argument("--task", choices=TASKS, nargs="+", default=TASKS, help="all, if not given")
+    parser.add_argument("--data", help="a directory in place of the data that comes along")
+    parser.add_argument("--text", nargs="+", default=["sentence"], help="columns of the text")
+    parser.add_argument("--label", default="label", help="column of the class or number")
+    args, mesh = common.start(parser, argv)
+    results = {task: learn(task, args, mesh) for task in args.task}
+    for task, (scores, reference) in results.items():
+        print(f"{task}: {scores[-1]:.3f}, and {reference:.3f} by a linear model")
+    if args.output:
+        common.curves(args.output / "scores.png", results, "accuracy or R² on held-out examples")
+    return {task: (scores[-1], reference) for task, (scores, reference) in results.items()}
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,190 @@
+"""The pieces compose: `train_step` in the reader's own loops, on handwritten digits.
+
+    python examples/custom_loop/main.py            # a few minutes on two CPU cores, nothing to download
+    python examples/custom_loop/main.py --quick    # to see that it works
+
+An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it; learning rate and weight decay
+are tuned by `grad` through whole runs of training; and a vision transformer of equimo, a package that knows
+nothing of this library, is laid out on the mesh and trained unchanged.
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from sklearn.linear_model import LogisticRegression
+from tqdm import tqdm
+
+import redco_eqx as rx
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import common
+import digits_data
+
+
+def make_model(key: Any) -> eqx.nn.MLP:
+    """From the pixels of a digit to the logits of its class."""
+    return eqx.nn.MLP(64, 10, 256, depth=2, activation=jax.nn.gelu, key=key)
+
+
+def collate_fn(examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
+    """Examples to a batch of NumPy arrays."""
+    x, y = zip(*examples)
+    return {"x": np.stack(x), "y": np.array(y)}
+
+
+def predict_fn(model: eqx.nn.MLP, batch: Any, key: Any) -> Float[Array, "batch 10"]:
+    """The logits of each digit."""
+    return jax.vmap(lambda x: model(x.ravel()))(batch["x"])
+
+
+def predict_by_vit(model: Any, batch: Any, key: Any) -> Float[Array, "batch 10"]:
+    """The same of a vision transformer, which takes images with channels, and a key for its dropout."""
+    keys = jax.random.split(key, len(batch["y"]))
+    return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
+
+
+def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.PredictFn = predict_fn) -> Array:
+    """The cross-entropy."""
+    logits = predict_fn(model, batch, key)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def accuracy(examples: Sequence[tuple[Any, int]], logits: Any) -> dict[str, float]:
+    """The share of digits whose logit is the highest."""
+    return {"accuracy": float(np.mean(np.argmax(np.asarray(logits), axis=-1) == [y for _, y in examples]))}
+
+
+# -------------------------------------------------------------------------------------- the loops
+
+
+def train_epoch(
+    state: rx.TrainState, data: dict[str, Array], *, step: Callable[..., Any], batch_size: int
+) -> tuple[rx.TrainState, Float[Array, " steps"]]:
+    """One pass over the data in a new order, as one `scan`; the loss of each step."""
+    order = jax.random.permutation(jax.random.fold_in(state.key, state.step), len(data["y"]))
+    order = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)
+
+    def body(state: rx.TrainState, rows: Array) -> tuple[rx.TrainState, Array]:
+        state, metrics = step(state, jax.tree.map(lambda x: x[rows], data))
+        return state, metrics["loss"].value
+
+    return jax.lax.scan(body, state, order)
+
+
+def loss_after_training(
+    hyper: dict[str, Array],
+    state: rx.TrainState,
+    train: dict[str, Array],
+    held_out: dict[str, Array],
+    *,
+    batch_size: int,
+) -> Array:
+    """What one epoch with these hyperparameters leads to: differentiable in them."""
+    decay = optax.add_decayed_weights(jnp.exp(hyper["log_decay"]))
+    optimizer = optax.chain(decay, optax.sgd(jnp.exp(hyper["log_rate"]), momentum=0.9))
+    state = rx.init_state(state.model, optimizer, key=state.key)
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    state, _ = train_epoch(state, train, step=step, batch_size=batch_size)
+    return rx.eval_step(state, held_out, loss_fn=loss_fn)["loss"].value
+
+
+def ensemble(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> tuple[float, float]:
+    """The accuracy of the members' mean, and the mean of their accuracies."""
+    optimizer = optax.adamw(1e-3)
+    keys = jax.random.split(jax.random.key(args.seed), 8)
+    models = [rx.init_model(make_model, mesh, key=key) for key in keys]
+    states = [rx.init_state(model, optimizer, key=key) for model, key in zip(models, keys)]
+    shardings = rx.shard_rules(models[0], mesh)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    epoch = functools.partial(train_epoch, step=step, batch_size=args.batch_size)
+    run = jax.jit(jax.vmap(epoch, in_axes=(0, None)), donate_argnums=0)
+    bar = tqdm(range(args.epochs), desc="ensemble", disable=None)
+    for _ in bar:
+        stacked, losses = run(stacked, collate_fn(train))
+        bar.set_postfix(loss=float(losses[:, -1].mean()))
+    predict = functools.partial(rx.predict_step, predict_fn=predict_fn)
+    logits = jax.jit(jax.vmap(predict, in_axes=(0, None)))(stacked, collate_fn(held_out))
+    members = [accuracy(held_out, x)["accuracy"] for x in logits]
+    return accuracy(held_out, jax.nn.softmax(logits).mean(axis=0))["accuracy"], float(np.mean(members))
+
+
+def tune(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> dict[str, tuple[float, float]]:
+    """The loss with tuned hyperparameters and before; the first hypergradient and a finite difference."""
+    state = rx.init_state(rx.init_model(make_model, mesh, key=jax.random.key(args.seed)), key=jax.random.key(1))
+    data = collate_fn(train), collate_fn(held_out)
+    objective = functools.partial(loss_after_training, batch_size=args.batch_size)
+    value_and_grad = jax.jit(jax.value_and_grad(objective))
+    hyper: Any = {"log_rate": jnp.log(0.003), "log_decay": jnp.log(0.01)}
+    first, gradient = value_and_grad(hyper, state, *data)
+    sides = [
+        value_and_grad(hyper | {"log_rate": hyper["log_rate"] + e}, state, *data)[0] for e in (0.02, -0.02)
+    ]
+    outer = optax.adam(0.3)
+    opt_state = outer.init(hyper)
+    bar = tqdm(range(args.epochs), desc="hyperparameters", disable=None)
+    last = first
+    for _ in bar:
+        last, grads = value_and_grad(hyper, state, *data)
+        updates, opt_state = outer.update(grads, opt_state)
+        hyper = optax.apply_updates(hyper, updates)
+        bar.set_postfix(loss=float(last))
+    print({name: f"{float(jnp.exp(x)):.2g}" for name, x in hyper.items()})
+    slope = float(sides[0] - sides[1]) / 0.04
+    return {"tuned loss": (float(last), float(first)), "hypergradient": (float(gradient["log_rate"]), slope)}
+
+
+def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> float:
+    """The accuracy of a published model that was written without a thought of sharding."""
+    from equimo.models.vit import VisionTransformer  # its import makes a key, and with it the devices
+
+    vit: Any = VisionTransformer
+    sizes = {"img_size": 8, "in_channels": 1, "patch_size": 2, "dim": 64, "num_heads": 4, "depths": [2]}
+    make = functools.partial(vit, **sizes, num_classes=10)
+    model = rx.init_model(lambda key: make(key=key), mesh, key=jax.random.key(args.seed))
+    print(rx.explain(model, mesh), end="\n\n")
+    optimizer = optax.adamw(1e-3)
+    scores = []
+    rx.fit(
+        rx.init_state(model, optimizer, key=jax.random.key(1)),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=functools.partial(loss_fn, predict_fn=predict_by_vit),
+        optimizer=optimizer,
+        batch_size=args.batch_size,
+        num_epochs=args.epochs,
+        eval_examples=held_out,
+        predict_fn=predict_by_vit,
+        metric_fn=accuracy,
+        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
+    )
+    return scores[-1]
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
+    """What was reached, each with what it is compared with."""
+    parser = common.flags(__doc__, batch_size=32, epochs=20)
+    args, mesh = common.start(parser, argv)
+    train, held_out = digits_data.digits()
+    flat = [np.stack([x.ravel() for x, _ in examples]) for examples in (train, held_out)]
+    labels = [[y for _, y in examples] for examples in (train, held_out)]
+    linear = float(LogisticRegression(max_iter=300).fit(flat[0], labels[0]).score(flat[1], labels[1]))
+    results = {"ensemble of 8": ensemble(args, mesh, train, held_out)}
+    results |= tune(args, mesh, train[:960], train[960:])
+    results["equimo's VisionTransformer"] = (third_party(args, mesh, train, held_out), linear)
+    for name, (reached, reference) in results.items():
+        print(f"{name}: {reached:.4f}, to compare with {reference:.4f}")
+    return results
+
+
+if __name__ == "__main__":
+    common.run(main)
