@@ -1,6 +1,5 @@
 """FSDP inside a program: parameters that are split over `fsdp`, gathered where they are used."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -63,28 +62,41 @@ def mark(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def marked(jaxpr: Any) -> set[int]:
-    """Which inputs of a traced function reach a [`mark`][], as they are or after a cast."""
-    inputs = {var: {i} for i, var in enumerate(jaxpr.invars)}
-    return set().union(*_marks(jaxpr, inputs))
+    """Which inputs of a traced function are gathered later wherever they are used, as they are or after a cast.
+
+    Sums to a scalar, as of squares for weight decay, are no use that would have to gather.
+    """
+    later: set[int] = set()
+    other: set[int] = set()
+    _follow(jaxpr, {var: {i} for i, var in enumerate(jaxpr.invars)}, later, other)
+    return later - other
 
 
-def _marks(jaxpr: Any, sources: dict[Any, set[int]]) -> Iterator[set[int]]:
+def _follow(jaxpr: Any, sources: dict[Any, set[int]], later: set[int], other: set[int]) -> None:
+    """Adds to `later` the sources that reach a [`mark`][], and to `other` those that are used otherwise."""
     for equation in jaxpr.eqns:
         variables = [x for x in equation.invars if not isinstance(x, jex_core.Literal)]
-        known = [sources.get(x, set()) for x in variables]
-        if not any(known):
+        known = set().union(*(sources.get(x, set()) for x in variables))
+        if not known:
             continue
         if equation.primitive.name == "name" and equation.params["name"] == _MARK:
-            yield known[0]
+            later |= known
+            continue
         inner = [program for program in map(_program, equation.params.values()) if program is not None]
-        for program in inner:
-            if len(program.invars) == len(equation.invars):
+        if inner and all(len(program.invars) == len(equation.invars) for program in inner):
+            for program in inner:
                 pairs = zip(program.invars, equation.invars)
-                known_inside = {a: sources[b] for a, b in pairs if b in variables and b in sources}
-                yield from _marks(program, known_inside)
-        out = equation.outvars[0]
-        if not inner and len(variables) == 1 and out.aval.shape == variables[0].aval.shape:
-            sources[out] = known[0]
+                inside = {a: sources[b] for a, b in pairs if b in variables and b in sources}
+                _follow(program, inside, later, other)
+            continue
+        shapes = [out.aval.shape for out in equation.outvars]
+        if not inner and len(variables) == 1 and shapes == [variables[0].aval.shape]:
+            sources[equation.outvars[0]] = known
+        elif any(shapes):
+            other |= known
+    for out in jaxpr.outvars:
+        if not isinstance(out, jex_core.Literal) and out.aval.shape:
+            other |= sources.get(out, set())
 
 
 def _program(parameter: Any) -> Any:

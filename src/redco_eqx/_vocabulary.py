@@ -51,7 +51,7 @@ def embed(
     sharding = NamedSharding(mesh, decide(eqx.nn.Embedding(weight=table), mesh)["weight"].spec)
     is_cut = _dim_of(sharding.spec, "tensor") is not None
     if not sequence_parallel and (rows is None or not (is_cut or is_split(sharding))):
-        return jnp.take(gather_tree(table, sharding), ids, axis=0)
+        return jnp.take(gather_tree(mark(table, sharding), sharding), ids, axis=0)
 
     def body(table: Array, ids: Array) -> Array:
         table = _whole(table, sharding.spec)
