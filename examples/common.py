@@ -1,9 +1,9 @@
-"""What the examples share: their flags, how bad input ends them, and pictures."""
+"""What the examples share: their flags, and how bad input ends them."""
 
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import redco_eqx as rx
 
 
-def flags(doc: str | None, *, batch_size: int, epochs: int) -> argparse.ArgumentParser:
+def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.ArgumentParser:
     """A parser with the flags that every example has; an example adds its own."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices")
@@ -23,6 +23,7 @@ def flags(doc: str | None, *, batch_size: int, epochs: int) -> argparse.Argument
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
     parser.add_argument("--output", type=pathlib.Path, help="a directory for what is written")
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="a directory to save in and to go on from")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     return parser
 
@@ -50,17 +51,3 @@ def run(main: Callable[[], Any]) -> None:
         if "--traceback" in sys.argv:
             raise
         sys.exit(f"error: {error}")
-
-
-def curves(file: pathlib.Path, results: Mapping[str, tuple[Sequence[float], float]], ylabel: str) -> None:
-    """Draws each curve of scores after an epoch, with its baseline as a broken line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3), layout="constrained")
-    axes = figure.subplots()
-    for name, (scores, baseline) in results.items():
-        (line,) = axes.plot(range(1, 1 + len(scores)), scores, label=name)
-        axes.axhline(baseline, color=line.get_color(), linestyle="dashed", linewidth=1)
-    axes.set(xlabel="epoch", ylabel=ylabel)
-    axes.legend()
-    figure.savefig(file, dpi=90)

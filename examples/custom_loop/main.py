@@ -165,6 +165,7 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
         eval_examples=held_out,
         predict_fn=predict_by_vit,
         metric_fn=accuracy,
+        checkpoints=args.checkpoints,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )
     return scores[-1]
