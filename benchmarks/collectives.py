@@ -2,9 +2,11 @@
 
     python benchmarks/collectives.py
 
-1. The quickstart's model and LLaMA-, GPT-2-, GPT-J- and OPT-shaped ones, laid out by `shard_rules` on
-   data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
-2. The quickstart's model on other meshes.
+1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J and OPT, laid out by
+   `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
+2. LLaMA on other meshes: memory and bytes, by what the backward pass recomputes, with the stream between layers
+   whole and split along the tokens.
+3. The quickstart's model on other meshes.
 
 Sizes are of results, in MiB per device and step, for one `train_step` with AdamW in float32. With U the size
 of one activation [batch on a device, length, dim], the least of a Megatron layout is:
@@ -18,6 +20,7 @@ the gradient norm's scalars are counted as "small".
 """
 
 import functools
+import itertools
 import math
 import pathlib
 import re
@@ -30,11 +33,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import models
 import optax
 from jax.sharding import Mesh, NamedSharding
 
 import redco_eqx as rx
+from redco_eqx import models
 from redco_eqx._collectives import Collective, collectives, summarize
 
 MIB = 2**20
@@ -62,17 +65,64 @@ class Case:
     peer: float | None = None
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model and its batch; by default those of the peer's measurement.
+
+    The MLP is `4 * dim` wide; LLaMA's gated one `8/3 * dim`, rounded up to a multiple of 16 (688 of 256).
+    """
+
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    vocabulary: int = 1024
+    length: int = 128
+    batch_size: int = 8
+
+
 PEER = {"LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9}
 
 
-def shaped(name: str, sizes: models.Sizes | None = None) -> Case:
-    """One of `models.MODELS`; without `sizes`, at the peer's."""
+def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Any], Any]:
+    """key -> a model of the library; `options` such as `remat`."""
+    dim, heads, vocabulary, length = sizes.dim, sizes.num_heads, sizes.vocabulary, sizes.length
+    by_gpt: Any = {"n_embd": dim, "n_layer": sizes.num_layers, "n_head": heads, "n_positions": length}
+    by_hidden: Any = {
+        "hidden_size": dim,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": length,
+    }
+    for entries in (by_gpt, by_hidden):
+        entries["vocab_size"] = vocabulary
+    if name == "LLaMA":
+        width = 16 * math.ceil(8 * dim / 3 / 16)
+        config: Any = models.LlamaConfig(**by_hidden, intermediate_size=width)
+        family: Any = models.LlamaForCausalLM
+    elif name == "GPT-2":
+        config, family = models.GPT2Config(**by_gpt), models.GPT2LMHeadModel
+    elif name == "GPT-J":
+        config, family = models.GPTJConfig(**by_gpt, rotary_dim=dim // heads // 4 * 2), models.GPTJForCausalLM
+    else:
+        config = models.OPTConfig(**by_hidden, ffn_dim=4 * dim, word_embed_proj_dim=dim)
+        family = models.OPTForCausalLM
+    return lambda key: family(config, **options, key=key)
+
+
+def loss_fn(model: models.DecoderLM, batch: dict[str, Any], key: Any) -> rx.Mean:
+    """Mean next-token cross-entropy."""
+    hidden, _ = model.hidden_states(batch["tokens"][:, :-1])
+    parallel = model.sequence_parallel
+    return rx.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], sequence_parallel=parallel)
+
+
+def shaped(name: str, sizes: Sizes | None = None, **options: Any) -> Case:
+    """One of the library's models, by default at the peer's sizes."""
     peer = PEER[name] if sizes is None else None
-    sizes = sizes or models.Sizes()
-    make = models.MODELS[name]
+    sizes = sizes or Sizes()
     return Case(
-        make_model=lambda key: make(sizes, key=key),
-        loss_fn=models.loss_fn,
+        make_model=make_model(name, sizes, **options),
+        loss_fn=loss_fn,
         batch={"tokens": jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32)},
         activation=(sizes.batch_size, sizes.length, sizes.dim),
         num_layers=sizes.num_layers,
@@ -113,10 +163,8 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Sequence[Any] = ()) -> tup
     return jax.tree.map(one, model, shardings), shardings
 
 
-def step_collectives(
-    case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()
-) -> list[Collective]:
-    """Those of one `train_step`; of an `eval_step`, which is the forward pass, if not `train`."""
+def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()) -> Any:
+    """One `train_step`, lowered; an `eval_step`, which is the forward pass, if not `train`."""
     model, shardings = abstract_model(case, mesh, overrides)
     optimizer = optax.adamw(1e-3)
     state = rx.init_state(model, optimizer, key=jax.random.key(0))
@@ -124,10 +172,16 @@ def step_collectives(
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
     if train:
         step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
-        lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
-    else:
-        step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
-        lowered = jax.jit(step).lower(state, batch)
+        return jax.jit(step, donate_argnums=0).lower(state, batch)
+    step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
+    return jax.jit(step).lower(state, batch)
+
+
+def step_collectives(
+    case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()
+) -> list[Collective]:
+    """The collectives of `lower_step`, compiled."""
+    lowered = lower_step(case, mesh, train=train, overrides=overrides)
     return collectives(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 
@@ -277,19 +331,51 @@ A result is one array; the compiler combines several into one instruction. Small
 length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least and the peer's / total.
 The peer's: redco 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
 batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0.98 MiB more, of gradients.
-- Separate Linears on one input (query, key, value; gate, up): the CPU compiler reduces their input gradients
-  apart, where one sum would do: LLaMA has 7 U a layer instead of 4, OPT 6. The compilers for TPU and GPU add
-  before they reduce. Building blocks will mend it on every backend: issue "Communication at the theoretical
-  minimum".
-- GPT-J's attention and MLP stand side by side, so one reduction each way could serve both: 2 U a layer. It has
-  6. Counted with Megatron's 4, the least would be 12.52 MiB.
-- GPT-2's query, key and value are one matrix: cut evenly, it crosses their borders, which costs permutes
-  forward and all-to-alls backward. Its activations are otherwise at the least.
+- The quickstart's model is the user's own, plain `eqx.nn`: the CPU compiler reduces the input gradients of its
+  separate query, key and value apart, where one sum would do. The compilers for TPU and GPU add before they
+  reduce (`nox -s aot`); with `column` every compiler does.
+- GPT-J's attention and MLP stand side by side: one reduction each way serves both.
 - A tied embedding has two gradients, of the lookup and of the head: they are reduced over data apart."""
 
 
-def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
+def report_memory(name: str, sizes: Sizes, meshes: dict[str, Mesh]) -> None:
     """Table 2."""
+    head = ["mesh", "remat", "stream", "tensor MiB", "fsdp MiB", "data MiB", "mixed MiB", "sent MiB"]
+    rows = [[*head, "weights MiB", "memory MiB"]]
+    for mesh_name, mesh in meshes.items():
+        for remat, parallel in itertools.product(("none", "full", "row_out"), (False, True)):
+            if parallel and mesh.shape["tensor"] == 1:
+                continue
+            case = shaped(name, sizes, stacked=True, remat=remat, sequence_parallel=parallel)
+            compiled = lower_step(case, mesh).compile(compiler_options=COMPILER_OPTIONS)
+            found = collectives(compiled, mesh)
+            parts = dict.fromkeys(("tensor", "fsdp", "data", "mixed"), 0)
+            for c in found:
+                parts[c.axes[0] if len(c.axes) == 1 and c.axes[0] in parts else "mixed"] += c.sent_bytes
+            memory = compiled.memory_analysis()
+            row = [mesh_name, remat, "split" if parallel else "whole"]
+            row += [mib(n) for n in (*parts.values(), sum(parts.values()), parameter_bytes(case, mesh))]
+            rows.append([*row, mib(memory.argument_size_in_bytes + memory.temp_size_in_bytes)])
+            mesh_name = ""
+    print(
+        f"\n{name} (layers stacked, length {sizes.length}, batch {sizes.batch_size}): bytes sent, and memory\n"
+    )
+    print(table(rows, num_left=3))
+    print(f"\n{MEMORY_NOTES}")
+
+
+MEMORY_NOTES = """\
+MiB sent is by the ring algorithm: an all-reduce is a reduce-scatter and an all-gather. The CPU compiler makes
+no reduce-scatter of a sum and a slice: layers' gradients over fsdp are sent twice; TPU's does (`nox -s aot`).
+Weights are a device's own part, at rest; memory is arguments (weights, and twice as much for AdamW) and
+temporaries, as planned by the CPU compiler, which fuses less than others.
+- `row_out` keeps what `row` returned, so that no sum over tensor is repeated; `full` repeats those of the
+  forward pass. A split stream gathers what `column` reads, again backward if activations are not kept.
+- Under fsdp, `none` keeps the results of products, and gathers each layer's weights forward and backward."""
+
+
+def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
+    """Table 3."""
     rows = [["mesh", "kind", "axes", "count", "MiB", "MiB sent"]]
     for name, mesh in meshes.items():
         summary = summarize(step_collectives(case, mesh))
@@ -307,23 +393,21 @@ MESH_NOTES = """\
 MiB sent is by the ring algorithm, which makes kinds comparable.
 - tensor 8: the 4 heads do not divide, so attention is whole on every device and communicates nothing.
 - fsdp 8: parameters are gathered once, gradients reduced once; the CPU compiler has no reduce-scatter.
-- 2 x 2 x 2: fsdp beside tensor, by layout alone. The compiler splits sums over features that fsdp has cut, and
-  moves activations instead of weights. Weights that are gathered before the loss end that."""
+- 2 x 2 x 2: the lookup (a plain `take`) gathers the batch backward; `embed` does not."""
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     quickstart = quickstart_case()
-    report_models(
-        {"quickstart": quickstart, **{name: shaped(name) for name in models.MODELS}}, rx.make_mesh(tensor=4)
-    )
+    report_models({"quickstart": quickstart, **{name: shaped(name) for name in PEER}}, rx.make_mesh(tensor=4))
     meshes = {
         "data 8": rx.make_mesh(),
         "tensor 8": rx.make_mesh(tensor=8),
         "fsdp 8": rx.make_mesh(fsdp=8),
         "2 x 2 x 2": rx.make_mesh(tensor=2, fsdp=2),
     }
+    report_memory("LLaMA", Sizes(length=256), {name: mesh for name, mesh in meshes.items() if name != "data 8"})
     report_meshes(quickstart, meshes)
 
 
