@@ -102,13 +102,18 @@ def initialize_distributed(
     leaving = Leaving(launch.process_id, launch.num_processes, leave_seconds)
     leaving.start()
     # A little before JAX aborts for the same reason, with a message that names no host.
-    probe = 0.6 * heartbeat_timeout_seconds
+    probe = 0.5 * heartbeat_timeout_seconds
     if launch.process_id == 0:
         watch_processes(leaving.lost, leaving.silent, probe_seconds=probe)
     else:
         try:
             watch_coordinator(
-                launch.host, launch.process_id, leaving.lost, probe_seconds=probe, timeout_seconds=10
+                launch.host,
+                launch.process_id,
+                leaving.lost,
+                leaving.silent,
+                probe_seconds=probe,
+                timeout_seconds=10,
             )
         except OSError as error:
             say(f"no connection to watch process 0 by ({error}); if it is lost, heartbeats will tell.")

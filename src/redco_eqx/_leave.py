@@ -63,7 +63,7 @@ class Leaving:
         self._exiting = False
         self._lock = threading.RLock()
         self._name = _store.name_of(process)
-        self._names = {0: _store.name_of(0)}
+        self._coordinator = _store.name_of(0)  # asked for now: when it is lost, nobody answers
 
     def start(self) -> None:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
@@ -139,27 +139,30 @@ class Leaving:
 
     def lost(self, process: int, how: str) -> None:
         """Ends this process because another one is gone without a word. Called from a thread."""
-        if self._exiting or self._code is not None or _store.client() is None:
+        if self._exiting or _store.client() is None:
             return
-        name = self._names.get(process) or _store.name_of(process)
         if process == 0:  # and with it the store; JAX is about to abort, so first of all the message
-            say(f"{name}, which coordinates, is lost to {self._name}: {how}.")
-            flush_all()
+            if "0" not in self._told:
+                say(f"{self._coordinator}, which coordinates, is lost to {self._name}: {how}.")
             with self._lock:
                 self._code = 1 if self._code is None else self._code
+            flush_all()
             self._end_after(min(1.0, self._seconds))
+            return
+        if self._code is not None:
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
             failed = _store.entries("failed")
             if str(process) in failed:
                 self._hear({who: why for who, why in failed.items() if who != str(self._process)})
                 return
-        self.fail(f"{name} is lost: {how}.")
+        self.fail(f"{_store.name_of(process)} is lost: {how}.")
 
     def silent(self, process: int, seconds: float) -> None:
         """Says that a process does not answer. If it is frozen, JAX ends the others soon."""
         if not self._exiting and self._code is None:
-            say(f"{_store.name_of(process)} has not answered for {seconds:.0f} s: it is frozen, or busy.")
+            name = _store.name_of(process) if process else self._coordinator
+            say(f"{name} has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy.")
 
     def _watch(self) -> None:
         num_errors = 0

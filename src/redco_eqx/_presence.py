@@ -78,23 +78,30 @@ def watch_coordinator(
     host: str,
     process: int,
     on_lost: Callable[[int, str], None],
+    on_silent: Callable[[int, float], None],
     *,
     probe_seconds: float,
     timeout_seconds: float,
 ) -> None:
-    """On another process: calls `on_lost(0, how)`, from a thread, when the connection to process 0 ends.
+    """On another process, from a thread: calls `on_lost(0, how)` when the connection to process 0 ends.
+
+    And `on_silent(0, seconds)` each time that it has not asked anything for `probe_seconds`.
 
     Raises `OSError` or `jax.errors.JaxRuntimeError` if there is no connection within `timeout_seconds`.
     """
     port, token = _store.wait(_KEY, timeout_seconds).split()
     connection = socket.create_connection((host, int(port)), timeout=timeout_seconds)
-    connection.settimeout(None)
     _probe(connection, probe_seconds)
     connection.sendall(f"{token} {process}\n".encode())
+    connection.settimeout(probe_seconds)
 
     def run() -> None:
         while True:
-            data, how = _receive(connection)
+            try:
+                data, how = _receive(connection)
+            except TimeoutError:
+                on_silent(0, probe_seconds)
+                continue
             if not data:
                 on_lost(0, how)
                 return
@@ -115,6 +122,10 @@ def _receive(connection: socket.socket) -> tuple[bytes, str]:
     """What was sent, or nothing and how the connection ended."""
     try:
         return connection.recv(256), "its connection was closed"
+    except TimeoutError as error:
+        if error.errno is None:  # our own, not the kernel's ETIMEDOUT
+            raise
+        return b"", "its host does not answer"
     except OSError as error:
         return b"", f"its connection ended: {error.strerror or error}"
 
@@ -126,3 +137,5 @@ def _probe(connection: socket.socket, seconds: float) -> None:
     for option, value in (("TCP_KEEPIDLE", quarter), ("TCP_KEEPINTVL", quarter), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same for what was sent and not acknowledged
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))

@@ -61,6 +61,15 @@ class Processes:
                 raise AssertionError(f"exit codes {ended}, not ready\n{self.text()}")
             time.sleep(0.05)
 
+    def wait_for_trouble(self, path, seconds):
+        """Until the file is there, or a process has ended: what goes wrong then counts from now on."""
+        end = time.monotonic() + seconds
+        while not path.exists() and all(worker.poll() is None for worker in self.workers):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        self.since = time.monotonic()
+
     def signal(self, process, number):
         self.since = time.monotonic()
         self.workers[process].send_signal(number)

@@ -1,12 +1,15 @@
 """One process of a run: the same on one host and on many, whatever starts it.
 
     python program.py OUT equal [MESH ...]        trains, evaluates, predicts on each mesh; writes results
-    python program.py OUT FAULT PROCESS           trains until something goes wrong on that process
+    python program.py OUT FAULT PROCESS [CHECKPOINTS]
+                                                  trains until something goes wrong on that process; or to
+                                                  the end, if FAULT is `finish`
 
 Each process touches `OUT/ready.<process>` when it is in the middle of its work.
 """
 
 import json
+import os
 import pathlib
 import sys
 import time
@@ -27,7 +30,7 @@ MESHES = {
     "microbatches": {"tensor": 4},
 }
 NUM_TRAIN, NUM_EVAL, NUM_PREDICT, BATCH_SIZE = 35, 29, 13, 8
-FAULT_AT = 20
+NUM_STEPS, SAVE_EVERY, FAULT_AT = 80, 7, 20
 
 
 class Model(eqx.Module):
@@ -74,7 +77,7 @@ def examples(number, start=0):
 def begin(mesh_name):
     mesh = rx.make_mesh(**MESHES[mesh_name])
     model = rx.init_model(lambda key: Model(key=key), mesh, key=jax.random.key(0))
-    optimizer = optax.sgd(0.5, momentum=0.9)
+    optimizer = optax.sgd(0.05, momentum=0.9)
     return rx.init_state(model, optimizer, key=jax.random.key(1)), optimizer
 
 
@@ -122,10 +125,13 @@ class Faulty:
 
     def __call__(self, rows):
         self.num_batches += 1
+        batch = collate(rows)
+        if self.fault == "finish":
+            return batch
         time.sleep(0.02)
         if self.num_batches >= FAULT_AT:
             (self.out / f"ready.{jax.process_index()}").touch()
-        batch = collate(rows)
+            time.sleep(0.2)
         if self.mine and self.num_batches == FAULT_AT:
             if self.fault == "raise":
                 raise KeyError("no such column")
@@ -138,30 +144,37 @@ class Faulty:
         return batch
 
 
-def faulty(out, fault, process, mesh="fsdp2tensor2"):
+def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
     state, optimizer = begin(mesh)
     fewer = fault == "fewer" and process == jax.process_index()
-    rx.fit(
+    state = rx.fit(
         state,
         examples(NUM_TRAIN - fewer),
         collate_fn=Faulty(out, fault, process),
         loss_fn=loss_fn,
         optimizer=optimizer,
         batch_size=BATCH_SIZE,
-        num_steps=100_000,
+        num_steps=NUM_STEPS,
+        checkpoints=rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
         loggers=[],
         progress=False,
         step_timeout_seconds=5 if fault == "stuck" else None,
     )
+    result = {"params": gather(state)}
+    (out / f"result.{jax.process_index()}.json").write_text(json.dumps(result))
 
 
 def main():
     out, what = pathlib.Path(sys.argv[1]), sys.argv[2]
-    rx.initialize_distributed(timeout_seconds=60, heartbeat_timeout_seconds=10, leave_seconds=3)
+    rx.initialize_distributed(
+        timeout_seconds=int(os.environ.get("REDCO_TIMEOUT", 120)), heartbeat_timeout_seconds=10, leave_seconds=3
+    )
     if what == "equal":
         equal(out, sys.argv[3:] or list(MESHES))
     else:
-        faulty(out, what, int(sys.argv[3]))
+        faulty(
+            out, what, int(sys.argv[3]), pathlib.Path(sys.argv[4] if len(sys.argv) > 4 else out / "checkpoints")
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""Two hosts on one machine: network namespaces that a pair of virtual Ethernet devices joins. Needs root."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+ADDRESSES = ("10.200.0.1", "10.200.0.2")
+
+
+def missing():
+    """What is needed and not there, as a sentence; empty if nothing is."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tools = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
+    if tools:
+        return f"{', '.join(tools)} not found (apt-get install iproute2 util-linux)"
+    return ""
+
+
+class TwoHosts:
+    """While entered, two hosts, each with its own name, network and hosts file."""
+
+    def __init__(self, directory: pathlib.Path, names=("n0", "n1")):
+        self.names = names
+        self._spaces = [f"rx{os.getpid()}{letter}" for letter in "ab"]
+        self._devices = [f"rx{os.getpid()}{i}" for i in range(2)]
+        self._hosts = [directory / f"hosts.{name}" for name in names]
+        self.write_hosts_files()
+
+    def __enter__(self):
+        try:
+            for space in self._spaces:
+                ip("netns", "add", space)
+                ip("-n", space, "link", "set", "lo", "up")
+            (a, b), (x, y) = self._spaces, self._devices
+            ip("link", "add", x, "netns", a, "type", "veth", "peer", "name", y, "netns", b)
+            for space, device, address in zip(self._spaces, self._devices, ADDRESSES):
+                ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
+                ip("-n", space, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for space in self._spaces:
+            subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+
+    def command(self, host, *command):
+        """`command` on host number `host`: by `exec` all the way, so that it keeps its process id."""
+        script = f'hostname {self.names[host]}; mount --bind {self._hosts[host]} /etc/hosts; exec "$@"'
+        inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "_", *map(str, command)]
+        return ["ip", "netns", "exec", self._spaces[host], *inside]
+
+    def write_hosts_files(self, wrong=None):
+        """Good ones; but host number `wrong` knows itself as Debian's installer writes it."""
+        for host, file in enumerate(self._hosts):
+            lines = ["127.0.0.1 localhost"]
+            for i, (address, name) in enumerate(zip(ADDRESSES, self.names)):
+                lines.append(f"{'127.0.1.1' if i == host == wrong else address} {name}")
+            file.write_text("\n".join([*lines, ""]))
+
+    def set_link(self, up):
+        ip("-n", self._spaces[1], "link", "set", self._devices[1], "up" if up else "down")
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True)
