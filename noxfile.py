@@ -35,6 +35,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def hosts(session: nox.Session) -> None:
+    """Many processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
+    session.install("-e", ".[checkpoint]", "uv")
+    session.run("python", "tests/hosts/run.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style: ruff check and ruff format."""
     session.install(*group("lint"))

@@ -1,0 +1,95 @@
+"""Text with no download: the standard library's code, and its docstrings with the signatures above them."""
+
+import ast
+import collections
+import json
+import math
+import pathlib
+import sysconfig
+from itertools import compress, pairwise
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+
+SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+
+
+def hold_out(rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The rows without every twentieth, and those."""
+    return [row for i, row in enumerate(rows) if i % 20], rows[::20]
+
+
+def modules(every: int) -> tuple[list[str], list[str]]:
+    """The text of one in `every` modules of the standard library: to train on, and held out."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = [f for f in sorted(root.rglob("*.py")) if SKIPPED.isdisjoint(f.relative_to(root).parts)]
+    return hold_out([file.read_text("utf-8", errors="replace") for file in files[::every]])
+
+
+def signatures(texts: list[str]) -> list[dict[str, str]]:
+    """From the first paragraph of each docstring to the signature of its function."""
+    pairs = {
+        (" ".join(docstring.split("\n\n")[0].split()), f"def {node.name}({ast.unparse(node.args)}):")
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node))
+    }
+    return [{"instruction": docstring, "output": signature} for docstring, signature in sorted(pairs)]
+
+
+def read_records(path: str) -> tuple[list[Any], list[Any]]:
+    """The rows of an Alpaca-style file. Raises `ValueError` if one lacks what an instruction needs."""
+    rows = json.loads(pathlib.Path(path).read_text("utf-8"))
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not {"instruction", "output"} <= row.keys():
+            raise ValueError(f"{path}: row {i} needs instruction, output and perhaps input; it is {row!r:.80}")
+    return hold_out(rows)
+
+
+def make_tokenizer(texts: list[str], size: int) -> Any:
+    """A byte-level BPE trained on the texts, as a tokenizer of transformers."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, size, special_tokens=list(special.values()), show_progress=False)
+    whole = tokenizers.Tokenizer.from_str(bpe.to_str())
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **special)
+
+
+def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.ndarray]]:
+    """Texts in windows of `length` tokens, or instructions with their answers, cut there; filled up."""
+    # `prompt` and `answer` say which tokens are which, and `num_bytes` how much text the answer stands for.
+    examples, places = [], np.arange(length)
+    for row in rows:
+        prompt, answer = "", row
+        if not isinstance(row, str):
+            asked = f"### Instruction:\n{row['instruction']}\n{row.get('input', '')}".rstrip()
+            prompt, answer = f"{asked}\n\n### Response:\n", row["output"]
+        head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
+        head, tail = [tokenizer.bos_token_id or tokenizer.eos_token_id, *head], [*tail, tokenizer.eos_token_id]
+        room = max(length - len(head), 0)
+        ends = range(room, len(tail) + room, room or 1)  # of windows; of an answer the first is taken
+        for end in ends if not prompt else ends[: room > 0]:
+            tokens = [*head, *tail[end - room : end]]
+            given = (len(head) <= places) & (places < len(tokens))
+            size = np.float32(len(answer.encode()) * given.sum() / len(tail))
+            filled = np.array(tokens + [tokenizer.pad_token_id] * (length - len(tokens)), np.int32)
+            masks = {"prompt": places < len(head), "answer": given}
+            examples.append({"tokens": filled, "num_bytes": size, **masks})
+    return examples
+
+
+def bigram_bits(train: list[Any], test: list[Any], num_tokens: int) -> float:
+    """The baseline, in bits per byte: each token from the one before it, by counts, smoothed by single ones."""
+
+    def pairs(part: list[Any]) -> list[tuple[int, int]]:
+        return [p for x in part for p in compress(pairwise(x["tokens"].tolist()), x["answer"][1:])]
+
+    seen = pairs(train)
+    counts, before, after = map(collections.Counter, (seen, (a for a, _ in seen), (b for _, b in seen)))
+    bits = 0.0
+    for a, b in pairs(test):
+        alone = (after[b] + 1) / (len(seen) + num_tokens)
+        bits -= math.log2((counts[a, b] + 5 * alone) / (before[a] + 5))
+    return bits / float(sum(x["num_bytes"] for x in test))

@@ -1,0 +1,104 @@
+"""Tunes a language model on code, then on instructions with their answers; the result opens in transformers.
+
+    python examples/language_modeling/main.py            # a small LLaMA, made here of the standard library
+    python examples/language_modeling/main.py --model llama-7b --data alpaca.json --tasks instructions
+
+The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
+"""
+
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from transformers import AutoTokenizer
+
+import redco_eqx as rx
+from redco_eqx import models
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import code_data
+import common
+
+
+def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
+    """The model and tokenizer in a directory, or new ones for these texts."""
+    if args.model:
+        model, tokenizer = models.load_pretrained(args.model, mesh), AutoTokenizer.from_pretrained(args.model)
+        if tokenizer.pad_token is None or tokenizer.eos_token is None:
+            raise ValueError(f"{args.model}: the tokenizer lacks a pad_token or an eos_token. Set it.")
+        return model, tokenizer
+    size = 64 if args.quick else 128
+    sizes = {"vocab_size": 8 * size, "hidden_size": size, "intermediate_size": 3 * size, "pad_token_id": 0}
+    config = models.LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.06)
+    key = jax.random.key(args.seed)
+    model = rx.init_model(lambda key: models.LlamaForCausalLM(config, key=key), mesh, key=key)
+    return model, code_data.make_tokenizer(texts, 8 * size)
+
+
+def collate_fn(examples: Any) -> dict[str, np.ndarray]:
+    """Examples of one length to a batch."""
+    return jax.tree.map(lambda *rows: np.stack(rows), *examples)
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
+    """Bits per byte of the answers. Padding stands on the right, where no token sees it."""
+    hidden, _ = model.hidden_states(batch["tokens"][:, :-1], key=key)
+    nats = rx.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], weights=batch["answer"][:, 1:] * 1.0)
+    return rx.Mean(nats.total / jnp.log(2), batch["num_bytes"].sum())
+
+
+def predict_fn(model: Any, batch: Any, key: Any) -> Any:
+    """The 48 tokens that the model writes after each prompt."""
+    prompt = {"input_ids": batch["tokens"], "attention_mask": batch["prompt"]}
+    return models.generate(model, **prompt, max_new_tokens=48, temperature=0.5, key=key)
+
+
+def tune(args: Any, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
+    """The state after some epochs, and bits per byte of `test`: before and after them, and by a bigram."""
+    num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1), **options)
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
+    bits = {"before": rx.evaluate(state, test, **functions)["loss"]}
+    state = rx.fit(state, train, **functions, optimizer=optimizer, num_epochs=args.epochs, log_every=100)
+    bits["after"] = rx.evaluate(state, test, **functions)["loss"]
+    return state, {**bits, "bigram": code_data.bigram_bits(train, test, model.config.vocab_size)}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Tunes on each task; returns bits per byte."""
+    parser = common.flags(__doc__, batch_size=8, epochs=1)
+    parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
+    parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
+    parser.add_argument("--tasks", nargs="+", choices=("code", "instructions"), help="both by default")
+    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 5e-3 for a new model")
+    parser.add_argument("--length", type=int, default=128, help="of an example, in tokens")
+    args, mesh = common.start(parser, argv)
+    args.rate = args.rate or (2e-5 if args.model else 5e-3)
+    records = args.data and code_data.read_records(args.data)
+    texts = code_data.modules(10 if args.quick else 3)
+    model, tokenizer = load_or_make(args, mesh, texts[0])
+    parts = {"code": texts, "instructions": records or [code_data.signatures(part) for part in texts]}
+    results = {}
+    for task in args.tasks or parts:
+        train, test = (code_data.encode(tokenizer, part, args.length) for part in parts[task])
+        state, results[task] = tune(args, model, train, test)
+        shown = test[:: len(test) // 4 + 1]
+        written = rx.predict(state, shown, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size)
+        for example, text in zip(shown, tokenizer.batch_decode(written, skip_special_tokens=True)):
+            print(tokenizer.decode(example["tokens"][example["prompt"]]), "=>", text)
+        print(f"{task}: {results[task]} bits per byte of {len(test)} held-out examples")
+        model = state.model
+        if args.output:
+            models.save_pretrained(model, args.output / task)
+            tokenizer.save_pretrained(args.output / task)
+    return results
+
+
+if __name__ == "__main__":
+    common.run(main)
