@@ -35,6 +35,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Kills, damaged files, full disks, signals: a table of what is lost (fewer tries: `-- --reduced`)."""
+    session.install("-e", ".[checkpoint]", *group("tests"))
+    session.run("python", "tests/faults/run.py", *session.posargs)
+
+
+@nox.session
 def hosts(session: nox.Session) -> None:
     """Many processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
     session.install("-e", ".[checkpoint]", "uv")
@@ -58,7 +65,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Overhead of a step and of `fit`, collectives of compiled steps, generation, compile time: tables."""
-    session.install("-e", ".")
-    for script in ("overhead", "collectives", "generation"):
+    """Overhead of a step and of `fit`, collectives of compiled steps, generation, compile time, checkpoints: tables."""
+    session.install("-e", ".[checkpoint]")
+    for script in ("overhead", "collectives", "generation", "checkpoints"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)

@@ -5,10 +5,15 @@ whole way over host, network and disk, and costs one pass over device memory ins
 the files.
 """
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 
@@ -33,30 +38,84 @@ def bits_of(x: Any) -> UInt32[Array, "..."]:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{size}")).astype(jnp.uint32)
 
 
-@jax.jit
-def digest(x: Any) -> tuple[Any, Any, Any]:
-    """Two words of a checksum, uint32 each, and whether `x` is finite everywhere.
+def digest(x: Any, starts: tuple[Any, ...], shape: tuple[int, ...]) -> UInt32[Array, "3"]:
+    """Two words of a checksum, and whether there is NaN or infinity in `x`: of a piece of an array.
 
-    With `bits` the elements' bits and `i` their row-major indices, `h = mix(bits ^ mix(i + 1))`; the words are
-    the sums of `h` and of `mix(h + 1)`, modulo 2**32. A change of a single element always changes the first.
+    With `bits` an element's bits and `i` its row-major index, `h = mix(bits ^ mix(i + 1))`; the words are the
+    sums of `h` and of `mix(h + 1)`, modulo 2**32, so those of pieces add up to those of the whole. A change of
+    a single element always changes the first.
+
+    **Arguments:**
+
+    - `starts`: where in the array the piece begins, for each dim.
+    - `shape`: of the whole array.
     """
     bits = bits_of(x)
     index = jnp.ones(bits.shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(bits.ndim)):
-        index = index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= bits.shape[dim]
+        inside = dim < len(shape)  # or one of the further dims that hold the bits of one element
+        start = jnp.asarray(starts[dim], jnp.uint32) if inside else jnp.uint32(0)
+        position = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) + start
+        index = index + position * jnp.uint32(stride % 2**32)
+        stride *= shape[dim] if inside else bits.shape[dim]
     hashes = _mix(bits ^ _mix(index))
-    finite = jnp.all(jnp.isfinite(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.ones((), bool)
-    first = jnp.sum(hashes, dtype=jnp.uint32)
-    return first, jnp.sum(_mix(hashes + jnp.uint32(1)), dtype=jnp.uint32), finite
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    nonfinite = ~jnp.all(jnp.isfinite(x)) if is_float else jnp.zeros((), bool)
+    return jnp.stack(
+        [
+            jnp.sum(hashes, dtype=jnp.uint32),
+            jnp.sum(_mix(hashes + jnp.uint32(1)), dtype=jnp.uint32),
+            nonfinite.astype(jnp.uint32),
+        ]
+    )
 
 
-def digests(arrays: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+@functools.lru_cache(maxsize=256)
+def _per_device(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """The digest of the piece on each device. No device waits for another: there can be a thousand leaves, and
+    so many collectives at once can block a CPU."""
+    axes = (*spec, *[None] * (len(shape) - len(spec)))
+
+    def local(x: Any) -> Any:
+        starts = tuple(
+            0 if names is None else jax.lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(size)
+            for names, size in zip(axes, x.shape)
+        )
+        return digest(x, starts, shape)[None]
+
+    every = PartitionSpec(tuple(mesh.axis_names))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False))
+
+
+@jax.jit
+def _of_whole(x: Any) -> UInt32[Array, "1 3"]:
+    return digest(x, (0,) * x.ndim, x.shape)[None]
+
+
+def digests(arrays: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """The checksum of each array, 16 hexadecimal digits, and the names of those that are not finite.
 
-    A collective call if the arrays lie on several processes.
+    A collective call on several processes.
     """
-    found = jax.device_get({name: digest(x) for name, x in arrays.items()})
-    checksums = {name: f"{int(a):08x}{int(b):08x}" for name, (a, b, _) in found.items()}
-    return checksums, [name for name, (_, _, finite) in found.items() if not finite]
+    pieces = {}
+    for name, x in arrays.items():
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            pieces[name] = _per_device(sharding.mesh, sharding.spec, x.shape)(x)
+        else:
+            pieces[name] = _of_whole(x)
+    rows = np.zeros((len(arrays), 3), np.uint32)
+    for i, (name, x) in enumerate(arrays.items()):
+        found = {shard.device: shard.data for shard in pieces[name].addressable_shards}
+        if isinstance(x, jax.Array) and len(found) > 1:
+            owners = {shard.device for shard in x.addressable_shards if shard.replica_id == 0}
+            found = {device: data for device, data in found.items() if device in owners}
+        elif pieces[name].is_fully_addressable and jax.process_index() != 0:
+            continue  # each process has one of its own
+        for data in found.values():
+            rows[i] += np.asarray(data)[0]
+    if jax.process_count() > 1:
+        rows = np.asarray(np.sum(multihost_utils.process_allgather(rows), axis=0, dtype=np.uint32))
+    checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows.tolist())}
+    return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows.tolist()) if nonfinite]

@@ -225,7 +225,7 @@ def fit(
                 is_last = at.epoch >= num_epochs if num_epochs else run.num_steps >= (num_steps or 0)
                 is_due = run.num_steps % eval_every_steps == 0 if eval_every_steps else at.batch == 0
                 evaluates = evaluation is not None and (is_due or is_last) and not (stop or run.is_evaluated)
-                saves = saver is not None and bool(is_last or stop or is_time or saver.is_due(run))
+                saves = saver is not None and bool(is_last or stop or saver.is_due(run, bool(is_time)))
 
                 if run.num_steps % log_every == 0 or evaluates or is_last or stop:
                     training.log(at)
@@ -244,7 +244,6 @@ def fit(
                 if saver is not None and saves:
                     with reporter.paused():
                         training.save(saver, finished=bool(is_last and not stop))
-                    vote.forget()
                 elif saver is not None:
                     saver.check()
                 if is_last or stop:

@@ -85,12 +85,8 @@ class Vote:
 
     def now(self, *numbers: int) -> tuple[int, ...]:
         """The same for the numbers of this very call; waits."""
-        self.forget()
-        return numbers if jax.process_count() == 1 else _to_ints(_greatest(self._mesh)(self._place(numbers)))
-
-    def forget(self) -> None:
-        """Drops the answers that are on their way."""
         self._behind.clear()
+        return numbers if jax.process_count() == 1 else _to_ints(_greatest(self._mesh)(self._place(numbers)))
 
     def _place(self, numbers: tuple[int, ...]) -> Any:
         if numbers not in self._handed_in:

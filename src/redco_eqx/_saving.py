@@ -12,7 +12,7 @@ import jax
 
 from redco_eqx._checkpoint import CheckpointWriter
 from redco_eqx._listing import complete, orbax_checkpoint, read_record
-from redco_eqx._processes import from_first, on_first, together
+from redco_eqx._processes import Vote, from_first, on_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord
 from redco_eqx._restore import first_good, read, select
 from redco_eqx._state import TrainState
@@ -110,13 +110,15 @@ class Saver:
         minutes = self._config.every_minutes if jax.process_index() == 0 else None
         return minutes is not None and time.monotonic() - self._since >= 60 * minutes
 
-    def is_due(self, run: RunRecord) -> bool:
-        """Whether to save by the numbers of steps and epochs."""
+    def is_due(self, run: RunRecord, is_time: bool) -> bool:
+        """Whether to save, by time or by the numbers of steps and epochs."""
         steps, epochs = self._config.every_steps, self._config.every_epochs
         if steps is None and epochs is None and self._config.every_minutes is None:
             epochs = 1
         by_step = steps is not None and run.num_steps % steps == 0
-        return by_step or (epochs is not None and run.batch == 0 and run.epoch % epochs == 0)
+        # That it is time was said a few steps ago, perhaps before the last save.
+        by_time = is_time and (self._saved is None or run.num_steps - self._saved[0] > Vote.NUM_BEHIND)
+        return by_step or by_time or (epochs is not None and run.batch == 0 and run.epoch % epochs == 0)
 
     def is_best(self, evaluations: tuple[dict[str, Any], ...]) -> bool:
         """Whether the last of the evaluations is better than all before, as process 0 sees it."""

@@ -1,0 +1,108 @@
+"""What a checkpoint costs: how long it holds the loop up, and how large it is.
+
+    python benchmarks/checkpoints.py [--megabytes 200]
+
+A loop takes steps over a state of AdamW and saves now and then. "Blocked" is the time within `save`, to which
+the steps that were still running are not counted; "added" is by how much a save makes the loop longer in
+all, the writing in the background included (on a CPU it takes its time from the steps, on an accelerator not).
+"Synchronous" waits for each save to be complete. Only the ratios mean something.
+"""
+
+import argparse
+import pathlib
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+if jax.config.jax_platforms in (None, "cpu"):  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import equinox as eqx
+import jax.numpy as jnp
+import optax
+
+import redco_eqx as rx
+from redco_eqx._throttle import Throttle
+
+
+def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:
+    """Parameters and two moments of so many megabytes in all, split over all devices."""
+    width = int((megabytes * 1e6 / 3 / 4 / 8) ** 0.5) // 64 * 64
+    mesh = rx.make_mesh(fsdp=len(jax.devices()))
+    model = rx.init_model(lambda key: eqx.nn.MLP(width, width, width, 7, key=key), mesh, key=jax.random.key(0))
+    return rx.init_state(model, optimizer, key=jax.random.key(1))
+
+
+def size_of(state: rx.TrainState) -> int:
+    """Bytes of the arrays, each counted once."""
+    return sum(x.nbytes for x in (*jax.tree.leaves((state.params, state.frozen, state.opt_state)), state.step))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser.add_argument("--megabytes", type=float, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="between two saves")
+    arguments = parser.parse_args()
+    optimizer = optax.adamw(1e-3)
+    state = make(arguments.megabytes, optimizer)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
+
+    def update(state: rx.TrainState, batch: Any) -> rx.TrainState:
+        return rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer)[0]
+
+    step = jax.jit(update, donate_argnums=0)
+    width = state.params["layers.0.weight"].shape[0]
+    batch = jax.random.normal(jax.random.key(2), (64, width))
+    batch = jax.device_put(batch, rx.batch_sharding(rx.make_mesh(fsdp=len(jax.devices()))))
+    state = step(state, batch)
+
+    def turn(state: rx.TrainState, writer: Any, wait: bool) -> tuple[rx.TrainState, float, float]:
+        """The steps between two saves: seconds in all, and blocked in the save."""
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        blocked, throttle = 0.0, Throttle()
+        if writer is not None:
+            writer.save(state)
+            if wait:
+                writer.wait()
+            blocked = time.perf_counter() - began
+        for _ in range(arguments.steps):
+            state = step(state, batch)
+            throttle(state.step + 0)
+        jax.block_until_ready(state)
+        return state, time.perf_counter() - began, blocked
+
+    with tempfile.TemporaryDirectory() as directory, rx.CheckpointWriter(directory, keep_last=1) as writer:
+        times: dict[str, list[tuple[float, float]]] = {"none": [], "asynchronous": [], "synchronous": []}
+        for _ in range(arguments.rounds + 1):
+            for name, found in times.items():
+                writer.wait()
+                state, total, blocked = turn(state, None if name == "none" else writer, name == "synchronous")
+                found.append((total, blocked))
+        writer.wait()
+        on_disk = sum(path.stat().st_size for path in pathlib.Path(directory).rglob("*") if path.is_file())
+
+    device = jax.devices()[0]
+    print(f"{size_of(state) / 1e6:.0f} MB of state on {len(jax.devices())} devices ({device.device_kind})")
+    base = statistics.median(total for total, _ in times["none"][1:])  # the first round compiles
+    print(f"{arguments.steps} steps take {base:.3f} s")
+    print(f"{'save':<14}{'blocked, s':>12}{'added, s':>12}")
+    results = {}
+    for name in ("asynchronous", "synchronous"):
+        blocked = statistics.median(blocked for _, blocked in times[name][1:])
+        added = statistics.median(total for total, _ in times[name][1:]) - base
+        results[name] = blocked, added
+        print(f"{name:<14}{blocked:>12.3f}{added:>12.3f}")
+    ratios = [x / y for x, y in zip(results["asynchronous"], results["synchronous"])]
+    print(f"{'ratio':<14}{ratios[0]:>12.3f}{ratios[1]:>12.3f}")
+    print(f"bytes on disk over bytes of state: {on_disk / size_of(state):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""Faults that happen to a training run, and what is lost: `python tests/faults/run.py [--reduced]`.
+
+Prints a table: fault, tries, survived, lost. A try survives if what the library promises for that fault has
+come true, most often: the run goes on and ends with every bit that an uninterrupted one has. Ends with status 1
+if anything is lost.
+"""
+
+import argparse
+import json
+import logging
+import os
+import pathlib
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import equinox as eqx  # noqa: E402
+import optax  # noqa: E402
+from fit_helpers import assert_same, collate, counting_step, linear_state, make_examples, mlp_state  # noqa: E402
+
+import redco_eqx as rx  # noqa: E402
+from redco_eqx._snapshot import to_names  # noqa: E402
+
+PROGRAM = pathlib.Path(__file__).with_name("program.py")
+ADAM = optax.adam(1e-2)
+MESHES: dict[str, dict[str, Any]] = {
+    "data 8": {},
+    "tensor 8": {"tensor": 8},
+    "fsdp 8": {"fsdp": 8},
+    "2x4": {"tensor": 4},
+    "4x2": {"tensor": 2},
+    "2x2x2": {"tensor": 2, "fsdp": 2},
+    "one": {"data": 1},
+}
+
+
+class Lost(AssertionError):
+    """A promise that was not kept."""
+
+
+def require(condition: Any, what: str) -> None:
+    if not condition:
+        raise Lost(what)
+
+
+# Runs as programs
+
+
+def start(**options: Any) -> subprocess.Popen[str]:
+    text = json.dumps({name: str(x) if isinstance(x, pathlib.Path) else x for name, x in options.items()})
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
+    """What each program says at its end, which must be with this code."""
+    results = []
+    for program in programs:
+        out, err = program.communicate(timeout=300)
+        require(program.returncode == code, f"ended with {program.returncode}, not {code}: {err[-2000:]}")
+        lines = [line[line.index("{") :] for line in out.splitlines() if '{"step"' in line]
+        results.append(json.loads(lines[-1]) if lines else {})
+    return results
+
+
+def two(**options: Any) -> list[subprocess.Popen[str]]:
+    """A run on two processes of four devices; options of one of them as a pair."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        start(port=port, process=i, **{k: x[i] if isinstance(x, tuple) else x for k, x in options.items()})
+        for i in range(2)
+    ]
+
+
+def rows_of(log: pathlib.Path) -> list[Any]:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{k: x for k, x in row.items() if k != "time" and not k.endswith("per_second")} for row in rows]
+
+
+def same_rows(log: pathlib.Path, other: pathlib.Path) -> None:
+    require(rows_of(log) == rows_of(other), "the rows of the log differ")
+
+
+def newest(directory: pathlib.Path) -> int:
+    steps = (
+        [int(name) for name in os.listdir(directory) if re.fullmatch(r"\d+", name)]
+        if directory.exists()
+        else []
+    )
+    return max(steps, default=0)
+
+
+# Faults: each yields once for a try that survives
+
+
+def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """kill -9 at random instants of a run that saves at every step."""
+    directory, log = base / "killed", base / "killed.jsonl"
+    draw = random.Random(0)
+    num_between = 0
+    like = mlp_state(ADAM, rx.make_mesh(tensor=2, fsdp=2))
+    for _ in range(tries):
+        before = newest(directory)
+        program = start(directory=directory, log=log, num_steps=10**9, num_microbatches=2)
+        while newest(directory) <= before + 1 and program.poll() is None:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.4))
+        program.kill()
+        program.wait()
+        names = os.listdir(directory)
+        num_between += any("orbax-checkpoint-tmp" in name for name in names)
+        require(len(names) <= 7, f"litter grows: {names}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the newest, not one before it
+            state = rx.restore(directory, like)
+        require(int(state.step) == newest(directory) > before, "no progress")
+        yield ""
+    num_steps = newest(directory) + 5
+    options: Any = {"num_steps": num_steps, "num_microbatches": 2}
+    (ended,) = finish(start(directory=directory, log=log, **options))
+    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
+    require(ended["digest"] == expected["digest"], "the trajectory differs")
+    same_rows(log, base / "whole.jsonl")
+    yield f"{num_steps} steps in all; {num_between} of the kills between temporary directory and commit"
+
+
+def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> Any:
+    defaults: Any = {"step_fn": counting_step, "collate_fn": collate, "prefetch": 0}
+    return rx.fit(
+        linear_state(),
+        make_examples(22),
+        loss_fn=lambda model, batch, key: 0.0,
+        optimizer=optax.sgd(0.05),
+        batch_size=4,
+        num_steps=num_steps,
+        checkpoints=rx.Checkpoints(directory, every_steps=2),
+        progress=False,
+        **{**defaults, **arguments},
+    )
+
+
+def damage(change: Callable[[pathlib.Path], None], only: str = "*") -> Callable[..., Iterator[str]]:
+    """Each file of the newest checkpoint is changed in turn."""
+
+    def run(base: pathlib.Path, tries: int) -> Iterator[str]:
+        expected = small_run(base / "whole", num_steps=14)
+        small_run(base / "run")
+        files = sorted(path for path in (base / "run" / "8").rglob(only) if path.is_file())
+        num_refused = 0
+        for index in range(min(tries, len(files))):
+            directory = shutil.copytree(base / "run", base / f"copy-{index}")
+            path = directory / files[index].relative_to(base / "run")
+            change(path)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = small_run(directory, num_steps=14)
+            assert_same(found, expected)
+            told = [str(w.message) for w in caught if str(directory / "8") in str(w.message)]
+            require(bool(told) == (directory / "8.damaged").exists(), "skipped without a word")
+            num_refused += bool(told)
+            yield f"{num_refused} named and skipped, the others harmless"
+            shutil.rmtree(directory)
+
+    return run
+
+
+def truncate(path: pathlib.Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def empty(path: pathlib.Path) -> None:
+    path.write_bytes(b"")
+
+
+def flips(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """One bit of the largest data file, at a random place: refused, or bit-equal."""
+    model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))  # a small one has its arrays among the indices
+    state = rx.init_state(model, ADAM, key=jax.random.key(1))
+    rx.save(base, state)
+    largest = max(base.rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    draw = random.Random(1)
+    num_refused = 0
+    for _ in range(tries):
+        place = draw.randrange(8 * len(whole))
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        largest.write_bytes(data)
+        try:
+            assert_same(rx.restore(base, state), state)
+        except rx.CheckpointError:
+            num_refused += 1
+        yield f"{num_refused} refused, the others bit-equal"
+
+
+def all_damaged(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """Nothing begins anew, nor at the next try."""
+    small_run(base)
+    for path in base.rglob("record.json"):
+        empty(path)
+    for _ in range(tries):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                small_run(base)
+            except rx.CheckpointError:
+                yield ""
+            else:
+                raise Lost("a fresh start")
+
+
+def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """The error reaches the caller with the state, and the run goes on when there is room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    expected = small_run(base / "whole")
+    for index in range(tries):
+        num_calls = 0
+
+        def filling(examples: Any, at: int = 3 + index % 5) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+            return collate(examples)
+
+        try:
+            small_run(base / str(index), collate_fn=filling)
+            raise Lost("nothing was said")
+        except rx.CheckpointError as error:
+            state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
+            require(int(state.step) >= 3, "the state is not the last one")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert_same(small_run(base / str(index)), expected)
+        yield ""
+
+
+def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """A file system that becomes read-only under way; needs the right to mount."""
+    expected = small_run(base / "whole")
+    for index in range(tries):
+        disk = base / str(index)
+        disk.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "none", str(disk)], capture_output=True).returncode:
+            yield "not tried: no right to mount"
+            return
+        num_calls = 0
+
+        def locking(examples: Any, at: int = 3 + index, disk: pathlib.Path = disk) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at:
+                while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
+                    time.sleep(0.01)  # a file is open for writing
+            return collate(examples)
+
+        try:
+            try:
+                small_run(disk, collate_fn=locking)
+                raise Lost("nothing was said")
+            except (rx.CheckpointError, OSError) as error:
+                state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
+                require(int(state.step) >= 3, "the state is not the last one")
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+            assert_same(small_run(disk), expected)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        yield ""
+
+
+def user_error(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """An exception of `collate_fn` in a donated run."""
+    expected = small_run(base / "whole")
+    for index in range(tries):
+        num_calls = 0
+
+        def failing(examples: Any, at: int = 1 + index % 8) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at:
+                raise LookupError("mine")
+            return collate(examples)
+
+        try:
+            small_run(base / str(index), collate_fn=failing)
+            raise Lost("nothing was said")
+        except LookupError as error:
+            state = getattr(error, "state", None)
+            require(index % 8 == 0 or int(state.step) == index % 8, "the state is not the last one")  # pyright: ignore[reportOptionalMemberAccess]
+        assert_same(small_run(base / str(index)), expected)
+        yield ""
+
+
+def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """SIGTERM and SIGINT in each phase: saved at the next step, the exit code tells, resumed exactly."""
+    options: Any = {"num_steps": 24, "every_steps": 7, "evaluates": True}
+    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
+    cases = [
+        (number, where, at)
+        for number in (signal.SIGTERM, signal.SIGINT)
+        # The first calls are those of the rehearsal.
+        for where, at in (("training", 9), ("compilation", 3), ("evaluation", 6), ("prediction", 2))
+    ]
+    for number, where, at in cases[:tries]:
+        directory, log = base / f"{number.name}-{where}", base / f"{number.name}-{where}.jsonl"
+        (cut,) = finish(
+            start(directory=directory, log=log, signal=number, where=where, at=at, **options), code=128 + number
+        )
+        require(newest(directory) == cut["step"] < 24, f"{where}: not saved at {cut['step']}")
+        (ended,) = finish(start(directory=directory, log=log, **options))
+        require(ended["digest"] == expected["digest"], f"{where}: the trajectory differs")
+        same_rows(log, base / "whole.jsonl")
+        yield ""
+
+
+def second_signals(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """A second SIGTERM leaves at once."""
+    for index in range(tries):
+        program = start(directory=base / str(index), signal=signal.SIGTERM, times=2, at=5, every_steps=100)
+        finish(program, code=-signal.SIGTERM)
+        require(newest(base / str(index)) == 0, "it stayed to save")
+        yield ""
+
+
+def signals_to_one_of_two(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """Of two processes one is told: both save the same step, and exit alike; resumed exactly."""
+    options: Any = {"num_steps": 24, "every_steps": 7, "evaluates": True}
+    expected = finish(*two(directory=base / "whole", **options))
+    for index in range(tries):
+        number = (signal.SIGTERM, signal.SIGINT)[index // 2 % 2]
+        told: Any = (number, None) if index % 2 else (None, number)
+        directory = base / str(index)
+        cut = finish(*two(directory=directory, signal=told, at=9, **options), code=128 + number)
+        require(cut[0]["step"] == cut[1]["step"] == newest(directory) < 24, f"saved at {cut}")
+        ended = finish(*two(directory=directory, **options))
+        require([e["digest"] for e in ended] == [e["digest"] for e in expected], "the trajectory differs")
+        yield ""
+
+
+def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """Saved on any mesh, of one process or two, and restored on any other: bit-equal."""
+    finish(*two(directory=base / "2 processes x 4", num_steps=3))
+    for name in MESHES:
+        finish(start(directory=base / name, num_steps=3, mesh=MESHES[name]))
+    num_tries = 0
+    for source in ["2 processes x 4", *MESHES]:
+        first = None
+        for name in MESHES:
+            if num_tries == tries:
+                return
+            state = rx.restore(base / source, mlp_state(ADAM, rx.make_mesh(**MESHES[name])))
+            arrays = {path: jax.device_get(_data(x)).tobytes() for path, x in to_names(state).items()}
+            first = first or arrays
+            require(arrays == first, f"{source} to {name}")
+            num_tries += 1
+            yield ""
+        finish(*two(directory=base / source, num_steps=4))  # and from each the two go on
+        yield ""
+
+
+def _data(x: Any) -> Any:
+    return jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+# name: (fault, tries in full, tries if reduced)
+FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
+    "kill -9 at a random instant": (kills, 50, 5),
+    "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
+    "a file cut in half": (damage(truncate), 99, 4),
+    "record.json emptied": (damage(empty, "record.json"), 1, 1),
+    "a bit flipped": (flips, 20, 20),
+    "all checkpoints damaged": (all_damaged, 3, 2),
+    "a full disk": (full_disk, 10, 2),
+    "a disk turned read-only": (read_only_disk, 4, 1),
+    "an exception of the user": (user_error, 8, 2),
+    "SIGTERM or SIGINT, each phase": (signals, 8, 4),
+    "a second signal": (second_signals, 3, 1),
+    "a signal to one of two processes": (signals_to_one_of_two, 4, 1),
+    "another mesh or number of processes": (layouts, 999, 16),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--reduced", action="store_true", help="fewer tries")
+    parser.add_argument("--only", default="", help="faults whose name contains this")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax prints what it also raises
+    print(f"{'fault':<38}{'tries':>6}{'survived':>10}{'lost':>6}{'seconds':>9}", flush=True)
+    num_lost = 0
+    for name, (fault, in_full, reduced) in FAULTS.items():
+        if arguments.only not in name:
+            continue
+        began = time.monotonic()
+        survived = lost = 0
+        note = ""
+        with tempfile.TemporaryDirectory() as base:
+            try:
+                for note in fault(pathlib.Path(base), reduced if arguments.reduced else in_full):
+                    survived += not note.startswith("not tried")
+            except Exception as error:
+                lost = 1
+                note = f"{type(error).__name__}: {error}"
+        num_lost += lost
+        seconds = time.monotonic() - began
+        line = f"{name:<38}{survived + lost:>6}{survived:>10}{lost:>6}{seconds:>9.0f}  {note}"
+        print(line.rstrip(), flush=True)
+    sys.exit(1 if num_lost else 0)
+
+
+if __name__ == "__main__":
+    main()
