@@ -1,4 +1,4 @@
-"""Sessions: `nox -s quickstart | tests | parity | lint | types | bench`. Each installs what it needs."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, faults, lint, types, bench."""
 
 import nox
 
@@ -65,7 +65,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Overhead of a step and of `fit`, collectives of compiled steps, generation, compile time, checkpoints: tables."""
+    """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
     for script in ("overhead", "collectives", "generation", "checkpoints"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)

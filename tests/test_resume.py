@@ -34,6 +34,7 @@ from fit_helpers import (
     mlp_state,
     no_threads_left,
 )
+from test_log import events
 
 import redco_eqx as rx
 
@@ -185,6 +186,51 @@ def test_a_row_that_straddles_a_checkpoint_is_whole(tmp_path: pathlib.Path) -> N
     with rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
         counted(linear_state(), tmp_path / "cut", loggers=[logger], **arguments)
     assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
+
+
+def test_a_jsonl_log_is_rewound(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log.jsonl"
+    logger = rx.JSONLLogger(path)
+    logger.rewind(3)  # there is none yet
+    assert not path.exists()
+    for step in (1, 2, 3, 3, 4, 9):
+        logger(step, {"a": float(step)})
+    with path.open("a") as file:
+        file.write('{"step": 2, "a"')  # a machine that went down
+    logger.rewind(3)
+    logger(4, {"a": 40.0})
+    logger.close()
+    assert read_log(path) == [
+        (1, {"a": 1.0}),
+        (2, {"a": 2.0}),
+        (3, {"a": 3.0}),
+        (3, {"a": 3.0}),
+        (4, {"a": 40.0}),
+    ]
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+
+
+def test_tensorboard_is_told_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
+    logger = rx.TensorBoardLogger(tmp_path)
+    logger(5, {"a": 1.0})
+    logger.rewind(3)
+    logger(4, {"a": 2.0})
+    logger.close()
+    assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [4]
+
+
+def test_loggers_are_rewound_to_the_restored_step_only(tmp_path: pathlib.Path) -> None:
+    class Rewindable(Rows):
+        def rewind(self, step: int) -> None:
+            self.rows.append((step, {"rewound": 1.0}))
+
+    def rewinds() -> list[int]:
+        rows = Rewindable()
+        counted(linear_state(), tmp_path, loggers=[rows], num_steps=4)
+        return [step for step, row in rows.rows if row == {"rewound": 1.0}]
+
+    assert rewinds() == []
+    assert rewinds() == [4]
 
 
 # Which run
