@@ -1,4 +1,4 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, faults, lint, types, bench."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, faults, aot, lint, types, bench."""
 
 import nox
 
@@ -61,6 +61,13 @@ def types(session: nox.Session) -> None:
     """Static types: pyright."""
     session.install("-e", ".[log]", *group("tests"), *group("types"))
     session.run("pyright", *session.posargs)
+
+
+@nox.session
+def aot(session: nox.Session) -> None:
+    """What the TPU compiler makes of training steps, with no TPU: communication and memory. 700 MB to install."""
+    session.install("-e", ".", "jax[tpu]==0.10.2", *group("tests"))
+    session.run("pytest", "tests/aot", *session.posargs)
 
 
 @nox.session
