@@ -65,7 +65,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """What the TPU compiler makes of training steps, with no TPU: communication and memory. 700 MB to install."""
+    """What the TPU compiler makes of steps, with no TPU: communication and memory. 700 MB to install."""
     session.install("-e", ".", "jax[tpu]==0.10.2", *group("tests"))
     session.run("pytest", "tests/aot", *session.posargs)
 

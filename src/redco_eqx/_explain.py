@@ -37,7 +37,14 @@ class Explanation:
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
         total = f"{_bytes(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
-        return "\n".join([*lines, total])
+        is_gathered = any("fsdp" in _entry(entry) for d in self.decisions.values() for entry in d.spec)
+        return "\n".join([*lines, total, *([_GATHERS] if is_gathered else [])])
+
+
+_GATHERS = (
+    "over fsdp: scan_layers gathers one layer at a time; a scan or loop of your own gets its weights whole, "
+    "gathered before the loss"
+)
 
 
 def explain(model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()) -> Explanation:

@@ -42,11 +42,11 @@ def train_step(
 
     Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
 
-    Where `shardings` splits parameters over `fsdp`, what [`scan_layers`][] is given is left to it: each layer is
-    gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). All other parameters are
+    Where `shardings` splits parameters over `fsdp`, what [`scan_layers`][] is given is left to it: each layer
+    is gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). All others are
     gathered once before the loss and kept until its gradient is done: gradients and optimizer state are split,
     but the weights are whole for as long as the loss runs. That holds for layers in a Python loop or a
-    `lax.scan` of your own too, into which nothing can reach from outside; write them by `scan_layers`. To find
+    `lax.scan` of your own too, into which nothing can reach from outside: write them by `scan_layers`. To find
     out, the loss is traced once more. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     **Arguments:**
