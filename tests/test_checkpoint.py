@@ -310,8 +310,18 @@ def test_new_and_missing_leaves(saved: Any) -> None:
 
 def test_what_is_kept_must_have_a_value(saved: Any) -> None:
     like = jax.eval_shape(lambda x: x, odd_state())
-    with pytest.raises(ValueError, match="abstract in `like`"):
+    with pytest.raises(ValueError, match="abstract or deleted in `like`"):
         rx.restore(saved[1], like, only="model")
+
+
+def test_a_donated_state_says_how_to_restore(saved: Any) -> None:
+    state, directory = saved
+    like = odd_state(seed=5)
+    jax.tree.map(lambda x: x.delete(), like)
+    found = rx.restore(directory, like)
+    assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
+    with pytest.raises(ValueError, match="abstract or deleted in `like`"):
+        rx.restore(directory, like, only="model")
 
 
 # Damage

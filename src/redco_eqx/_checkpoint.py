@@ -24,7 +24,7 @@ from redco_eqx._checksum import digests
 from redco_eqx._listing import best_of, entries, litter, local, orbax_checkpoint, read_record
 from redco_eqx._processes import from_first, on_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
-from redco_eqx._snapshot import info_of, storable, to_names
+from redco_eqx._snapshot import has_value, info_of, storable, to_names
 from redco_eqx._state import TrainState
 
 
@@ -104,7 +104,7 @@ class CheckpointWriter:
         """
         arrays = to_names(state)
         for name, x in arrays.items():
-            if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
+            if not has_value(x):
                 what = "is abstract" if isinstance(x, jax.ShapeDtypeStruct) else "has been donated or deleted"
                 raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
         stored = storable(arrays)

@@ -71,7 +71,7 @@ def digest(x: Any, starts: tuple[Any, ...], shape: tuple[int, ...]) -> UInt32[Ar
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _per_device(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Callable[[Any], Any]:
     """The digest of the piece on each device. No device waits for another: there can be a thousand leaves, and
     so many collectives at once can block a CPU."""

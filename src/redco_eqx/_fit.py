@@ -120,6 +120,7 @@ def fit(
     - `NonFiniteError`, with the last good state.
     - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
         saved first if there are `checkpoints`; a second signal leaves at once.
+    - `ImportError` if `checkpoints` are wanted and Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
     An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
@@ -254,7 +255,10 @@ def fit(
             training.end_by(error, saver)
             raise
         if stop:
-            raise TrainingInterrupted(training.state, training.run.step, stop, path)
+            interruption = TrainingInterrupted(training.state, training.run.step, stop, path)
+            if progress is not False:
+                say(f"fit: {interruption}")
+            raise interruption
         return training.state
 
 

@@ -14,7 +14,7 @@ from redco_eqx._listing import entries, local, orbax_checkpoint, read_record
 from redco_eqx._mesh import put
 from redco_eqx._processes import from_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo
-from redco_eqx._snapshot import MODEL, choose, from_names, stored_target, to_names
+from redco_eqx._snapshot import MODEL, choose, from_names, has_value, stored_target, to_names
 from redco_eqx._state import TrainState
 
 
@@ -107,9 +107,11 @@ def select(
         raise ValueError(
             f"the state does not fit the checkpoint {info.path}.\n  " + "\n  ".join(problems[:20]) + more
         )
-    for name in own:
-        if name not in names and isinstance(own[name], jax.ShapeDtypeStruct):
-            raise ValueError(f"restore: {name} is not read, but is abstract in `like`, so it has no value.")
+    for name, x in own.items():
+        if name not in names and not has_value(x):
+            raise ValueError(
+                f"restore: {name} is not read, but is abstract or deleted in `like`, so it has no value."
+            )
     return names
 
 

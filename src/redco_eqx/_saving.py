@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 
 from redco_eqx._checkpoint import CheckpointWriter
+from redco_eqx._interrupt import TrainingInterrupted
 from redco_eqx._listing import complete, orbax_checkpoint, read_record
 from redco_eqx._processes import Vote, from_first, on_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord
@@ -157,7 +158,14 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not KeyboardInterrupt:  # that is a second Ctrl-C, which waits for nothing
+        # A second Ctrl-C waits for nothing. Nor does an error on one of many processes: a save is complete when
+        # all have written, and the others may never do so.
+        is_alone = jax.process_count() == 1
+        if (
+            kind is None
+            or issubclass(kind, TrainingInterrupted)
+            or (is_alone and kind is not KeyboardInterrupt)
+        ):
             self._writer.close()
 
 

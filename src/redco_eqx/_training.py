@@ -13,6 +13,7 @@ from redco_eqx._mesh import put, replicated
 from redco_eqx._record import CheckpointError, RunRecord
 from redco_eqx._report import Reporter
 from redco_eqx._saving import Saver
+from redco_eqx._snapshot import has_value
 from redco_eqx._state import TrainState
 from redco_eqx._throttle import Throttle
 from redco_eqx._types import Batch
@@ -126,7 +127,7 @@ class Training:
         if isinstance(error, NonFiniteError):
             return
         state = self.state
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        if not all(map(has_value, jax.tree.leaves(state))):
             return
         where = ""
         # Not on many processes: the others know nothing of the error, and would not take part.

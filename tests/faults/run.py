@@ -404,6 +404,7 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reduced", action="store_true", help="fewer tries")
+    parser.add_argument("--tries", type=int, default=999, help="at most so many of each")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -413,12 +414,13 @@ def main() -> None:
     for name, (fault, in_full, reduced) in FAULTS.items():
         if arguments.only not in name:
             continue
+        num_tries = reduced if arguments.reduced else in_full
         began = time.monotonic()
         survived = lost = 0
         note = ""
         with tempfile.TemporaryDirectory() as base:
             try:
-                for note in fault(pathlib.Path(base), reduced if arguments.reduced else in_full):
+                for note in fault(pathlib.Path(base), min(num_tries, arguments.tries)):
                     survived += not note.startswith("not tried")
             except Exception as error:
                 lost = 1
