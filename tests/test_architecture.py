@@ -16,8 +16,8 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 ROWS = [
     ["_types", "_tree", "_mesh", "_interrupt", "_hlo", "_hlo_groups", "_chain", "_store", "_launch"],
     ["_leave", "_presence"],
-    ["_distributed", "_agreement", "_watchdog"],
-    ["_throttle"],
+    ["_rendezvous", "_agreement", "_watchdog"],
+    ["_distributed", "_throttle"],
     ["_checksum", "_record", "_processes", "_epochs"],
     ["_static", "_layers", "_log", "_hlo_loops", "_listing", "_ambient", "_fsdp"],
     ["_links", "_collectives", "_split"],

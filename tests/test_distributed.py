@@ -1,13 +1,16 @@
 """Joining, agreeing and leaving: what can be seen on one host. `nox -s hosts` does it on several."""
 
 import collections
+import concurrent.futures
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -15,8 +18,9 @@ import numpy as np
 import pytest
 
 import redco_eqx as rx
-from redco_eqx import _agreement, _distributed, _store
+from redco_eqx import _agreement, _distributed, _rendezvous, _store
 from redco_eqx._launch import Launch, find_launch, is_loopback, share_of_devices, tasks_on_node
+from redco_eqx._rendezvous import meet
 
 HOSTS = pathlib.Path(__file__).with_name("hosts")
 
@@ -209,16 +213,85 @@ def test_times_are_positive(name, value):
 
 def test_absent_coordinator_is_named():
     address = f"127.0.0.1:{harness.free_port()}"
-    with pytest.raises(TimeoutError, match=f"process 3 of 4 found nobody at {address}.* for 1 s.*refused"):
-        _distributed._reach(Launch(address, 4, 3, None), 1)
+    with pytest.raises(TimeoutError, match=f"process 3 of 4 found nobody at {address}.* for 0.3 s.*refused"):
+        meet(Launch(address, 4, 3, None), 0.3)
 
 
 def test_taken_port_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot open port {port} .*in use"):
-            _distributed._check_port(Launch(f"127.0.0.1:{port}", 2, 0, None))
-    _distributed._check_port(Launch(f"127.0.0.1:{port}", 2, 0, None))
+            meet(Launch(f"127.0.0.1:{port}", 2, 0, None), 1.0)
+
+
+def meet_all(places, timeout_seconds):
+    """What `meet` raises for each of `(num_processes, process_id)`, all at once; `None` where it returns."""
+    address = f"127.0.0.1:{harness.free_port()}"
+
+    def run(place):
+        try:
+            meet(Launch(address, place[0], place[1], None), timeout_seconds)
+            if place[1] == 0:  # as JAX's service does
+                servers.append(socket.create_server(("", int(address.partition(":")[2]))))
+        except Exception as error:
+            return error
+
+    servers = []
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        outcomes = list(threads.map(run, places))
+    for server in servers:
+        server.close()
+    return outcomes
+
+
+def test_all_meet():
+    assert meet_all([(4, 2), (4, 3), (4, 0), (4, 1)], 60.0) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("places", "seconds", "kind", "message"),
+    [
+        ([(4, 0), (4, 2)], 0.5, TimeoutError, r"processes 1, 3 of 4 did not come .* within 0\.5 s"),
+        ([(3, 0), (2, 1)], 60.0, ValueError, "process 1 on .* num_processes=2, but process 0 on .* 3"),
+        ([(3, 0), (3, 1), (3, 1)], 60.0, ValueError, "process_id=1 was given twice"),
+    ],
+)
+def test_who_does_not_fit_is_named_on_all(places, seconds, kind, message):
+    for error in meet_all(places, seconds):
+        assert isinstance(error, kind)
+        assert re.search(message, str(error))
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n", b"\x00\x00\x12\x04", b"{}\n"])
+def test_another_service_at_the_address(greeting):
+    with socket.create_server(("127.0.0.1", 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        joined = thread.submit(meet, Launch(address, 2, 1, None), 60.0)
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(greeting)
+            with pytest.raises(ValueError, match=f"answers at {address} is not process 0"):
+                joined.result()
+
+
+def test_strangers_are_ignored_and_a_restarted_process_is_taken():
+    port = harness.free_port()
+    address = f"127.0.0.1:{port}"
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        gathered = thread.submit(meet, Launch(address, 3, 0, None), 60.0)
+        for text in (b"", b"GET / HTTP/1.1\r\n", b'{"process_id": 1, "num_processes": 3, "host": "a"}\n'):
+            with _rendezvous._connect(Launch(address, 3, 1, None), time.monotonic() + 60, 60.0) as stranger:
+                stranger.sendall(text)
+        waiting = []
+        for process in (1, 2):
+            connection = socket.create_connection(("127.0.0.1", port))
+            hello = {"process_id": process, "num_processes": 3, "host": "b"}
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            waiting.append(connection)
+        assert gathered.result() is None
+        for connection in waiting:
+            assert json.loads(connection.recv(1000)) == {"go": True}
+            connection.close()
 
 
 def test_own_name_that_others_cannot_reach(monkeypatch):

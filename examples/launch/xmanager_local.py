@@ -2,8 +2,8 @@
 
     xmanager launch examples/launch/xmanager_local.py -- --num_processes=2 --arguments="--tensor 2"
 
-XManager needs an environment of its own (`uv venv && uv pip install xmanager`): its pins do not go together with
-those of others. `--python` is the interpreter of the environment that has `redco_eqx`.
+XManager needs an environment of its own (`uv venv && uv pip install xmanager`), as its pins do not go
+together with those of others. `--python` is the interpreter of the environment that has `redco_eqx`.
 """
 
 import pathlib
@@ -11,7 +11,7 @@ import shlex
 import socket
 
 from absl import app, flags
-from xmanager import xm, xm_local
+from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]
 
 _PYTHON = flags.DEFINE_string("python", "python", "Interpreter that has redco_eqx.")
 _SCRIPT = flags.DEFINE_string("script", str(pathlib.Path(__file__).with_name("train.py")), "What to run.")

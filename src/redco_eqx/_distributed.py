@@ -1,9 +1,7 @@
 """Joining the processes of a run on many hosts, or failing soon and with a reason."""
 
-import errno
 import os
 import socket
-import time
 import warnings
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from redco_eqx import _store
 from redco_eqx._launch import Launch, find_launch, is_loopback
 from redco_eqx._leave import Leaving, say
 from redco_eqx._presence import watch_coordinator, watch_processes
+from redco_eqx._rendezvous import meet
 
 
 def initialize_distributed(
@@ -58,10 +57,10 @@ def initialize_distributed(
 
     **Raises:**
 
-    - `ValueError`, `TypeError`: the arguments do not fit together.
+    - `ValueError`, `TypeError`: the arguments do not fit together, or those of two processes do not.
     - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`; a host that
         takes its own name for a loopback address, so that the others could not reach it.
-    - `TimeoutError`: process 0 does not answer.
+    - `TimeoutError`: process 0 does not answer, or others did not come to it; it says which.
     - `OSError`: on process 0, the port is taken.
     """
     for name, value in (
@@ -82,10 +81,7 @@ def initialize_distributed(
             "initialize_distributed: JAX has been used already (an array, jax.devices(), ...), and its "
             f"devices are those of one process, not of {launch.num_processes}. Call it first of all."
         )
-    if launch.process_id == 0:
-        _check_port(launch)
-    else:
-        _reach(launch, timeout_seconds)
+    meet(launch, timeout_seconds)
     jax.distributed.initialize(
         launch.coordinator_address,
         launch.num_processes,
@@ -118,49 +114,6 @@ def initialize_distributed(
         except OSError as error:
             say(f"no connection to watch process 0 by ({error}); if it is lost, heartbeats will tell.")
     _check_own_address(launch)
-
-
-def _check_port(launch: Launch) -> None:
-    """On process 0. The service itself would share the port with that of another run."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    try:
-        socket.create_server(("", launch.port), family=family).close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return  # JAX may know better
-        raise OSError(
-            error.errno,
-            f"initialize_distributed: process 0 cannot open port {launch.port} of coordinator_address="
-            f"{launch.coordinator_address!r}: it is in use, perhaps by a run that has not ended yet. Choose "
-            "another.",
-        ) from error
-
-
-def _reach(launch: Launch, timeout_seconds: int) -> None:
-    """Waits until process 0 answers. JAX would abort the interpreter where it does not."""
-    end = time.monotonic() + timeout_seconds
-    pause, told = 0.05, False
-    while True:
-        try:
-            left = end - time.monotonic()
-            socket.create_connection((launch.host, launch.port), timeout=max(0.1, min(5, left))).close()
-            return
-        except OSError as error:
-            if time.monotonic() + pause > end:
-                raise TimeoutError(
-                    f"initialize_distributed: process {launch.process_id} of {launch.num_processes} found "
-                    f"nobody at {launch.coordinator_address}, where process 0 should be, for "
-                    f"{timeout_seconds} s ({error}). Is process 0 running, is this its address as seen from "
-                    f"{socket.gethostname()}, and is the port open?"
-                ) from error
-            if not told and time.monotonic() > end - timeout_seconds + 10:
-                told = True
-                say(
-                    f"process {launch.process_id} waits for process 0 at {launch.coordinator_address} "
-                    f"({error}); at most {timeout_seconds} s"
-                )
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
 
 
 def _check_own_address(launch: Launch) -> None:

@@ -61,6 +61,7 @@ class Leaving:
         self._code: int | None = None
         self._told: set[str] = set()
         self._exiting = False
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._name = _store.name_of(process)
         self._coordinator = _store.name_of(0)  # asked for now: when it is lost, nobody answers
@@ -119,7 +120,8 @@ class Leaving:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._previous_hook(kind, error, traceback)
-        if not self._exiting:
+        # Neither at the prompt, where the session goes on, nor in a child that was forked off.
+        if not (self._exiting or hasattr(sys, "ps1") or os.getpid() != self._pid):
             self._fail_of(error)
 
     def _fail_of(self, error: BaseException) -> None:
@@ -130,6 +132,8 @@ class Leaving:
 
     def _at_exit(self) -> None:
         # Set by Python for what was not caught, whoever has replaced our hook since.
+        if os.getpid() != self._pid:
+            return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._code is None and error is not None and not hasattr(sys, "ps1"):
             self._fail_of(error)
@@ -165,17 +169,17 @@ class Leaving:
             say(f"{name} has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy.")
 
     def _watch(self) -> None:
-        num_errors = 0
+        failing_since = None
         while True:
             time.sleep(self._interval)
             if _store.client() is None:  # JAX has left
                 return
             try:
                 failed = _store.entries("failed")
-                num_errors = 0
+                failing_since = None
             except Exception as error:
-                num_errors += 1
-                if num_errors == 3 and not self._exiting:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > 10 and not self._exiting:
                     self._code = 1 if self._code is None else self._code
                     say(f"process 0, which coordinates, does not answer {self._name}: {error}")
                     self.leave()

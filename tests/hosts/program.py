@@ -155,7 +155,7 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
         optimizer=optimizer,
         batch_size=BATCH_SIZE,
         num_steps=NUM_STEPS,
-        checkpoints=rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
+        checkpoints=checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
         loggers=[],
         progress=False,
         step_timeout_seconds=5 if fault == "stuck" else None,
@@ -172,9 +172,7 @@ def main():
     if what == "equal":
         equal(out, sys.argv[3:] or list(MESHES))
     else:
-        faulty(
-            out, what, int(sys.argv[3]), pathlib.Path(sys.argv[4] if len(sys.argv) > 4 else out / "checkpoints")
-        )
+        faulty(out, what, int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def xmanager(session):
     if not pathlib.Path(uv).exists():
         return row("xmanager", "local executor", "uv not found (pip install uv)", False)
     out = session.directory()
-    home = pathlib.Path(os.environ.get("REDCO_XMANAGER", out / "xmanager"))
+    home = pathlib.Path(os.environ.get("REDCO_XMANAGER") or out / "xmanager")
     if not home.exists():
         for command in (
             [uv, "venv", "-q", "--python", sys.executable, home],
@@ -286,6 +286,7 @@ def run_fault(session, fault, whole):
     what = f"{fault.fault}, process {fault.process}"
     out = session.directory()
     checkpoints = out / "checkpoints"
+    hosts = None
     with contextlib.ExitStack() as stack:
         if fault.fault == "link down":
             if reason := network.missing():
@@ -298,10 +299,10 @@ def run_fault(session, fault, whole):
             processes.wait_for_trouble(out / f"ready.{fault.process}", 150)
         else:
             processes.wait_for([out / f"ready.{i}" for i in range(2)], 150)
-            if fault.signal is None:
-                hosts.set_link(False)
-            else:
+            if fault.signal is not None:
                 processes.signal(fault.process, fault.signal)
+            elif hosts is not None:
+                hosts.set_link(False)
         frozen = [i for i, allowed in enumerate(fault.codes) if allowed is FROZEN]
         codes, took = processes.leave(max(60, 2 * fault.at_most), besides=frozen)
     fits = all(allowed is FROZEN or code in allowed for code, allowed in zip(codes, fault.codes))
