@@ -27,13 +27,21 @@ import common
 def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
     """The model and tokenizer in a directory, or new ones for these texts."""
     if args.model:
-        model, tokenizer = models.load_pretrained(args.model, mesh), AutoTokenizer.from_pretrained(args.model)
+        model = models.load_pretrained(args.model, mesh, stacked=True, remat="full")  # for large ones
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
         if tokenizer.pad_token is None or tokenizer.eos_token is None:
             raise ValueError(f"{args.model}: the tokenizer lacks a pad_token or an eos_token. Set it.")
         return model, tokenizer
     size = 64 if args.quick else 128
-    sizes = {"vocab_size": 8 * size, "hidden_size": size, "intermediate_size": 3 * size, "pad_token_id": 0}
-    config = models.LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.06)
+    config = models.LlamaConfig(
+        vocab_size=8 * size,
+        hidden_size=size,
+        intermediate_size=3 * size,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        initializer_range=0.06,
+        pad_token_id=0,
+    )
     key = jax.random.key(args.seed)
     model = rx.init_model(lambda key: models.LlamaForCausalLM(config, key=key), mesh, key=key)
     return model, code_data.make_tokenizer(texts, 8 * size)
@@ -57,17 +65,26 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return models.generate(model, **prompt, max_new_tokens=48, temperature=0.5, key=key)
 
 
-def tune(args: Any, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
+def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
     """The state after some epochs, and bits per byte of `test`: before and after them, and by a bigram."""
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps, args.rate / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1), **options)
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
-    bits = {"before": rx.evaluate(state, test, **functions)["loss"]}
-    state = rx.fit(state, train, **functions, optimizer=optimizer, num_epochs=args.epochs, log_every=100)
-    bits["after"] = rx.evaluate(state, test, **functions)["loss"]
-    return state, {**bits, "bigram": code_data.bigram_bits(train, test, model.config.vocab_size)}
+    before = rx.evaluate(state, test, **functions)["loss"]
+    state = rx.fit(
+        state,
+        train,
+        **functions,
+        optimizer=optimizer,
+        num_epochs=args.epochs,
+        checkpoints=args.checkpoints and args.checkpoints / name,
+        log_every=100,
+    )
+    after = rx.evaluate(state, test, **functions)["loss"]
+    bigram = code_data.bigram_bits(train, test, model.config.vocab_size)
+    return state, {"before": before, "after": after, "bigram": bigram}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -87,7 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results = {}
     for task in args.tasks or parts:
         train, test = (code_data.encode(tokenizer, part, args.length) for part in parts[task])
-        state, results[task] = tune(args, model, train, test)
+        state, results[task] = tune(args, task, model, train, test)
         shown = test[:: len(test) // 4 + 1]
         written = rx.predict(state, shown, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size)
         for example, text in zip(shown, tokenizer.batch_decode(written, skip_special_tokens=True)):
