@@ -1,4 +1,4 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, faults, aot, lint, types, bench."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, examples, faults, aot, lint, types, bench."""
 
 import nox
 
@@ -49,6 +49,15 @@ def hosts(session: nox.Session) -> None:
 
 
 @nox.session
+def examples(session: nox.Session) -> None:
+    """Tests of the examples, then all of them as they come: the table and pictures in `examples/`."""
+    session.install("-e", ".[all]", *group("tests"), *group("examples"))
+    if not session.posargs:
+        session.run("pytest", "tests/examples")
+    session.run("python", "examples/run_all.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style: ruff check and ruff format."""
     session.install(*group("lint"))
@@ -59,7 +68,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Static types: pyright."""
-    session.install("-e", ".[log]", *group("tests"), *group("types"))
+    session.install("-e", ".[all]", *group("tests"), *group("types"), *group("examples"))
     session.run("pyright", *session.posargs)
 
 

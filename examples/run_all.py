@@ -1,0 +1,168 @@
+"""Runs the examples as they come, and writes what they reach into `examples/README.md`, with pictures.
+
+    python examples/run_all.py                            # all of them
+    python examples/run_all.py differential_privacy ...   # some; the other rows stay
+
+An example is a row of `EXAMPLES`. It fails if it does not reach the number that is stated there.
+"""
+
+import ast
+import dataclasses
+import importlib
+import io
+import multiprocessing
+import pathlib
+import re
+import sys
+import time
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+Row = tuple[float, float]
+
+
+def pairs(results: Mapping[str, tuple[Any, float]]) -> dict[str, Row]:
+    """Of results that are curves or numbers with their baselines, the last number and the baseline."""
+    return {name: (x[-1] if isinstance(x, list) else x, baseline) for name, (x, baseline) in results.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What an example must reach.
+
+    - `stated`: for each number of `rows(results)` what it measures, and the least (`">= 0.9"`) or most
+        (`"<= 2.5"`) that it may be.
+    - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
+    - `rows`: from what the example's `main` returns to `{name: (number, baseline)}`.
+    """
+
+    stated: Mapping[str, tuple[str, str]]
+    upstream: Sequence[int] = ()
+    rows: Callable[[Any], dict[str, Row]] = pairs
+
+
+def bits(results: Mapping[str, float]) -> Row:
+    """Bits per byte, and those of a bigram."""
+    return results["after"], results["bigram"]
+
+
+EXAMPLES = {
+    "custom_loop": Example(
+        {
+            "ensemble of 8": ("accuracy; that of one member", ">= 0.9"),
+            "tuned loss": ("by hypergradients; before", "<= 0.8"),
+            "hypergradient": ("by grad; by finite difference", "<= 0"),
+            "equimo's VisionTransformer": ("accuracy; logistic regression's", ">= 0.85"),
+        }
+    ),
+    "classification_regression": Example(
+        {
+            "digits": ("accuracy; logistic regression's", ">= 0.93"),
+            "classification": ("accuracy; logistic regression's", ">= 0.885"),
+            "regression": ("R²; ridge regression's", ">= 0.2"),
+        },
+        upstream=(168, 80),
+    ),
+    "language_modeling": Example(
+        {
+            "code": ("bits per byte; a bigram's", "<= 2.7"),
+            "instructions": ("bits per byte; a bigram's", "<= 2.7"),
+        },
+        upstream=(214,),
+        rows=lambda results: {task: bits(numbers) for task, numbers in results.items()},
+    ),
+    "lora": Example(
+        {
+            "branches": ("bits per byte; full fine-tuning's", "<= 2.7"),
+            "merged": ("bits per byte; of the branches", "<= 2.7"),
+        },
+        upstream=(478,),
+        rows=lambda r: {"branches": (r["after"], r["full"]), "merged": (r["merged"], r["after"])},
+    ),
+    "differential_privacy": Example(
+        {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")}, upstream=(165,)
+    ),
+}
+
+
+def code_lines(source: str) -> int:
+    """Number of lines with code on them: no blank line, comment or docstring."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in skipped]
+    lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def files_of(file: pathlib.Path) -> set[pathlib.Path]:
+    """A program and every file of this folder that it imports."""
+    imports = re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE)
+    candidates = [path for name in imports for path in (HERE / f"{name}.py", HERE / name / "main.py")]
+    return {file}.union(*(files_of(path) for path in candidates if path.exists()))
+
+
+def picture(file: pathlib.Path, results: Mapping[str, Any]) -> None:
+    """Draws what are curves of scores, each with its baseline as a broken line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    for name, value in results.items():
+        if isinstance(value, tuple) and isinstance(value[0], list):
+            (line,) = axes.plot(range(1, 1 + len(value[0])), value[0], label=name)
+            axes.axhline(value[1], color=line.get_color(), linestyle="dashed", linewidth=1)
+    if axes.lines:
+        axes.set(xlabel="evaluation", ylabel="score (broken: baseline)")
+        axes.legend()
+        figure.savefig(file, dpi=90)
+
+
+def run(name: str) -> tuple[list[str], list[str]]:
+    """Runs an example: its rows of the table, and what it fell short of."""
+    example, start = EXAMPLES[name], time.perf_counter()
+    sys.path.insert(0, str(HERE))
+    results = importlib.import_module(f"{name}.main").main([])
+    seconds = time.perf_counter() - start
+    picture(HERE / name / "scores.png", results)
+    lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
+    upstream = " + ".join(str(n) for n in example.upstream) or "–"
+    table, short = [], []
+    if example.upstream and lines >= sum(example.upstream):
+        short.append(f"{name}: {lines} lines, upstream {upstream}")
+    numbers = example.rows(results)
+    for what, (measure, bound) in example.stated.items():
+        number, baseline = numbers[what]
+        if not (number >= float(bound[2:]) if bound.startswith(">=") else number <= float(bound[2:])):
+            short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
+        cells = (f"[{name}]({name}/main.py)", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
+        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream]) + " |")
+    return table, short
+
+
+def main(names: Sequence[str]) -> None:
+    """Runs them one after the other, each in its own process, and replaces their rows."""
+    unknown = sorted(set(names) - set(EXAMPLES))
+    if unknown:
+        sys.exit(f"error: there is no example {unknown[0]!r}, but {', '.join(EXAMPLES)}.")
+    page, short = HERE / "README.md", []
+    for name in names or EXAMPLES:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as process:
+            table, missed = process.submit(run, name).result()
+        short += missed
+        lines = page.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if not line.startswith(f"| [{name}](")]
+        last = max(i for i, line in enumerate(kept) if line.startswith("|"))
+        kept[last + 1 : last + 1] = table
+        page.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    if short:
+        sys.exit("error: " + "; ".join(short))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
