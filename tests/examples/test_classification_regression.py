@@ -1,0 +1,129 @@
+"""Classification and regression: they learn, read the formats of the public sets, and refuse others."""
+
+import pytest
+
+pytest.importorskip("sklearn", exc_type=ImportError)
+pytest.importorskip("pyarrow", exc_type=ImportError)
+
+import csv
+import gzip
+
+import common
+import digits_data
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from classification_regression import main as example
+
+CALM = ["the", "sea", "is", "calm", "and", "the", "sky", "is", "clear", "today", "so", "we", "sail", "on"]
+WILD = ["storm", "waves", "broke", "over", "us", "all", "night", "long", "and", "we", "fear", "to", "sink"]
+
+
+def rows(num, seed):
+    """Texts whose class is in their words, and a score that counts some of them; and some noise."""
+    random = np.random.default_rng(seed)
+    for _ in range(num):
+        label = random.integers(2)
+        words = [*random.choice((CALM, WILD)[label], 6), *random.choice(CALM + WILD, 3)]
+        text = " ".join(words)
+        yield {
+            "first": text[:20],
+            "second": text[20:],
+            "kind": ("calm", "wild")[label],
+            "score": str(label * 3.0),
+        }
+
+
+def write_tables(directory):
+    train, dev = list(rows(256, 0)), list(rows(64, 1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(dev), directory / "dev.parquet")
+    with (directory / "train.tsv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, train[0], delimiter="\t")
+        writer.writeheader()
+        writer.writerows(train)
+    return ["--data", str(directory), "--text", "first", "second"]
+
+
+def write_mnist(directory, train, test):
+    for name, split in (("train", train), ("t10k", test)):
+        images = np.stack([np.round(x * 255) for x, _ in split]).astype(np.uint8)
+        labels = np.array([y for _, y in split], np.uint8)
+        head = np.array([0x803, *images.shape], ">i4").tobytes()
+        (directory / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + images.tobytes()))
+        head = np.array([0x801, len(labels)], ">i4").tobytes()
+        (directory / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+
+
+def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
+    train, test = digits_data.digits()
+    write_mnist(tmp_path, train[:640], test[:160])
+    again, _ = digits_data.digits(str(tmp_path))
+    assert [y for _, y in again] == [y for _, y in train[:640]]
+    np.testing.assert_allclose(again[7][0], train[7][0], atol=1 / 255)
+    results = example.main(["--task", "digits", "--data", str(tmp_path), "--epochs", "6"])
+    scores, linear = results["digits"]
+    assert 0.8 < linear < 0.95
+    assert scores[-1] > linear - 0.08, "after 120 steps"
+
+
+def test_tables_are_read_and_learnt(tmp_path):
+    flags = write_tables(tmp_path)
+    results = example.main([*flags, "--task", "classification", "--label", "kind", "--epochs", "5"])
+    scores, linear = results["classification"]
+    assert len(scores) == 5
+    assert linear > 0.85
+    assert scores[-1] > linear - 0.1
+    results = example.main([*flags, "--task", "regression", "--label", "score", "--epochs", "5"])
+    scores, linear = results["regression"]
+    assert linear > 0.5
+    assert scores[-1] > 0.25, "R^2, after 40 steps: the mean alone has 0"
+
+
+def test_formats_give_the_same_rows(tmp_path):
+    expected = list(rows(20, 2))
+    expected[3]["first"] = 'says "no", twice'
+    for suffix, style in (
+        ("csv", {}),
+        ("tsv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}),
+    ):
+        with (tmp_path / f"{suffix}.{suffix}").open("w", newline="") as file:
+            writer = csv.DictWriter(file, expected[0], **style)
+            writer.writeheader()
+            writer.writerows(expected)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(expected), tmp_path / "parquet.parquet")
+    pairs = [(f"{row['first']}\n{row['second']}", row["kind"]) for row in expected]
+    for split in ("csv", "tsv", "parquet"):
+        assert example.table(str(tmp_path), [split], ["first", "second"], "kind") == pairs
+
+
+def test_docstrings_are_split_once_and_for_all():
+    train, held_out = example.docstrings("kind", 20)
+    texts = {text for text, _ in train}
+    assert texts.isdisjoint(text for text, _ in held_out)
+    assert len(texts) > 2 * len(held_out) > 20
+    assert {kind for _, kind in train} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--task", "digits", "--data", "/nowhere"], "/nowhere"),
+        (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv or .parquet"),
+        (["--tensor", "16"], "needs 16 devices"),
+        (["--tensor", "0"], "tensor=0"),
+        (["--devices", "-1"], "--devices -1"),
+        (["--task", "digits", "--batch-size", "7"], "batch_size=7"),
+    ],
+)
+def test_bad_input_ends_with_one_line(flags, words):
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: example.main(flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    flags = write_tables(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: example.main([*flags, "--task", "classification"]))
+    assert "no column 'label' among first, second, kind, score" in str(caught.value)
