@@ -1,0 +1,122 @@
+"""The reader's own loops do what the plain ones do: scan, vmap, grad; and another package's model."""
+
+import pytest
+
+pytest.importorskip("equimo", exc_type=ImportError)
+pytest.importorskip("sklearn", exc_type=ImportError)
+
+import functools
+import types
+from typing import Any
+
+import digits_data
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from custom_loop import main as loops
+from sklearn.linear_model import LogisticRegression
+
+import redco_eqx as rx
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    train, held_out = digits_data.digits()
+    return train[:320], held_out[:160]
+
+
+def new_state(mesh, seed, optimizer=OPTIMIZER):
+    model = rx.init_model(
+        lambda key: eqx.nn.MLP(64, 10, 16, 1, activation=jnp.tanh, key=key), mesh, key=jax.random.key(seed)
+    )
+    return rx.init_state(model, optimizer, key=jax.random.key(seed + 100))
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for path in found:
+        np.testing.assert_allclose(found[path], expected[path], rtol=2e-3, atol=2e-5)  # Adam, float32
+
+
+def test_an_epoch_by_scan_is_the_loop_over_steps(digits):
+    data = loops.collate_fn(digits[0])
+    mesh = rx.make_mesh(tensor=2)
+    step = functools.partial(rx.train_step, loss_fn=loops.loss_fn, optimizer=OPTIMIZER)
+    state, losses = jax.jit(functools.partial(loops.train_epoch, step=step, batch_size=32))(
+        new_state(mesh, 0), data
+    )
+    expected = new_state(mesh, 0)
+    order = np.asarray(jax.random.permutation(jax.random.fold_in(expected.key, 0), 320)).reshape(10, 32)
+    step = jax.jit(step)
+    for i, rows in enumerate(order):
+        expected, metrics = step(expected, {name: x[rows] for name, x in data.items()})
+        np.testing.assert_allclose(losses[i], float(metrics["loss"]), rtol=1e-3)
+    close(state.params, expected.params)
+
+
+def test_members_of_an_ensemble_are_as_if_trained_alone(digits):
+    data = loops.collate_fn(digits[0][:128])
+    mesh = rx.make_mesh(tensor=2)
+    step = functools.partial(rx.train_step, loss_fn=loops.loss_fn, optimizer=OPTIMIZER)
+    epoch = functools.partial(loops.train_epoch, step=step, batch_size=32)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(new_state(mesh, seed) for seed in (0, 1)))
+    together, _ = jax.jit(jax.vmap(epoch, in_axes=(0, None)))(stacked, data)
+    alone = jax.jit(epoch)
+    for i, seed in enumerate((0, 1)):
+        close({path: x[i] for path, x in together.params.items()}, alone(new_state(mesh, seed), data)[0].params)
+
+
+def test_the_hypergradient_is_the_finite_difference(digits):
+    with jax.enable_x64(True):
+        train, held_out = (
+            {"x": x["x"].astype(np.float64), "y": x["y"]}
+            for x in map(loops.collate_fn, (digits[0][:96], digits[1][:32]))
+        )
+        model = eqx.nn.MLP(64, 10, 8, 1, activation=jnp.tanh, dtype=jnp.float64, key=jax.random.key(0))
+        state = rx.init_state(model, key=jax.random.key(1))
+        run = jax.jit(jax.value_and_grad(functools.partial(loops.loss_after_training, batch_size=32)))
+        hyper = {"log_rate": jnp.log(0.1), "log_decay": jnp.log(0.1)}
+        gradient = run(hyper, state, train, held_out)[1]
+        for name, value in gradient.items():
+            high, low = (run(hyper | {name: hyper[name] + e}, state, train, held_out)[0] for e in (1e-3, -1e-3))
+            assert abs(float(value)) > 1e-4
+            # Losses are kept in float32, which leaves five digits of a difference of 2e-3 at best.
+            np.testing.assert_allclose(float(value), float(high - low) / 2e-3, rtol=2e-2)
+
+
+def test_an_ensemble_learns_as_much_as_logistic_regression(digits):
+    train, held_out = digits
+    args = types.SimpleNamespace(seed=0, epochs=8, batch_size=32)
+    together, alone = loops.ensemble(args, rx.make_mesh(tensor=2), train, held_out)
+    x, y = (np.stack([x.ravel() for x, _ in train]), [y for _, y in train])
+    linear = LogisticRegression(max_iter=300).fit(x, y)
+    baseline = linear.score(np.stack([x.ravel() for x, _ in held_out]), [y for _, y in held_out])
+    assert together >= baseline - 0.03
+    assert together >= alone - 0.02
+
+
+def test_a_published_model_is_split_by_the_rules_and_its_loss_does_not_depend_on_the_mesh(digits):
+    from equimo.models.vit import VisionTransformer
+
+    batch = loops.collate_fn(digits[0][:16])
+    loss_fn = functools.partial(loops.loss_fn, predict_fn=loops.predict_by_vit)
+    optimizer = optax.sgd(0.1)
+    losses = []
+    for mesh in (rx.make_mesh(data=1), rx.make_mesh(tensor=4)):
+        vit: Any = VisionTransformer
+        make = functools.partial(vit, 8, 1, 32, 2, 4, [1], num_classes=10)
+        model = rx.init_model(lambda key, make=make: make(key=key), mesh, key=jax.random.key(0))
+        attention = model.blocks[0].blocks[0].attn
+        if mesh.size > 1:
+            assert attention.qkv.weight.sharding.spec[0] == "tensor"
+            assert attention.proj.weight.sharding.spec[1] == "tensor"
+        state = rx.init_state(model, optimizer, key=jax.random.key(1))
+        step = jax.jit(functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer))
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-4)
