@@ -124,19 +124,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model, tokenizer = load_or_make(args, mesh, texts[0])
     if not args.model:
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
-        model = tune(args, model, *windows)[0].model
+        model = tune(args, "code", model, *windows)[0].model
     records = records or [code_data.signatures(part) for part in texts]
     train, test = (code_data.encode(tokenizer, part, args.length) for part in records)
 
     full = {}
     if args.compare or not args.model:  # from a copy: training takes its arrays over
         copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model)
-        full = {"full": tune(args, copy, train, test)[1]["after"]}
+        full = {"full": tune(args, "full", copy, train, test)[1]["after"]}
 
     args.rate, key = rate, jax.random.key(args.seed + 2)
     adapted = adapt(model, mesh, targets=args.targets, rank=args.rank, scale=2.0, key=key)
     print(rx.explain(adapted, mesh))
-    state, results = tune(args, adapted, train, test, trainable=branches(adapted))
+    state, results = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
 
     merged = rx.init_state(merge(state.model), key=key)
     metrics = rx.evaluate(merged, test, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
