@@ -300,11 +300,11 @@ def test_own_name_that_others_cannot_reach(monkeypatch):
     monkeypatch.setattr(_store, "wait", lambda key, seconds: store[key])
     monkeypatch.setattr(socket, "gethostname", lambda: "myhost")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    monkeypatch.setattr(jax.config, "jax_platforms", "cpu", raising=False)
+    monkeypatch.setattr(_distributed, "_platform", lambda: "cpu")
     launch = Launch("10.0.0.1:1", 2, 0, None)
     with pytest.raises(RuntimeError, match=r"'myhost', resolves to 127\.0\.1\.1.*/etc/hosts"):
         _distributed._check_own_address(launch)
-    monkeypatch.setattr(jax.config, "jax_platforms", "cuda,cpu", raising=False)
+    monkeypatch.setattr(_distributed, "_platform", lambda: "")
     with pytest.warns(UserWarning, match="does not matter"):
         _distributed._check_own_address(launch)
     store["network/1"] = _distributed._network()  # all on this host

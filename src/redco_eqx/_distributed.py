@@ -100,10 +100,10 @@ def initialize_distributed(
     # A little before JAX aborts for the same reason, with a message that names no host.
     probe = 0.5 * heartbeat_timeout_seconds
     if launch.process_id == 0:
-        watch_processes(leaving.lost, leaving.silent, probe_seconds=probe)
+        leaving.before_exit(watch_processes(leaving.lost, leaving.silent, probe_seconds=probe))
     else:
         try:
-            watch_coordinator(
+            done = watch_coordinator(
                 launch.host,
                 launch.process_id,
                 leaving.lost,
@@ -111,6 +111,7 @@ def initialize_distributed(
                 probe_seconds=probe,
                 timeout_seconds=10,
             )
+            leaving.before_exit(done)
         except OSError as error:
             say(f"no connection to watch process 0 by ({error}); if it is lost, heartbeats will tell.")
     _check_own_address(launch)
@@ -139,9 +140,14 @@ def _check_own_address(launch: Launch) -> None:
         f"for each other in vain. Give {name} its address in the network in /etc/hosts (Debian writes "
         f"`127.0.1.1 {name}` there)."
     )
-    if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
+    if _platform() == "cpu":
         raise RuntimeError(message)
     warnings.warn(f"{message} On GPU and TPU this does not matter.", stacklevel=3)
+
+
+def _platform() -> str:
+    """The one that was asked for, and nothing where the choice is JAX's; asking JAX would use its devices."""
+    return (jax.config.jax_platforms or "").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _network() -> str:

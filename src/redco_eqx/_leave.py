@@ -61,6 +61,8 @@ class Leaving:
         self._code: int | None = None
         self._told: set[str] = set()
         self._exiting = False
+        self._stop = threading.Event()
+        self._last_acts: list[Callable[[], None]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._name = _store.name_of(process)
@@ -77,7 +79,12 @@ class Leaving:
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        threading.Thread(target=self._watch, name="redco_eqx.watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="redco_eqx.watch", daemon=True)
+        self._thread.start()
+
+    def before_exit(self, act: Callable[[], None]) -> None:
+        """Has `act` called when this process is done, before JAX waits for the others to be."""
+        self._last_acts.append(act)
 
     def fail(self, reason: str, *, code: int = 1, may_be_others: bool = False) -> None:
         """Tells every process why this one ends. It is gone at most `leave_seconds` after this call.
@@ -137,13 +144,20 @@ class Leaving:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._code is None and error is not None and not hasattr(sys, "ps1"):
             self._fail_of(error)
-        self._exiting = True  # from here on JAX waits for the others, and the watch goes on
+        self._exiting = True
+        if self._code is None:
+            for act in self._last_acts:
+                act()
+            # A thread that is inside JAX when the interpreter ends would abort it. From here on JAX waits for
+            # the others, and connections alone tell of those that are lost.
+            self._stop.set()
+            self._thread.join(5.0)
         if self._code is not None:
             self.leave()
 
     def lost(self, process: int, how: str) -> None:
         """Ends this process because another one is gone without a word. Called from a thread."""
-        if self._exiting or _store.client() is None:
+        if _store.client() is None:
             return
         if process == 0:  # and with it the store; JAX is about to abort, so first of all the message
             if "0" not in self._told:
@@ -170,8 +184,7 @@ class Leaving:
 
     def _watch(self) -> None:
         failing_since = None
-        while True:
-            time.sleep(self._interval)
+        while not self._stop.wait(self._interval):
             if _store.client() is None:  # JAX has left
                 return
             try:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from redco_eqx import _store
 
 _KEY = "presence"
+_DONE = b"."
 _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)  # where a peer is frozen, buffers fill up
 
 
@@ -24,19 +25,21 @@ def watch_processes(
     on_silent: Callable[[int, float], None],
     *,
     probe_seconds: float,
-) -> None:
+) -> Callable[[], None]:
     """On process 0, from a thread: calls `on_lost(process, how)` when the connection to one ends.
 
-    And `on_silent(process, seconds)`, once, when one has not answered for `probe_seconds`.
+    And `on_silent(process, seconds)`, once, when one has not answered for `probe_seconds`. Returns a function
+    by which this process says that it is done: the end of its connections is then no loss to the others.
     """
     server = _listen()
     token = secrets.token_hex(8)
     _store.put(_KEY, f"{server.getsockname()[1]} {token}")
+    names: dict[socket.socket, int] = {}
+    finished: set[socket.socket] = set()
 
     def run() -> None:
         ready = selectors.DefaultSelector()
         ready.register(server, selectors.EVENT_READ)
-        names: dict[socket.socket, int] = {}
         answered: dict[socket.socket, float] = {}
         asked = time.monotonic()
         while True:
@@ -57,8 +60,12 @@ def watch_processes(
                     connection.close()
                     answered.pop(connection, None)
                     if connection in names:
-                        on_lost(names.pop(connection), how)
+                        process = names.pop(connection)
+                        if connection not in finished:
+                            on_lost(process, how)
                     continue
+                if _DONE in data:
+                    finished.add(connection)
                 answered[connection] = time.monotonic()
             now = time.monotonic()
             if now - asked < probe_seconds / 4:
@@ -72,6 +79,7 @@ def watch_processes(
                     on_silent(names[connection], now - since)
 
     threading.Thread(target=run, name="redco_eqx.presence", daemon=True).start()
+    return lambda: _say_done(list(names))
 
 
 def watch_coordinator(
@@ -82,10 +90,11 @@ def watch_coordinator(
     *,
     probe_seconds: float,
     timeout_seconds: float,
-) -> None:
+) -> Callable[[], None]:
     """On another process, from a thread: calls `on_lost(0, how)` when the connection to process 0 ends.
 
-    And `on_silent(0, seconds)` each time that it has not asked anything for `probe_seconds`.
+    And `on_silent(0, seconds)` each time that it has not asked anything for `probe_seconds`. Returns a function
+    by which this process says that it is done.
 
     Raises `OSError` or `jax.errors.JaxRuntimeError` if there is no connection within `timeout_seconds`.
     """
@@ -96,6 +105,7 @@ def watch_coordinator(
     connection.settimeout(probe_seconds)
 
     def run() -> None:
+        is_finished = False
         while True:
             try:
                 data, how = _receive(connection)
@@ -103,12 +113,21 @@ def watch_coordinator(
                 on_silent(0, probe_seconds)
                 continue
             if not data:
-                on_lost(0, how)
+                if not is_finished:
+                    on_lost(0, how)
                 return
+            is_finished = is_finished or _DONE in data
             with contextlib.suppress(OSError):
                 connection.send(b"!", _DONT_WAIT)
 
     threading.Thread(target=run, name="redco_eqx.presence", daemon=True).start()
+    return lambda: _say_done([connection])
+
+
+def _say_done(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.send(_DONE, _DONT_WAIT)
 
 
 def _listen() -> socket.socket:
