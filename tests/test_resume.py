@@ -570,7 +570,7 @@ def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
     assert_counted(state, int(state.step), linear_state())
-    assert 7 <= int(state.step) <= 10  # that of 6, if it was on its way, or of 8, told at the latest by the next
+    assert 7 <= int(state.step) <= 10  # told of the save of 6 or of 8, by 10 at the latest
     assert steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
     assert_counted(counted(linear_state(), tmp_path), 12, linear_state())
 
