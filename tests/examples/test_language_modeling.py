@@ -1,5 +1,9 @@
 """The language-modeling example, at a tiny size: it learns more than a bigram, and others can read it."""
 
+import pytest
+
+pytest.importorskip("transformers", exc_type=ImportError)
+
 import json
 import math
 
@@ -7,9 +11,8 @@ import code_data
 import common
 import jax
 import numpy as np
-import pytest
+import transformers
 from language_modeling import main as example
-from transformers import AutoTokenizer
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -28,7 +31,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def held_out(run):
     """Some windows of held-out modules, in the tokens of the run."""
-    tokenizer = AutoTokenizer.from_pretrained(run[0] / "code")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
     return code_data.encode(tokenizer, code_data.modules(10)[1], 64)[:24]
 
 
@@ -55,7 +58,6 @@ def test_what_is_written_is_a_checkpoint_with_its_tokenizer(run):
 
 def test_transformers_gives_the_same_bits_per_byte(run, held_out):
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(run[0] / "code")
     batch = example.collate_fn(held_out)
     with torch.no_grad():
@@ -87,7 +89,7 @@ def test_a_checkpoint_goes_on_with_records_of_ones_own(run, records, tmp_path):
 
 
 def test_an_opt_of_any_size_is_tuned_by_the_same_program(run, records, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(run[0] / "code")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
     config = models.OPTConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -174,7 +176,7 @@ def test_bad_input_ends_in_one_line(run, tmp_path, capsys):
     assert "row 1 needs instruction, output" in refusal(capsys, "--data", str(file))
     assert "needs 128 devices" in refusal(capsys, "--tensor", "128")
 
-    tokenizer = AutoTokenizer.from_pretrained(run[0] / "code")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
     tokenizer.pad_token = None
     bare = tmp_path / "bare"
     models.save_pretrained(models.load_pretrained(run[0] / "code"), bare)
