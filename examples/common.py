@@ -22,7 +22,7 @@ def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.A
     parser.add_argument("--batch-size", type=int, default=batch_size, help="over all devices")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
-    parser.add_argument("--output", type=pathlib.Path, help="a directory for what is written")
+    parser.add_argument("--output", type=pathlib.Path, help="a directory for predictions or models")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="a directory to save in and to go on from")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     return parser

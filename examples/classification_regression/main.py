@@ -201,7 +201,7 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps), weight_decay=0.05)
     scores = []
     print(f"{task}: {len(train)} examples, {len(held_out)} held out")
-    rx.fit(
+    state = rx.fit(
         rx.init_state(model, optimizer, key=state_key),
         train,
         collate_fn=collate_fn,
@@ -212,9 +212,15 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
         eval_examples=held_out,
         predict_fn=predict_fn,
         metric_fn=metric_fn,
+        predictions_directory=args.output and args.output / task,
         checkpoints=args.checkpoints and args.checkpoints / task,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
     )
+    if scores == []:  # its checkpoints say that the run is over
+        outputs = rx.predict(
+            state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size
+        )
+        scores.append(metric_fn(held_out, outputs)["score"])
     return [score for score in scores if score is not None], reference
 
 

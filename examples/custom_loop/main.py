@@ -154,7 +154,7 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
     print(rx.explain(model, mesh), end="\n\n")
     optimizer = optax.adamw(1e-3)
     scores = []
-    rx.fit(
+    state = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(1)),
         train,
         collate_fn=collate_fn,
@@ -165,9 +165,14 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
         eval_examples=held_out,
         predict_fn=predict_by_vit,
         metric_fn=accuracy,
+        predictions_directory=args.output,
         checkpoints=args.checkpoints,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )
+    if scores == []:  # its checkpoints say that the run is over
+        size = mesh.size
+        logits = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_by_vit, batch_size=size)
+        scores.append(accuracy(held_out, logits)["accuracy"])
     return [score for score in scores if score is not None]
 
 
@@ -175,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     """What was reached (a number, or those on the way), each with what it is compared with."""
     parser = common.flags(__doc__, batch_size=32, epochs=12)
     args, mesh = common.start(parser, argv)
+    args.epochs = 2 if args.quick else args.epochs
     train, held_out = digits_data.digits()
     flat = [np.stack([x.ravel() for x, _ in examples]) for examples in (train, held_out)]
     labels = [[y for _, y in examples] for examples in (train, held_out)]

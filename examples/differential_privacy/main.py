@@ -125,10 +125,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
         model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed))
         rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
-        sample = functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed)
-        rx.fit(
+        state = rx.fit(
             rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
-            sample,
+            functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed),
             collate_fn=collate_fn,
             loss_fn=loss_fn,
             step_fn=functools.partial(private_step, optimizer=optimizer, **rule),
@@ -139,9 +138,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             eval_every_steps=20,
             predict_fn=predict_fn,
             metric_fn=metric_fn,
+            predictions_directory=args.output and args.output / f"noise-{noise:.3f}",
             checkpoints=args.checkpoints and args.checkpoints / f"noise-{noise:.3f}",
             loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
         )
+        if found == []:  # its checkpoints say that the run is over
+            logits = rx.predict(
+                state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=places
+            )
+            found.append(metric_fn(held_out, logits)["accuracy"])
         return [accuracy for accuracy in found if accuracy is not None]
 
     private, plain = accuracies(args.clip, noise), accuracies(1e9, 0.0)
