@@ -1,4 +1,5 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, examples, faults, aot, lint, types, bench."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, test_examples, examples, faults,
+hosts, aot, lint, types, bench."""
 
 import nox
 
@@ -49,11 +50,16 @@ def hosts(session: nox.Session) -> None:
 
 
 @nox.session
-def examples(session: nox.Session) -> None:
-    """Tests of the examples, then all of them as they come: the table and pictures in `examples/`."""
+def test_examples(session: nox.Session) -> None:
+    """Each example at a tiny size: what it learns, against a baseline."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
-    if not session.posargs:
-        session.run("pytest", "tests/examples")
+    session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """All examples as they come: the table and pictures in `examples/`."""
+    session.install("-e", ".[all]", *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
 
 
