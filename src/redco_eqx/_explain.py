@@ -42,8 +42,8 @@ class Explanation:
 
 
 _GATHERS = (
-    "over fsdp: scan_layers gathers one layer at a time; a scan or loop of your own gets its weights whole, "
-    "gathered before the loss"
+    "over fsdp: scan_layers gathers one layer at a time; without it all weights are gathered for the loss, and "
+    "again for its gradient, and a lax.scan of your own gets its whole stack"
 )
 
 

@@ -43,11 +43,13 @@ def train_step(
     Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
 
     Where `shardings` splits parameters over `fsdp`, what [`scan_layers`][] is given is left to it: each layer
-    is gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). All others are
-    gathered once before the loss and kept until its gradient is done: gradients and optimizer state are split,
-    but the weights are whole for as long as the loss runs. That holds for layers in a Python loop or a
-    `lax.scan` of your own too, into which nothing can reach from outside: write them by `scan_layers`. To find
-    out, the loss is traced once more. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    is gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). A model that uses
+    neither it nor `embed` nor `cross_entropy` is gathered before the loss, and again for its gradient, which
+    keeps the results of matrix products and convolutions only and computes the rest again: so the compiler can
+    free a weight after its layer, if the layers are written one after another. A `lax.scan` of your own gathers
+    its whole stack. What else is not left to `scan_layers` is gathered once, and kept until the gradient is
+    done. To find out, the loss is traced once more. The gathers have no forward-mode derivative (`jax.jvp`,
+    `jax.hessian`).
 
     **Arguments:**
 
@@ -82,6 +84,8 @@ def train_step(
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
+    if split and len(split) == sum(map(is_split, (layout or {}).values())):
+        loss_of = jax.checkpoint(loss_of, policy=_keep_products)
     gradient = jax.value_and_grad(loss_of, has_aux=True)
     if num_microbatches == 1:
         (_, (loss, metrics, model_state)), grads = gradient(params, state.model_state, batch, key)
@@ -245,6 +249,11 @@ def _split_outside(
 
     later = marked(jax.make_jaxpr(traced)([state.params[path] for path in paths]).jaxpr)
     return {path: split[path] for i, path in enumerate(paths) if path in split and i not in later}
+
+
+def _keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: gathered weights are not kept, nor what is cheap to compute again."""
+    return primitive.name in ("dot_general", "conv_general_dilated")
 
 
 def _gather(params: dict[str, Array], split: dict[str, NamedSharding]) -> dict[str, Array]:

@@ -4,6 +4,7 @@ Bytes are compared as numbers of elements sent: the compiler turns weights into 
 where a product would do so anyway.
 """
 
+import dataclasses
 import math
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import collectives as bench
 import equinox as eqx
 import jax
 import pytest
+import quickstart
 import topology
 
 import redco_eqx as rx
@@ -92,3 +94,18 @@ def test_fsdp_and_tensor_add_up():
     moved = sum(c.total_bytes for c in over(found, "tensor"))
     assert 0 <= moved - least["forward"] - least["backward"] <= 0.02 * moved
     assert {c.kind for c in over(found, "tensor")} == {"all-reduce"}
+
+
+def test_fsdp_of_a_users_own_layers_needs_the_memory_of_zero_3():
+    # Plain eqx.nn in a Python loop, with no building block: the quickstart's, made wide.
+    def make_model(key: Any) -> Any:
+        return quickstart.Transformer(dim=1024, num_heads=16, num_layers=6, key=key)
+
+    case = dataclasses.replace(bench.quickstart_case(), make_model=make_model)
+    mesh = topology.mesh("v5e:2x4", fsdp=8)
+    program = bench.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
+    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    parameters = 4 * sum(math.prod(x.shape) for x in rx.to_arrays(model).values())
+    layer = 4 * sum(math.prod(x.shape) for x in rx.to_arrays(model.layers[0]).values())
+    peak = program.memory_analysis().peak_memory_in_bytes
+    assert peak <= 1.1 * (4 * parameters // mesh.size + layer)
