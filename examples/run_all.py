@@ -68,16 +68,16 @@ EXAMPLES = {
     ),
     "language_modeling": Example(
         {
-            "code": ("bits per byte; a bigram's", "<= 2.7"),
-            "instructions": ("bits per byte; a bigram's", "<= 2.7"),
+            "code": ("bits per byte; a bigram's", "<= 2.2"),
+            "instructions": ("bits per byte; a bigram's", "<= 1.9"),
         },
         upstream=(214,),
         rows=lambda results: {task: bits(numbers) for task, numbers in results.items()},
     ),
     "lora": Example(
         {
-            "branches": ("bits per byte; full fine-tuning's", "<= 2.7"),
-            "merged": ("bits per byte; of the branches", "<= 2.7"),
+            "branches": ("bits per byte; full fine-tuning's", "<= 1.85"),
+            "merged": ("bits per byte; of the branches", "<= 1.85"),
         },
         upstream=(478,),
         rows=lambda r: {"branches": (r["after"], r["full"]), "merged": (r["merged"], r["after"])},
