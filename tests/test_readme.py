@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import redco_eqx as rx
-import redco_eqx.models
+from redco_eqx import models
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
@@ -50,7 +50,7 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     assert int(state.step) == 3
     assert "key/value: 8 heads split" in capfd.readouterr().out
     assert {path.name for path in (tmp_path / "finetuned").iterdir()} == {"config.json", "model.safetensors"}
-    saved = rx.to_arrays(rx.models.load_pretrained("finetuned", stacked=True))
+    saved = rx.to_arrays(models.load_pretrained("finetuned", stacked=True))
     np.testing.assert_equal(jax.device_get(saved), jax.device_get(rx.to_arrays(state.model)))
 
     rx.save("run", dataclasses.replace(state, step=state.step + 4))
