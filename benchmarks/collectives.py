@@ -392,7 +392,8 @@ def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
 MESH_NOTES = """\
 MiB sent is by the ring algorithm, which makes kinds comparable.
 - tensor 8: the 4 heads do not divide, so attention is whole on every device and communicates nothing.
-- fsdp 8: parameters are gathered once, gradients reduced once; the CPU compiler has no reduce-scatter.
+- fsdp 8: parameters are gathered forward and again backward, gradients reduced once; the CPU compiler has
+  no reduce-scatter.
 - 2 x 2 x 2: the lookup (a plain `take`) gathers the batch backward; `embed` does not."""
 
 
