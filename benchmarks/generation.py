@@ -6,13 +6,12 @@
    each token. Both are compiled once, at static shapes, and give the same tokens.
    Predicted: the loop without a cache does as many times the work as the text has places, so the ratio grows
    with the text, and stays below the number of places by what a step costs whatever its size.
-   Outcome (two busy cores): 2.4, 11.7, 14.6 times the rate at 64, 128, 256 places, the same tokens. It grows,
-   and is far below the number of places: a step of one token is mostly overhead at this size.
+   Outcome: 5.0, 7.6, 10.2 times the rate at 64, 128, 256 places, the same tokens. It grows, and is far below
+   the number of places: a step of one token is mostly overhead at this size.
 2. Seconds to trace and compile one `train_step` with AdamW, layers as a list and stacked for `lax.scan`.
    Predicted: in proportion to depth for the list, and constant for the stack.
-   Outcome (two busy cores): list 2.6, 4.5, 9.4 s at 4, 16, 32 layers, stack 3.6, 3.3, 4.9 s. The stack is
-   constant to the noise of the machine. The list grows by about 0.25 s a layer on top of some 2 s, so that
-   the stack compiles slower at 4 layers, and half as long at 32.
+   Outcome: list 2.7, 3.7, 6.9 s at 4, 16, 32 layers, stack 2.3, 2.1, 2.0 s. The stack is constant; the list
+   grows on top of some 2 s.
 
 One device, float32. Only the ratios within one run mean something.
 """
