@@ -8,17 +8,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._mesh import axis_size, without_axis
+from redco_eqx._mesh import axes_of, axis_size, without_axis
 
 _MARK = "gathered layer by layer"
 
 
 def is_split(sharding: NamedSharding) -> bool:
     """Whether this layout uses `fsdp`, of more than one device."""
-    names = [
-        name for entry in sharding.spec if entry for name in ([entry] if isinstance(entry, str) else entry)
-    ]
-    return "fsdp" in names and axis_size(sharding.mesh, "fsdp") > 1
+    return "fsdp" in axes_of(sharding.spec) and axis_size(sharding.mesh, "fsdp") > 1
 
 
 def gather(x: Array, sharding: NamedSharding) -> Array:

@@ -103,6 +103,11 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     return axis_size(mesh, BATCH_AXES)
 
 
+def axes_of(spec: PartitionSpec) -> list[str]:
+    """Every axis that a spec names."""
+    return [name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry)]
+
+
 def without_axis(entry: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:
     """An entry of a `PartitionSpec` without one axis."""
     if isinstance(entry, tuple):

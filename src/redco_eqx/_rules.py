@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._mesh import BATCH_AXES, axis_size, check_mesh
+from redco_eqx._mesh import BATCH_AXES, axes_of, axis_size, check_mesh
 from redco_eqx._roles import Role, tensor_roles
 from redco_eqx._tree import describe, is_array, to_arrays
 
@@ -174,11 +174,7 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
         d
         for d in decisions.values()
         if d.role in ("whole", "grouped", "recurrent")
-        and axis_size(
-            mesh,
-            [a for entry in d.spec if entry for a in ([entry] if isinstance(entry, str) else entry)],
-        )
-        == 1
+        and axis_size(mesh, axes_of(d.spec)) == 1
         and d.bytes_per_device >= LARGE_BYTES
     ]
     if whole:

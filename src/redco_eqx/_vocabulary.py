@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from redco_eqx._ambient import batch_axes, mesh_of, tensor_size
 from redco_eqx._fsdp import gather_tree, is_split, mark
-from redco_eqx._mesh import axis_size
+from redco_eqx._mesh import axes_of, axis_size
 from redco_eqx._parallel import check_sequence
 from redco_eqx._rules import decide
 from redco_eqx._split import apply
@@ -238,8 +238,7 @@ def _whole(x: Array, spec: PartitionSpec) -> Array:
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     """Marks what came in by `spec` as different on each device along all of `axes`."""
-    named = [name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry)]
-    missing = tuple(axis for axis in axes if axis not in named)
+    missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
