@@ -96,6 +96,19 @@ def test_formats_give_the_same_rows(tmp_path):
         assert example.table(str(tmp_path), [split], ["first", "second"], "kind") == pairs
 
 
+def test_a_table_without_a_header_is_read_by_given_names(tmp_path):
+    (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')  # as in CoLA
+    columns = ["source", "label", "marker", "sentence"]
+    found = example.table(str(tmp_path), ["train"], ["sentence"], "label", columns)
+    assert found == [('He "said so.', "1"), ("So he", "0")]
+
+
+def test_pairs_of_neighbours_tell_orders_apart():
+    one, other, longer = (set(example.encode(x).tolist()) for x in ("a b c", "c b a", "a b c " * 50))
+    assert len(one & other) == 1 + 4, "nothing, the start and three words"
+    assert one < longer
+
+
 def test_docstrings_are_split_once_and_for_all():
     train, held_out = example.docstrings("kind", 20)
     texts = {text for text, _ in train}
@@ -127,3 +140,21 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(SystemExit) as caught:
         common.run(lambda: example.main([*flags, "--task", "classification"]))
     assert "no column 'label' among first, second, kind, score" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [("ay\tcalm\nno\n", "row 1 lacks a text or its kind"), ("ay\twild\n", "'wild' is not among those")],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path, rows, words):
+    (tmp_path / "train.tsv").write_text("first\tkind\nay\tcalm\nno\tgrim\n")
+    (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
+    flags = ["--task", "classification", "--data", str(tmp_path), "--text", "first", "--label", "kind"]
+    with pytest.raises(SystemExit, match=words):
+        common.run(lambda: example.main(flags))
+
+
+def test_a_score_that_is_not_a_number_is_named(tmp_path):
+    flags = write_tables(tmp_path)
+    with pytest.raises(SystemExit, match=r"--label kind: '(calm|wild)' is not a number"):
+        common.run(lambda: example.main([*flags, "--task", "regression", "--label", "kind"]))
