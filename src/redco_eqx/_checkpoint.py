@@ -183,12 +183,15 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)
 
     def _make_checkpointer(self) -> Any:
-        return self._ocp.AsyncCheckpointer(
-            self._ocp.CompositeCheckpointHandler(
-                arrays=self._ocp.PyTreeCheckpointHandler(),
-                record=self._ocp.JsonCheckpointHandler(filename="record.json"),
-            )
+        # Directories are made by `save` itself: in the background, threads would wait for those that cannot be
+        # made, and hold up the end of the process until a time-out of minutes.
+        options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
+        handler = self._ocp.CompositeCheckpointHandler(
+            composite_options=self._ocp.CompositeOptions(async_options=options),
+            arrays=self._ocp.PyTreeCheckpointHandler(),
+            record=self._ocp.JsonCheckpointHandler(filename="record.json"),
         )
+        return self._ocp.AsyncCheckpointer(handler, async_options=options)
 
     def _failed(self, path: pathlib.Path | None, error: Exception) -> CheckpointError:
         # One failure leaves several errors behind, of which each later call would raise another.

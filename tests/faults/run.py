@@ -6,6 +6,8 @@ if anything is lost.
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -145,7 +148,12 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> Any:
-    defaults: Any = {"step_fn": counting_step, "collate_fn": collate, "prefetch": 0}
+    defaults: Any = {
+        "step_fn": counting_step,
+        "collate_fn": collate,
+        "prefetch": 0,
+        "checkpoints": rx.Checkpoints(directory, every_steps=2),
+    }
     return rx.fit(
         linear_state(),
         make_examples(22),
@@ -153,7 +161,6 @@ def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> 
         optimizer=optax.sgd(0.05),
         batch_size=4,
         num_steps=num_steps,
-        checkpoints=rx.Checkpoints(directory, every_steps=2),
         progress=False,
         **{**defaults, **arguments},
     )
@@ -231,29 +238,75 @@ def all_damaged(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """The error reaches the caller with the state, and the run goes on when there is room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """The error reaches the caller with the state, and the run goes on when there is room.
+
+    In turn a file system that is full, where there is the right to mount, and a limit on the size of a file.
+    """
     expected = small_run(base / "whole")
+    keeping = {"every_steps": 2, "keep_last": None}  # none is removed, which would make room
+    num_full = 0
     for index in range(tries):
         num_calls = 0
+        directory = base / str(index)
+        with file_system(directory, size="16m") as is_mounted:
+            fill = crammed(directory) if is_mounted and index % 2 == 0 else limited()
+            num_full += is_mounted and index % 2 == 0
+            with contextlib.ExitStack() as stack:
 
-        def filling(examples: Any, at: int = 3 + index % 5) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == at:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
-            return collate(examples)
+                def filling(
+                    examples: Any, at: int = 3 + index % 5, fill: Any = fill, stack: Any = stack
+                ) -> Any:
+                    nonlocal num_calls
+                    num_calls += 1
+                    if num_calls == at:
+                        stack.enter_context(fill)
+                    return collate(examples)
 
-        try:
-            small_run(base / str(index), collate_fn=filling)
-            raise Lost("nothing was said")
-        except rx.CheckpointError as error:
-            state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
-            require(int(state.step) >= 3, "the state is not the last one")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert_same(small_run(base / str(index)), expected)
-        yield ""
+                try:
+                    small_run(directory, collate_fn=filling, checkpoints=rx.Checkpoints(directory, **keeping))
+                    raise Lost("nothing was said")
+                except rx.CheckpointError as error:
+                    state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
+                    require(int(state.step) >= 3, "the state is not the last one")
+            assert_same(small_run(directory), expected)
+        yield f"{num_full} of them a file system with no room, the others a limit on files"
+
+
+@contextlib.contextmanager
+def file_system(directory: pathlib.Path, size: str = "50%") -> Iterator[bool]:
+    """A file system in memory, mounted on `directory`; yields whether there is the right to mount."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)]
+    is_mounted = subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def crammed(directory: pathlib.Path) -> Iterator[None]:
+    """No byte of room in a directory's file system."""
+    path = directory / "filler"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """No file of more than 64 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
@@ -261,10 +314,6 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
     expected = small_run(base / "whole")
     for index in range(tries):
         disk = base / str(index)
-        disk.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "none", str(disk)], capture_output=True).returncode:
-            yield "not tried: no right to mount"
-            return
         num_calls = 0
 
         def locking(examples: Any, at: int = 3 + index, disk: pathlib.Path = disk) -> Any:
@@ -275,7 +324,10 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
                     time.sleep(0.01)  # a file is open for writing
             return collate(examples)
 
-        try:
+        with file_system(disk) as is_mounted:
+            if not is_mounted:
+                yield "not tried: no right to mount"
+                return
             try:
                 small_run(disk, collate_fn=locking)
                 raise Lost("nothing was said")
@@ -284,8 +336,6 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
                 require(int(state.step) >= 3, "the state is not the last one")
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
             assert_same(small_run(disk), expected)
-        finally:
-            subprocess.run(["umount", str(disk)], check=True)
         yield ""
 
 
@@ -401,6 +451,40 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
 }
 
 
+def lingering(seconds: float = 20) -> list[str]:
+    """Threads that would hold up the end of the process, after so long a wait."""
+    names: list[str] = []
+    until = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(max(0.0, until - time.monotonic()))
+            names += [thread.name] if thread.is_alive() else []
+    return names
+
+
+@contextlib.contextmanager
+def standard_error_kept() -> Iterator[None]:
+    """Keeps what is printed to the standard error for the case that the block fails.
+
+    When a save fails, the threads of Orbax and TensorStore print a page of what they also raise.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        usual = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except Exception:
+            kept.seek(0)
+            os.write(usual, kept.read())
+            raise
+        finally:
+            gc.collect()  # futures that nobody waited for print when they go
+            sys.stderr.flush()
+            os.dup2(usual, 2)
+            os.close(usual)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reduced", action="store_true", help="fewer tries")
@@ -420,8 +504,10 @@ def main() -> None:
         note = ""
         with tempfile.TemporaryDirectory() as base:
             try:
-                for note in fault(pathlib.Path(base), min(num_tries, arguments.tries)):
-                    survived += not note.startswith("not tried")
+                with standard_error_kept():
+                    for note in fault(pathlib.Path(base), min(num_tries, arguments.tries)):
+                        survived += not note.startswith("not tried")
+                    require(not lingering(), f"threads hold up the end of the process: {lingering()}")
             except Exception as error:
                 lost = 1
                 note = f"{type(error).__name__}: {error}"
