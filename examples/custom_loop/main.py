@@ -152,7 +152,8 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
     make = functools.partial(vit, **sizes, num_classes=10)
     model = rx.init_model(lambda key: make(key=key), mesh, key=jax.random.key(args.seed))
     print(rx.explain(model, mesh), end="\n\n")
-    optimizer = optax.adamw(1e-3)
+    num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps))
     scores = []
     state = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(1)),

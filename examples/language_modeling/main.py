@@ -8,6 +8,7 @@ The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT
 
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from redco_eqx import models
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import code_data
 import common
+
+RATES = {"code": 5e-3, "instructions": 1e-3}  # of learning, for a new model; the second task begins with it
 
 
 def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
@@ -66,50 +69,57 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
 
 
 def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
-    """The state after some epochs, and bits per byte of `test`: before and after them, and by a bigram."""
+    """The state after some epochs, and bits per byte of `test`: before, on the way and after; by a bigram."""
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps, args.rate / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1), **options)
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
-    before = rx.evaluate(state, test, **functions)["loss"]
+    scores = [rx.evaluate(state, test, **functions)["loss"]]
     state = rx.fit(
         state,
         train,
         **functions,
         optimizer=optimizer,
         num_epochs=args.epochs,
+        eval_examples=test,
+        eval_every_steps=num_steps // 5 + 1,
         checkpoints=args.checkpoints and args.checkpoints / name,
         log_every=100,
+        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/loss"))],
     )
-    after = rx.evaluate(state, test, **functions)["loss"]
-    bigram = code_data.bigram_bits(train, test, model.config.vocab_size)
-    return state, {"before": before, "after": after, "bigram": bigram}
+    scores = [score for score in scores if score is not None]
+    if len(scores) == 1:  # its checkpoints say that the run is over
+        scores.append(rx.evaluate(state, test, **functions)["loss"])
+    return state, (scores, code_data.bigram_bits(train, test, model.config.vocab_size))
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Tunes on each task; returns bits per byte."""
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
+    """Bits per byte of held-out text on each task: before, on the way and after; by a bigram."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
-    parser.add_argument("--tasks", nargs="+", choices=("code", "instructions"), help="both by default")
-    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 5e-3 for a new model")
+    parser.add_argument("--tasks", nargs="+", choices=RATES, help="both by default")
+    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, else 5e-3, then 1e-3")
     parser.add_argument("--length", type=int, default=128, help="of an example, in tokens")
     args, mesh = common.start(parser, argv)
-    args.rate = args.rate or (2e-5 if args.model else 5e-3)
+    rates = dict.fromkeys(RATES, args.rate or 2e-5) if args.rate or args.model else RATES
     records = args.data and code_data.read_records(args.data)
     texts = code_data.modules(10 if args.quick else 3)
     model, tokenizer = load_or_make(args, mesh, texts[0])
     parts = {"code": texts, "instructions": records or [code_data.signatures(part) for part in texts]}
     results = {}
     for task in args.tasks or parts:
+        args.rate = rates[task]
         train, test = (code_data.encode(tokenizer, part, args.length) for part in parts[task])
         state, results[task] = tune(args, task, model, train, test)
         shown = test[:: len(test) // 4 + 1]
         written = rx.predict(state, shown, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size)
         for example, text in zip(shown, tokenizer.batch_decode(written, skip_special_tokens=True)):
             print(tokenizer.decode(example["tokens"][example["prompt"]]), "=>", text)
-        print(f"{task}: {results[task]} bits per byte of {len(test)} held-out examples")
+        (before, *_, after), bigram = results[task]
+        print(f"{task}: {before:.3f} to {after:.3f} bits per byte of {len(test)} held-out examples; ", end="")
+        print(f"{bigram:.3f} by a bigram")
         model = state.model
         if args.output:
             models.save_pretrained(model, args.output / task)

@@ -11,6 +11,7 @@ by training everything, for comparison.
 import itertools
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +26,7 @@ from redco_eqx import models
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import code_data
 import common
-from language_modeling.main import collate_fn, load_or_make, loss_fn, tune
+from language_modeling.main import RATES, collate_fn, load_or_make, loss_fn, tune
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -106,43 +107,47 @@ def num_parameters(arrays: dict[str, Any]) -> int:
     return sum(x.size for x in arrays.values())
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Adapts, merges, exports; returns bits per byte and the number of parameters trained."""
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
+    """Bits per byte of held-out answers by branches, in full, and merged; the number of parameters trained."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="names of the projections to adapt")
     parser.add_argument("--rank", type=int, default=8, help="of the branches")
-    parser.add_argument("--rate", type=float, help="of learning; 3e-4 for a checkpoint, 1e-2 for a new model")
+    parser.add_argument("--rate", type=float, help="of learning; 3e-4 for a checkpoint, 5e-3 for a new model")
+    parser.add_argument("--full-rate", type=float, help="of training in full; --rate / 5 by default")
     parser.add_argument("--length", type=int, default=128, help="of an example, in tokens")
     parser.add_argument("--compare", action="store_true", help="train a checkpoint in full, too")
     args, mesh = common.start(parser, argv)
-    rate = args.rate or (3e-4 if args.model else 1e-2)
-    args.rate = rate / 2  # whole matrices bear less than their branches
+    rate = args.rate or (3e-4 if args.model else 5e-3)
     records = args.data and code_data.read_records(args.data)
     texts = code_data.modules(10 if args.quick else 3)
     model, tokenizer = load_or_make(args, mesh, texts[0])
     if not args.model:
+        args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
         model = tune(args, "code", model, *windows)[0].model
     records = records or [code_data.signatures(part) for part in texts]
     train, test = (code_data.encode(tokenizer, part, args.length) for part in records)
 
-    full = {}
+    results = {}
     if args.compare or not args.model:  # from a copy: training takes its arrays over
         copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model)
-        full = {"full": tune(args, "full", copy, train, test)[1]["after"]}
+        args.rate = args.full_rate or rate / 5
+        results["full"] = tune(args, "full", copy, train, test)[1]
 
     args.rate, key = rate, jax.random.key(args.seed + 2)
     adapted = adapt(model, mesh, targets=args.targets, rank=args.rank, scale=2.0, key=key)
     print(rx.explain(adapted, mesh))
-    state, results = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
+    state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
 
     merged = rx.init_state(merge(state.model), key=key)
     metrics = rx.evaluate(merged, test, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
-    counts = {"trained": num_parameters(state.params), "parameters": num_parameters(merged.params)}
-    results = {**results, "merged": metrics["loss"], **full, **counts}
-    print(f"{results}, in bits per byte of {len(test)} held-out answers, and numbers of parameters")
+    in_full = results["full"][0][-1] if results else bigram
+    results |= {"branches": (scores, in_full), "merged": (metrics["loss"], scores[-1])}
+    results["trained"] = num_parameters(state.params), num_parameters(merged.params)
+    for name, (reached, reference) in results.items():
+        print(f"{name}: {np.ravel(reached)[-1]:.7g}, to compare with {reference:.7g}")
     if args.output:
         np.savez(args.output / "branches.npz", **state.params)
         models.save_pretrained(merged.model, args.output)

@@ -76,7 +76,7 @@ def test_tables_are_read_and_learnt(tmp_path):
     results = example.main([*flags, "--task", "regression", "--label", "score", "--epochs", "5"])
     scores, linear = results["regression"]
     assert linear > 0.5
-    assert scores[-1] > 0.25, "R^2, after 40 steps: the mean alone has 0"
+    assert scores[-1] > linear - 0.15, "after 40 steps"
 
 
 def test_formats_give_the_same_rows(tmp_path):

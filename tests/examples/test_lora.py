@@ -118,19 +118,23 @@ def test_a_target_that_the_model_lacks_is_refused_by_name():
 
 def test_an_adapted_model_nears_the_fully_trained_one_and_is_a_plain_checkpoint(tmp_path):
     results = lora.main(["--quick", "--length", "64", "--output", str(tmp_path)])
-    assert results["trained"] < results["parameters"] / 5
-    assert results["after"] < results["bigram"]
-    gain, full_gain = results["before"] - results["after"], results["before"] - results["full"]
-    assert gain > full_gain / 2 > 0.1
-    assert results["merged"] == pytest.approx(results["after"], rel=1e-5)
+    trained, parameters = results["trained"]
+    assert trained < parameters / 5
+    (before, *_, in_full), bigram = results["full"]
+    scores, reference = results["branches"]
+    assert scores[0] == pytest.approx(before, rel=1e-5)
+    assert reference == in_full
+    assert scores[-1] < bigram
+    assert before - scores[-1] > (before - in_full) / 2 > 0.1
+    assert results["merged"] == (pytest.approx(scores[-1], rel=1e-5), scores[-1])
 
     # The file has the merged weights, and the branches are beside it for whoever wants to keep the base.
     model = models.load_pretrained(tmp_path)
-    assert sum(x.size for x in rx.to_arrays(model).values()) == results["parameters"]
+    assert sum(x.size for x in rx.to_arrays(model).values()) == parameters
     with np.load(tmp_path / "branches.npz") as branches:
-        assert sum(branches[name].size for name in branches) == results["trained"]
+        assert sum(branches[name].size for name in branches) == trained
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     test = code_data.encode(tokenizer, code_data.signatures(code_data.modules(10)[1]), 64)
     state = rx.init_state(model, key=KEY)
     functions = {"collate_fn": lora.collate_fn, "loss_fn": lora.loss_fn, "batch_size": 8}
-    assert rx.evaluate(state, test, **functions)["loss"] == pytest.approx(results["merged"], rel=1e-5)
+    assert rx.evaluate(state, test, **functions)["loss"] == pytest.approx(results["merged"][0], rel=1e-5)
