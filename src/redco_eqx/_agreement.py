@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from redco_eqx import _store
 from redco_eqx._leave import add_check
+from redco_eqx._private import coordination_client
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx._types import Batch
 
@@ -107,7 +108,7 @@ class Agreement:
 def open_stream(mesh: Mesh) -> Agreement | None:
     """The agreement on the next stream over `mesh`; `None` if the mesh is on one process."""
     processes = sorted({device.process_index for device in mesh.devices.flat})
-    if len(processes) == 1 or _store.client() is None:
+    if len(processes) == 1 or coordination_client() is None:
         return None
     group = str(zlib.crc32(str(processes).encode()))
     name = f"{group}.{_num_streams[group]}"

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 
 import jax
-from jax._src import xla_bridge
 
 from redco_eqx import _store
 from redco_eqx._launch import Launch, find_launch, is_loopback
 from redco_eqx._leave import Leaving, say
 from redco_eqx._presence import watch_coordinator, watch_processes
+from redco_eqx._private import has_devices
 from redco_eqx._rendezvous import meet
 
 
@@ -76,7 +76,7 @@ def initialize_distributed(
     launch = find_launch(coordinator_address, num_processes, process_id, local_device_ids, timeout_seconds)
     if launch is None:
         return
-    if xla_bridge.backends_are_initialized():
+    if has_devices():
         raise RuntimeError(
             "initialize_distributed: JAX has been used already (an array, jax.devices(), ...), and its "
             f"devices are those of one process, not of {launch.num_processes}. Call it first of all."

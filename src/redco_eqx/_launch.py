@@ -5,7 +5,7 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 
-from jax._src.clusters import ClusterEnv
+from redco_eqx._private import detect_launch
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 LOCAL_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
@@ -61,7 +61,7 @@ def find_launch(
         _check_process(process, number)
         return None
     if address is None or number is None or process is None:
-        address, number, process, local = _detect(address, number, process, timeout_seconds)
+        address, number, process, local = detect_launch(address, number, process, timeout_seconds)
         if local is not None and devices is None:
             devices = share_of_devices(local, tasks_on_node(environment), environment)
         if address is None and number is None and process is None:
@@ -120,21 +120,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _detect(
-    address: str | None, number: int | None, process: int | None, timeout_seconds: int
-) -> tuple[str | None, int | None, int | None, int | None]:
-    """Fills in what JAX detects. The last one is the number of the process on its node.
-
-    `jax.distributed.initialize` would do the same, but there is no way to look before it leaps.
-    """
-    # The last argument but two is for devices: JAX's choice of them is not always good.
-    found = ClusterEnv.auto_detect_unset_distributed_params(
-        address, number, process, None, None, timeout_seconds
-    )
-    local = found[3]
-    return found[0], found[1], found[2], None if local is None else next(iter(local))
 
 
 def _whole_number(name: str, variable: str, value: int | None, environment: Mapping[str, str]) -> int | None:

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import io
 import logging
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from types import TracebackType
 import jax
 
 from redco_eqx import _store
+from redco_eqx._private import coordination_client
 
 # How long a process with an error that may be another's fault waits for signs of life.
 ROLL_CALL_SECONDS = 3.0
@@ -45,6 +47,28 @@ def add_check(check: Callable[[], str | None]) -> None:
         _checks.append(check)
 
 
+class Standby:
+    """A thread that is there before it is needed: Python starts none when the interpreter is about to end."""
+
+    def __init__(self, act: Callable[[], None], name: str):
+        self._act, self._go, self._done = act, threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def begin(self) -> None:
+        """Has the thread call `act`, once."""
+        self._go.set()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until `act` is over, for so long at most."""
+        self._done.wait(seconds)
+
+    def _run(self) -> None:
+        self._go.wait()
+        with contextlib.suppress(Exception):
+            self._act()
+        self._done.set()
+
+
 class Leaving:
     """Ends this process when it or another one fails. One per process, started after joining."""
 
@@ -59,6 +83,7 @@ class Leaving:
         self._seconds = leave_seconds
         self._interval = max(0.5, num_processes / 200)  # some hundred requests a second for process 0
         self._code: int | None = None
+        self._deadline = math.inf
         self._told: set[str] = set()
         self._exiting = False
         self._stop = threading.Event()
@@ -79,6 +104,12 @@ class Leaving:
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
             if not faulthandler.is_enabled():
                 faulthandler.enable()
+        # These may be held up, by a full pipe or a dead network.
+        self._last_words = [
+            Standby(flush_all, "redco_eqx.flush"),
+            Standby(lambda: _store.put(f"gone/{self._process}", ""), "redco_eqx.gone"),
+        ]
+        self._clock = Standby(self._run_down, "redco_eqx.leave")
         self._thread = threading.Thread(target=self._watch, name="redco_eqx.watch", daemon=True)
         self._thread.start()
 
@@ -110,17 +141,10 @@ class Leaving:
 
     def leave(self) -> None:
         """Flushes what Python has not written yet, and ends the process without any further ado."""
-
-        def note() -> None:
-            with contextlib.suppress(Exception):
-                _store.put(f"gone/{self._process}", "")
-
-        # In threads, because a full pipe or a dead network would hold them up.
-        threads = [threading.Thread(target=target, daemon=True) for target in (flush_all, note)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(1.0)
+        for act in self._last_words:
+            act.begin()
+        for act in self._last_words:
+            act.wait(1.0)
         os._exit(1 if self._code is None else self._code)
 
     def _on_exception(
@@ -157,7 +181,7 @@ class Leaving:
 
     def lost(self, process: int, how: str) -> None:
         """Ends this process because another one is gone without a word. Called from a thread."""
-        if _store.client() is None:
+        if coordination_client() is None:
             return
         if process == 0:  # and with it the store; JAX is about to abort, so first of all the message
             if "0" not in self._told:
@@ -185,7 +209,7 @@ class Leaving:
     def _watch(self) -> None:
         failing_since = None
         while not self._stop.wait(self._interval):
-            if _store.client() is None:  # JAX has left
+            if coordination_client() is None:  # JAX has left
                 return
             try:
                 failed = _store.entries("failed")
@@ -242,11 +266,14 @@ class Leaving:
                 )
 
     def _end_after(self, seconds: float) -> None:
-        def end() -> None:
-            time.sleep(seconds)
-            self.leave()
+        with self._lock:
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
+        self._clock.begin()
 
-        threading.Thread(target=end, name="redco_eqx.leave", daemon=True).start()
+    def _run_down(self) -> None:
+        while time.monotonic() < self._deadline:  # which may move closer
+            time.sleep(0.05)
+        self.leave()
 
 
 def say(message: str) -> None:

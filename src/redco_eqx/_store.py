@@ -7,31 +7,23 @@ a collective, and nothing waits for another process unless it says so.
 import json
 import os
 import socket
-from typing import Any
 
 import jax
-from jax._src import distributed
+
+from redco_eqx._private import coordination_client
 
 _PREFIX = "redco_eqx"
 
 
-def client() -> Any:
-    """The coordination service's client, `None` where there is one process.
-
-    JAX has no public name for it; this line is the only one in the library that knows the private one.
-    """
-    return distributed.global_state.client
-
-
 def put(key: str, value: str) -> None:
     """Sets or replaces the value of a key."""
-    client().key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=True)
+    coordination_client().key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=True)
 
 
 def get(key: str) -> str | None:
     """The value of a key, `None` if it has none."""
     try:
-        return client().key_value_try_get(f"{_PREFIX}/{key}")
+        return coordination_client().key_value_try_get(f"{_PREFIX}/{key}")
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error):
             return None
@@ -40,18 +32,20 @@ def get(key: str) -> str | None:
 
 def wait(key: str, seconds: float) -> str:
     """The value of a key, as soon as it has one. Raises `jax.errors.JaxRuntimeError` after `seconds`."""
-    return client().blocking_key_value_get(f"{_PREFIX}/{key}", round(1000 * seconds))
+    return coordination_client().blocking_key_value_get(f"{_PREFIX}/{key}", round(1000 * seconds))
 
 
 def delete(key: str) -> None:
     """Removes a key."""
-    client().key_value_delete(f"{_PREFIX}/{key}")
+    coordination_client().key_value_delete(f"{_PREFIX}/{key}")
 
 
 def entries(directory: str) -> dict[str, str]:
     """All keys below a directory, named relative to it, with their values."""
     start = len(f"{_PREFIX}/{directory}/")
-    return {key[start:]: value for key, value in client().key_value_dir_get(f"{_PREFIX}/{directory}")}
+    return {
+        key[start:]: value for key, value in coordination_client().key_value_dir_get(f"{_PREFIX}/{directory}")
+    }
 
 
 def introduce(process: int) -> None:

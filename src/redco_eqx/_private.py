@@ -1,0 +1,34 @@
+"""What JAX has no public name for, imported where it is used: only programs of many processes need it."""
+
+from typing import Any
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service, `None` where there is one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def has_devices() -> bool:
+    """Whether JAX has looked for devices already, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def detect_launch(
+    address: str | None, num_processes: int | None, process_id: int | None, timeout_seconds: int
+) -> tuple[str | None, int | None, int | None, int | None]:
+    """Fills in what JAX detects of a launcher. The last one is the number of the process on its node.
+
+    `jax.distributed.initialize` would do the same, but there is no way to look before it leaps.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    # The last argument but two is for devices: JAX's choice of them is not always good.
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        address, num_processes, process_id, None, None, timeout_seconds
+    )
+    local = found[3]
+    return found[0], found[1], found[2], None if local is None else next(iter(local))
