@@ -9,12 +9,14 @@ import sys
 import pytest
 
 import redco_eqx as rx
+from redco_eqx import models
 
 PACKAGE = pathlib.Path(rx.__file__).parent
 
 # A file imports only from rows above its own.
 ROWS = [
-    ["_types", "_tree", "_mesh", "_interrupt", "_hlo", "_hlo_groups", "_chain", "_store", "_launch"],
+    ["_types", "_tree", "_mesh", "_interrupt", "_hlo", "_hlo_groups", "_chain", "_private"],
+    ["_store", "_launch"],
     ["_leave", "_presence"],
     ["_rendezvous", "_agreement", "_watchdog"],
     ["_distributed", "_throttle"],
@@ -35,8 +37,11 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 
 # The models know no trainer, and of the core only these.
 MODEL_ROWS = [
-    ["_attention", "_layers", "_rope", "_sampling", "_names", "_safetensors"],
-    ["_config", "_decoder"],
+    ["_layers", "_rope", "_sampling", "_names", "_safetensors"],
+    ["_attention", "_config"],
+    ["_context"],
+    ["_model"],
+    ["_decoder"],
     ["_llama", "_gpt2", "_gptj", "_opt", "_generate", "_directory", "_slices"],
     ["_families", "_save"],
     ["_load"],
@@ -87,12 +92,18 @@ def test_import_does_not_touch_a_device():
     subprocess.run([sys.executable, "-c", program], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""})
 
 
-def test_public_names_are_sorted_and_documented():
-    assert rx.__all__ == sorted(rx.__all__, key=lambda name: (name[0].islower(), name))
-    for name in rx.__all__:
-        thing = getattr(rx, name)
+@pytest.mark.parametrize("module", [rx, models], ids=["redco_eqx", "models"])
+def test_public_names_are_sorted_and_documented(module):
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
+    for name in module.__all__:
+        thing = getattr(module, name)
         assert inspect.getdoc(thing), name
         if inspect.isfunction(thing):
             doc = inspect.getdoc(thing) or ""
             for parameter in inspect.signature(thing).parameters:
                 assert f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400, (name, parameter)
+
+
+def test_only_one_file_knows_what_jax_keeps_private():
+    files = [path for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()]
+    assert [path.stem for path in files] == ["_private"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_models import CONFIGS, make
 
+from redco_eqx.models import GPT2Config, GPTJConfig, LlamaConfig
 from redco_eqx.models._families import FAMILIES, read_family
 from redco_eqx.models._rope import Rope
 
@@ -78,7 +79,27 @@ def test_whole_numbers_are_floats_too():
 
 
 REFUSED = {
-    "rope type": ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+    "rope type of transformers 4": (
+        {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope type 'yarn'",
+    ),
+    **{
+        f"rope type {kind}": (
+            {"model_type": "llama", "rope_parameters": {"rope_type": kind, "factor": 2.0}},
+            f"rope type '{kind}' is not supported, only default, linear, llama3",
+        )
+        for kind in ("dynamic", "yarn", "longrope", "mrope")
+    },
+    "rope for each kind of layer": (
+        {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters=.* another for each kind of layer",
+    ),
+    "rope that is no object": ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling='linear'"),
+    "rope that is no number": (
+        {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": "2"}},
+        "factor='2', but it must be a positive number",
+    ),
+    "rope of base 0": ({"model_type": "mistral", "rope_theta": 0}, "rope_theta=0, but it must be a positive"),
     "rope without its numbers": (
         {"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
         "needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
@@ -122,8 +143,21 @@ REFUSED = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_is_not_supported_is_refused(name):
     entries, message = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"^config\.json: .*{message}"):
+    with pytest.raises(ValueError, match=rf"^(config\.json|\w+Config): .*{message}"):
         read_family(entries)
+
+
+@pytest.mark.parametrize(
+    ("make_config", "message"),
+    [
+        (lambda: GPT2Config(n_embd=30, n_head=4), "GPT2Config: n_embd=30 is not a multiple of n_head=4"),
+        (lambda: LlamaConfig(hidden_act="mish"), "LlamaConfig: hidden_act='mish' is not supported"),
+        (lambda: GPTJConfig(rotary_dim=7), "GPTJConfig: rotary_dim=7"),
+    ],
+)
+def test_a_configuration_made_by_hand_is_checked_too(make_config, message):
+    with pytest.raises(ValueError, match=message):
+        make_config()
 
 
 def test_tokens_that_do_not_fit_are_refused():

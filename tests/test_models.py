@@ -1,9 +1,11 @@
 """Decoder-only models: what they hold, and that ways of running one model agree. Parity is in tests/parity."""
 
+import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,7 +16,7 @@ from helpers import QUICK_COMPILE, assert_close, filled, mesh_of
 from jax.sharding import PartitionSpec
 from published import PUBLISHED
 
-from redco_eqx import batch_sharding, from_arrays, shard_rules, to_arrays
+from redco_eqx import batch_sharding, from_arrays, models, shard_rules, to_arrays
 from redco_eqx._collectives import collectives
 from redco_eqx.models._attention import attend
 from redco_eqx.models._families import read_family
@@ -199,6 +201,99 @@ def test_attention_with_dropout_of_almost_nothing_equals_attention(masked):
         dropout=eqx.nn.Dropout(1e-7), dropout_key=jax.random.key(1),
     )  # fmt: skip
     assert_close(barely, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_in_float64_is_one(interleaved):
+    with jax.enable_x64(True):
+        x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8), jnp.float64)
+        positions = jnp.broadcast_to(jnp.arange(5) + 1000, (2, 5))
+        turned = models.rotate(x, positions, models.Rope().frequencies(8), interleaved=interleaved)
+        assert turned.dtype == jnp.float64
+        np.testing.assert_allclose(jnp.sum(turned**2, axis=-1), jnp.sum(x**2, axis=-1), rtol=1e-14)
+
+
+# A family of one's own, of public parts.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(models.Config):
+    model_type: ClassVar[str] = "own"
+    architecture: ClassVar[str] = "OwnLM"
+    aliases: ClassVar[Mapping[str, str]] = {"hidden_size": "width", "num_hidden_layers": "depth"}
+
+    width: int = 16
+    depth: int = 2
+    num_attention_heads: int = 4
+    rope: models.Rope = dataclasses.field(default_factory=models.Rope)
+
+
+class OwnLayer(eqx.Module):
+    norm: models.RMSNorm
+    query: models.Linear
+    key: models.Linear
+    value: models.Linear
+    output: models.Linear
+    config: OwnConfig = eqx.field(static=True)
+
+    def __init__(self, config, *, key):
+        keys = jax.random.split(key, 4)
+        self.norm = models.RMSNorm(config.width)
+        self.query, self.key, self.value, self.output = (
+            models.Linear(config.width, config.width, key=k) for k in keys
+        )
+        self.config = config
+
+    def __call__(self, x, context, cache, key):
+        size = self.config.head_size
+        qkv = context.column(self.norm(x), self.query, self.key, self.value, unit=size)
+        q, k, v = (models.split_heads(y, size) for y in qkv)
+        frequencies = self.config.rope.frequencies(size)
+        q, k = (models.rotate(y, context.positions, frequencies) for y in (q, k))
+        heads, cache = context.attend(q, k, v, cache)
+        return x + context.row(heads, self.output, unit=size), cache
+
+
+class OwnLM(models.DecoderLM):
+    table: models.Embedding
+    blocks: Any
+    lm_head: None
+    config: OwnConfig = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("blocks",)
+    tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "table.weight"}
+
+    def __init__(self, config, *, stacked=False, key, **options):
+        super().__init__(config, **options)
+        table_key, blocks_key = jax.random.split(key)
+        self.table = models.Embedding(config.vocab_size, config.width, key=table_key)
+        self.blocks = models.make_layers(OwnLayer, config, stacked=stacked, key=blocks_key)
+        self.lm_head = None
+
+    def embed(self, input_ids, context, key):
+        return context.embed(self.table, input_ids)
+
+    def finish(self, x):
+        return x
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_a_family_of_ones_own_is_saved_loaded_and_run(stacked, tmp_path):
+    made = OwnLM(OwnConfig(vocab_size=64), stacked=stacked, key=jax.random.key(0))
+    models.save_pretrained(made, tmp_path)
+    with pytest.raises(ValueError, match="model_type='own' is not known, only gpt2"):
+        models.load_pretrained(tmp_path)
+    model = models.load_pretrained(
+        tmp_path, mesh_of("data2xtensor4"), family=(OwnConfig, OwnLM), stacked=True, remat="full"
+    )
+    assert (model.remat, model.config) == ("full", dataclasses.replace(made.config, rest=model.config.rest))
+    assert not model.blocks.query.weight.sharding.is_fully_replicated
+    assert_close(run(model, tokens()), run(made, tokens()), rtol=1e-4, atol=1e-6)
+    new = models.generate(model, tokens(), max_new_tokens=3)
+    text = jnp.concatenate([tokens(), new], axis=1)
+    np.testing.assert_array_equal(np.argmax(run(made, text)[:, LENGTH - 1 : -1], axis=-1), new)
+    with pytest.raises(TypeError, match="remats"):
+        OwnLM(OwnConfig(vocab_size=64), key=jax.random.key(0), remats="full")
 
 
 # The layout, with no overrides.

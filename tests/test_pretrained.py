@@ -210,6 +210,7 @@ def test_options_reach_the_model(tmp_path):
         model = load_pretrained(tmp_path, stacked=True, remat="full", attention="xla")
     assert (model.remat, model.attention) == ("full", "xla")
     assert {d for x in to_arrays(model).values() for d in x.devices()} == {jax.devices()[3]}
+    assert load_pretrained(tmp_path, sequence_parallel=True).sequence_parallel
     overrides = [("model.embed_tokens.weight", P(None, "tensor"))]
     model = load_pretrained(tmp_path, rx.make_mesh(tensor=4, data=1), overrides=overrides)
     assert model.model.embed_tokens.weight.sharding.spec == P(None, "tensor")
@@ -302,6 +303,14 @@ OLD = {
     "gptj with masks": (
         "gptj",
         lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)},
+    ),
+    "tied gpt2 with a head alone": (
+        "gpt2",
+        lambda arrays: {key.replace("transformer.wte", "lm_head"): x for key, x in arrays.items()},
+    ),
+    "opt with a version": (
+        "opt",
+        lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)},
     ),
     "tied gpt2 with a head": (
         "gpt2",
@@ -405,7 +414,7 @@ def test_files_up_to_a_size(tmp_path, limit):
 def test_what_is_refused_to_write(tmp_path):
     model = load_pretrained(write(tmp_path / "old", "gpt2", make_arrays("gpt2")))
     target = tmp_path / "new"
-    with pytest.raises(TypeError, match=r"got a dict|DecoderLM"):
+    with pytest.raises(TypeError, match=r"got a dict|_model\.Model"):
         save_pretrained(cast(Any, {}), target)
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         save_pretrained(model, target, max_shard_bytes=0)

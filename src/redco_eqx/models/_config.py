@@ -14,6 +14,9 @@ C = TypeVar("C", bound="Config")
 class Config:
     """What all families have. Field names are those of `config.json`.
 
+    A field may also be a dataclass that stands for several entries of the file (its `entries`), with a
+    `from_json` and a `to_json` of its own: `Rope` is one. A family checks its values in `__post_init__`.
+
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them; several tokens may end a
         text.
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
@@ -22,7 +25,9 @@ class Config:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names under which an entry may be found in a file."""
+    """The names that most families use, under which an entry may be found in a file too: its own name."""
+    only: ClassVar[Mapping[str, Any]] = {}
+    """The one value that is supported, of entries of which another one would change the logits."""
 
     vocab_size: int
     bos_token_id: int | None = None
@@ -30,20 +35,24 @@ class Config:
     pad_token_id: int | None = None
     rest: str = "{}"
 
+    def entry(self, name: str) -> Any:
+        """The entry that most families call `name`."""
+        return getattr(self, self.aliases.get(name, name))
+
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
-        raise NotImplementedError
+        """Number of layers."""
+        return self.entry("num_hidden_layers")
 
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
-        raise NotImplementedError
+        return self.entry("num_attention_heads")
 
     @property
     def head_size(self) -> int:
         """Features of one head."""
-        raise NotImplementedError
+        return self.entry("hidden_size") // self.entry("num_attention_heads")
 
     @property
     def window(self) -> int | None:
@@ -59,34 +68,42 @@ class Config:
     def from_json(cls: type[C], raw: Mapping[str, Any]) -> C:
         """The configuration in a parsed `config.json`.
 
-        Raises `ValueError` naming an entry whose value is not supported.
+        Raises `ValueError` naming an entry that is missing, or whose value is not supported.
         """
-        return read_config(cls, raw)
+        for name, value in cls.only.items():
+            if name in raw and raw[name] != value:
+                raise ValueError(
+                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. Logits would be "
+                    "wrong."
+                )
+        raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
+        values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
+        for field in dataclasses.fields(cls):
+            if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+                part: Any = field.type
+                values[field.name] = part.from_json(raw)
+                read |= set(part.entries)
+            elif field.name in raw and field.name != "rest":
+                values[field.name] = _read(field, raw[field.name])
+                read.add(field.name)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                missing.append(field.name)
+        if missing:
+            raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
+        rest = {name: x for name, x in raw.items() if name not in read}
+        return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
     def to_json(self) -> dict[str, Any]:
         """The entries of `config.json`."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rest"}
-        return {
-            **json.loads(self.rest),
-            **{name: list(x) if isinstance(x, tuple) else x for name, x in own.items()},
-            "model_type": self.model_type,
-            "architectures": [self.architecture],
-        }
-
-
-def read_config(cls: type[C], raw: Mapping[str, Any], **given: Any) -> C:
-    """`cls` with the entries of `raw` that are its fields; `given` comes first."""
-    fields, nothing = dataclasses.fields(cls), dataclasses.MISSING
-    raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
-    names = {f.name for f in fields} - {"rest"}
-    required = {f.name for f in fields if f.default is nothing and f.default_factory is nothing}
-    missing = sorted(required - {*raw, *given})
-    if missing:
-        raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
-    values = {f.name: _read(f, raw[f.name]) for f in fields if f.name in names & raw.keys() - given.keys()}
-    written = names | cls.aliases.keys() | {"model_type", "architectures"}
-    rest = {name: x for name, x in raw.items() if name not in written}
-    return cls(**{**values, **given, "rest": json.dumps(rest, sort_keys=True)})
+        entries: dict[str, Any] = json.loads(self.rest)
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if dataclasses.is_dataclass(x):
+                part: Any = x
+                entries |= part.to_json()
+            elif field.name != "rest":
+                entries[field.name] = list(x) if isinstance(x, tuple) else x
+        return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
 
 
 def _read(field: dataclasses.Field, value: Any) -> Any:
@@ -106,19 +123,13 @@ def check_divides(config: Config, size: str, heads: str) -> None:
     """Refuses, by `ValueError`, a size that is not a multiple of the number of heads."""
     features, number = getattr(config, size), getattr(config, heads)
     if number <= 0 or features % number:
-        raise ValueError(f"config.json: {size}={features} is not a multiple of {heads}={number}.")
+        raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
 
 
-def check_activation(name: str, entry: str) -> None:
+def check_activation(config: Config, entry: str) -> None:
     """Refuses, by `ValueError`, an activation function that is not known."""
+    name = getattr(config, entry)
     if name not in ACTIVATIONS:
-        raise ValueError(f"config.json: {entry}={name!r} is not supported, only {', '.join(ACTIVATIONS)}.")
-
-
-def refuse(raw: Mapping[str, Any], **supported: Any) -> None:
-    """Refuses, by `ValueError`, an entry that is there with another value than the supported one."""
-    for name, value in supported.items():
-        if name in raw and raw[name] != value:
-            raise ValueError(
-                f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. Logits would be wrong."
-            )
+        raise ValueError(
+            f"{type(config).__name__}: {entry}={name!r} is not supported, only {', '.join(ACTIVATIONS)}."
+        )

@@ -23,17 +23,19 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 """`{model_type: (class of its configuration, class of its model)}`."""
 
 
-def read_family(raw: Mapping[str, Any]) -> tuple[Any, Any]:
+def read_family(raw: Mapping[str, Any], family: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The configuration in a parsed `config.json`, and the class of the model that it describes.
 
-    Raises `ValueError` for a `model_type` that is not known, or an entry that is not supported.
+    `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
+    is not known, or an entry that is not supported.
     """
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(FAMILIES)}.")
+    model_type = raw.get("model_type", "")
+    families = FAMILIES if family is None else {family[0].model_type: family}
+    if model_type not in families:
+        raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}.")
     if raw.get("quantization_config") is not None:
         raise ValueError(
             "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."
         )
-    config_class, model_class = FAMILIES[model_type]
+    config_class, model_class = families[model_type]
     return config_class.from_json(raw), model_class

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx._types import Key
-from redco_eqx.models._decoder import Cache, DecoderLM
+from redco_eqx.models._context import Cache
+from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._sampling import sample
 
 

@@ -2,20 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
-from redco_eqx._vocabulary import embed
-from redco_eqx.models._attention import Implementation, merge_heads, split_heads
-from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
-from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._attention import split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides
+from redco_eqx.models._context import Context
+from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._model import Options, make_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class GPT2Config(Config):
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
+    }
+    only: ClassVar[Mapping[str, Any]] = {
+        "add_cross_attention": False,
+        "scale_attn_by_inverse_layer_idx": False,
     }
 
     vocab_size: int = 50257
@@ -48,30 +52,13 @@ class GPT2Config(Config):
     eos_token_id: int | tuple[int, ...] | None = 50256
     tie_word_embeddings: bool = True
 
-    @property
-    def num_layers(self) -> int:
-        return self.n_layer
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_head
-
-    @property
-    def head_size(self) -> int:
-        return self.n_embd // self.n_head
+    def __post_init__(self) -> None:
+        check_activation(self, "activation_function")
+        check_divides(self, "n_embd", "n_head")
 
     @property
     def max_positions(self) -> int:
         return self.n_positions
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "GPT2Config":
-        """The configuration in a parsed `config.json`."""
-        refuse(raw, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-        config = read_config(cls, raw)
-        check_activation(config.activation_function, "activation_function")
-        check_divides(config, "n_embd", "n_head")
-        return config
 
 
 class Conv1D(eqx.Module):
@@ -119,15 +106,14 @@ class GPT2Attention(eqx.Module):
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         attn_key, resid_key = split(key, 2)
-        unit, sequence_parallel = self.config.head_size, context.sequence_parallel
-        (qkv,) = column(x, self.c_attn, unit=unit, sequence_parallel=sequence_parallel)
-        q, k, v = (split_heads(qkv[:, :, i], self.config.n_head) for i in range(3))
+        size = self.config.head_size
+        (qkv,) = context.column(x, self.c_attn, unit=size)
+        q, k, v = (split_heads(qkv[:, :, i], size) for i in range(3))
         scale = None if self.config.scale_attn_weights else 1.0
-        output, cache = attend_in(
-            context, q, k, v, cache, scale=scale, dropout=self.attn_dropout, dropout_key=attn_key
+        heads, cache = context.attend(
+            q, k, v, cache, scale=scale, dropout=self.attn_dropout, dropout_key=attn_key
         )
-        output = row(merge_heads(output), self.c_proj, unit=unit, sequence_parallel=sequence_parallel)
-        return dropout(self.resid_dropout, output, resid_key), cache
+        return dropout(self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key), cache
 
 
 class GPT2MLP(eqx.Module):
@@ -149,10 +135,9 @@ class GPT2MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        (hidden,) = column(x, self.c_fc, sequence_parallel=context.sequence_parallel)
+        (hidden,) = context.column(x, self.c_fc)
         hidden = ACTIVATIONS[self.activation_function](hidden)
-        output = row(hidden, self.c_proj, sequence_parallel=context.sequence_parallel)
-        return dropout(self.dropout, output, key)
+        return dropout(self.dropout, context.row(hidden, self.c_proj), key)
 
 
 class GPT2Block(eqx.Module):
@@ -194,9 +179,7 @@ class GPT2Model(eqx.Module):
         self.wte = Embedding(config.vocab_size, config.n_embd, std=std, key=token_key)
         self.wpe = Embedding(config.n_positions, config.n_embd, std=std, key=position_key)
         self.drop = eqx.nn.Dropout(config.embd_pdrop)
-        self.h = make_layers(
-            lambda key: GPT2Block(config, key=key), config.n_layer, stacked=stacked, key=layers_key
-        )
+        self.h = make_layers(GPT2Block, config, stacked=stacked, key=layers_key)
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
 
@@ -206,9 +189,6 @@ class GPT2LMHeadModel(DecoderLM):
     transformer: GPT2Model
     lm_head: Linear | None
     config: GPT2Config = eqx.field(static=True)
-    remat: Remat = eqx.field(static=True)
-    attention: Implementation | None = eqx.field(static=True)
-    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
     fused: ClassVar[tuple[str, ...]] = (r"\.c_attn\.(weight|bias)$",)
@@ -216,45 +196,21 @@ class GPT2LMHeadModel(DecoderLM):
     ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        *,
-        stacked: bool = False,
-        remat: Remat = "none",
-        attention: Implementation | None = None,
-        sequence_parallel: bool = False,
-        key: Key,
-    ):
+    def __init__(self, config: GPT2Config, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.transformer = GPT2Model(config, stacked=stacked, key=model_key)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(
-                config.n_embd,
-                config.vocab_size,
-                use_bias=False,
-                std=config.initializer_range,
-                key=head_key,
-            )
-        self.config, self.remat, self.attention = config, remat, attention
-        self.sequence_parallel = sequence_parallel
-
-    @property
-    def layers(self) -> Any:
-        return self.transformer.h
+            size, std = config.n_embd, config.initializer_range
+            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
 
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        x = embed(
-            self.transformer.wte.weight, input_ids, sequence_parallel=context.sequence_parallel
-        ) + self.transformer.wpe(context.positions)
-        return dropout(self.transformer.drop, x, key)
+        body = self.transformer
+        x = context.embed(body.wte, input_ids) + body.wpe(context.positions)
+        return dropout(body.drop, x, key)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)
-
-    @property
-    def head(self) -> Any:
-        return self.transformer.wte.weight if self.lm_head is None else self.lm_head

@@ -2,19 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
-from redco_eqx._vocabulary import embed
-from redco_eqx.models._attention import Implementation, merge_heads, split_heads
-from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
-from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._attention import split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides
+from redco_eqx.models._context import Context
+from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, drops, split
+from redco_eqx.models._model import Options, make_layers
 from redco_eqx.models._rope import Rope, rotate
 
 
@@ -30,6 +30,7 @@ class GPTJConfig(Config):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
+    only: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False}
 
     vocab_size: int = 50400
     n_positions: int = 2048
@@ -48,31 +49,14 @@ class GPTJConfig(Config):
     eos_token_id: int | tuple[int, ...] | None = 50256
     tie_word_embeddings: bool = False
 
-    @property
-    def num_layers(self) -> int:
-        return self.n_layer
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_head
-
-    @property
-    def head_size(self) -> int:
-        return self.n_embd // self.n_head
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "GPTJConfig":
-        """The configuration in a parsed `config.json`."""
-        refuse(raw, tie_word_embeddings=False)
-        config = read_config(cls, raw)
-        check_activation(config.activation_function, "activation_function")
-        check_divides(config, "n_embd", "n_head")
-        if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_size:
+    def __post_init__(self) -> None:
+        check_activation(self, "activation_function")
+        check_divides(self, "n_embd", "n_head")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_size:
             raise ValueError(
-                f"config.json: rotary_dim={config.rotary_dim}, but it must be even and at most the size of a "
-                f"head, {config.head_size}."
+                f"GPTJConfig: rotary_dim={self.rotary_dim}, but it must be even and at most the size of a "
+                f"head, {self.head_size}."
             )
-        return config
 
 
 class GPTJAttention(eqx.Module):
@@ -99,11 +83,10 @@ class GPTJAttention(eqx.Module):
         self, q: Array, k: Array, v: Array, context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
         """What `out_proj` reads, from what `q_proj`, `k_proj` and `v_proj` give."""
-        q, k, v = (split_heads(x, self.config.n_head) for x in (q, k, v))
+        q, k, v = (split_heads(x, self.config.head_size) for x in (q, k, v))
         frequencies = Rope().frequencies(self.config.rotary_dim)
         q, k = (rotate(x, context.positions, frequencies, interleaved=True) for x in (q, k))
-        output, cache = attend_in(context, q, k, v, cache, dropout=self.attn_dropout, dropout_key=key)
-        return merge_heads(output), cache
+        return context.attend(q, k, v, cache, dropout=self.attn_dropout, dropout_key=key)
 
 
 class GPTJMLP(eqx.Module):
@@ -148,18 +131,16 @@ class GPTJBlock(eqx.Module):
     ) -> tuple[Float[Array, "b t size"], Any]:
         heads_key, attn_key, mlp_key = split(key, 3)
         attn, mlp, unit = self.attn, self.mlp, self.attn.config.head_size
-        projections = (attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in)
-        parallel = context.sequence_parallel
-        q, k, v, hidden = column(self.ln_1(x), *projections, unit=unit, sequence_parallel=parallel)
+        projections = attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in
+        q, k, v, hidden = context.column(self.ln_1(x), *projections, unit=unit)
         heads, cache = attn.heads(q, k, v, context, cache, heads_key)
         hidden = mlp.activate(hidden)
         if drops(self.resid_dropout, key):  # each by itself, so each is summed by itself
-            attended = row(heads, attn.out_proj, unit=unit, sequence_parallel=parallel)
-            computed = row(hidden, mlp.fc_out, unit=unit, sequence_parallel=parallel)
+            attended = context.row(heads, attn.out_proj, unit=unit)
+            computed = context.row(hidden, mlp.fc_out, unit=unit)
             attended = dropout(self.resid_dropout, attended, attn_key)
             return x + attended + dropout(self.resid_dropout, computed, mlp_key), cache
-        both = (heads, hidden), (attn.out_proj, mlp.fc_out)
-        return x + row(*both, unit=unit, sequence_parallel=parallel), cache
+        return x + context.row((heads, hidden), (attn.out_proj, mlp.fc_out), unit=unit), cache
 
 
 class GPTJModel(eqx.Module):
@@ -174,9 +155,7 @@ class GPTJModel(eqx.Module):
         token_key, layers_key = jax.random.split(key)
         self.wte = Embedding(config.vocab_size, config.n_embd, std=config.initializer_range, key=token_key)
         self.drop = eqx.nn.Dropout(config.embd_pdrop)
-        self.h = make_layers(
-            lambda key: GPTJBlock(config, key=key), config.n_layer, stacked=stacked, key=layers_key
-        )
+        self.h = make_layers(GPTJBlock, config, stacked=stacked, key=layers_key)
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
 
@@ -186,46 +165,21 @@ class GPTJForCausalLM(DecoderLM):
     transformer: GPTJModel
     lm_head: Linear
     config: GPTJConfig = eqx.field(static=True)
-    remat: Remat = eqx.field(static=True)
-    attention: Implementation | None = eqx.field(static=True)
-    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
     prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)
 
-    def __init__(
-        self,
-        config: GPTJConfig,
-        *,
-        stacked: bool = False,
-        remat: Remat = "none",
-        attention: Implementation | None = None,
-        sequence_parallel: bool = False,
-        key: Key,
-    ):
+    def __init__(self, config: GPTJConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.transformer = GPTJModel(config, stacked=stacked, key=model_key)
         self.lm_head = Linear(config.n_embd, config.vocab_size, std=config.initializer_range, key=head_key)
-        self.config, self.remat, self.attention = config, remat, attention
-        self.sequence_parallel = sequence_parallel
-
-    @property
-    def layers(self) -> Any:
-        return self.transformer.h
 
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        return dropout(
-            self.transformer.drop,
-            embed(self.transformer.wte.weight, input_ids, sequence_parallel=context.sequence_parallel),
-            key,
-        )
+        return dropout(self.transformer.drop, context.embed(self.transformer.wte, input_ids), key)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)
-
-    @property
-    def head(self) -> Any:
-        return self.lm_head

@@ -57,10 +57,6 @@ class Embedding(eqx.Module):
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch size"]:
         return jnp.take(self.weight, ids, axis=0)
 
-    def attend(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch rows"]:
-        """The table as an output head: one logit for each row."""
-        return jnp.einsum("...i,oi->...o", x, self.weight)
-
 
 class LayerNorm(eqx.Module):
     """Layer normalisation (Ba et al. 2016); statistics in float32. With `affine` false it has no arrays."""

@@ -2,19 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
-from redco_eqx._vocabulary import embed
-from redco_eqx.models._attention import Implementation, merge_heads, split_heads
-from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
-from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._attention import split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides
+from redco_eqx.models._context import Context
+from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._layers import ACTIVATIONS, Embedding, Linear, RMSNorm
+from redco_eqx.models._model import Options, make_layers
 from redco_eqx.models._rope import Rope, rotate
 
 
@@ -24,6 +24,7 @@ class LlamaConfig(Config):
 
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {"pretraining_tp": 1}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -48,9 +49,12 @@ class LlamaConfig(Config):
     qkv_bias: ClassVar[bool | None] = None
     qk_norm: ClassVar[bool] = False
 
-    @property
-    def num_layers(self) -> int:
-        return self.num_hidden_layers
+    def __post_init__(self) -> None:
+        check_activation(self, "hidden_act")
+        if self.head_dim is None:
+            check_divides(self, "hidden_size", "num_attention_heads")
+        if self.num_key_value_heads is not None:
+            check_divides(self, "num_attention_heads", "num_key_value_heads")
 
     @property
     def kv_heads(self) -> int:
@@ -60,26 +64,13 @@ class LlamaConfig(Config):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
-        """The configuration in a parsed `config.json`, of transformers 4 or 5."""
-        refuse(raw, pretraining_tp=1)
-        others = {name: x for name, x in raw.items() if name not in Rope.entries}
-        config = read_config(cls, others, rope=Rope.from_json(raw))
-        check_activation(config.hidden_act, "hidden_act")
-        if config.head_dim is None:
-            check_divides(config, "hidden_size", "num_attention_heads")
-        if config.num_key_value_heads is not None:
-            check_divides(config, "num_attention_heads", "num_key_value_heads")
-        return config
-
     def to_json(self) -> dict[str, Any]:
         """The entries of `config.json`, readable by transformers 4 and 5."""
-        entries = super().to_json()
-        del entries["rope"]
+        # Some of these families do not open there with null for them, or have no `head_dim`.
+        entries = {**super().to_json(), "num_key_value_heads": self.kv_heads}
         if self.head_dim is None:
-            del entries["head_dim"]  # an entry that Qwen2 does not have must not be there as null
-        return {**entries, **self.rope.to_json()}
+            del entries["head_dim"]
+        return entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +96,7 @@ class Qwen2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
     qkv_bias: ClassVar[bool | None] = True
 
     vocab_size: int = 151936
@@ -113,11 +105,6 @@ class Qwen2Config(LlamaConfig):
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
-        refuse(raw, use_sliding_window=False)
-        return super().from_json(raw)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
@@ -125,6 +112,7 @@ class Qwen3Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
     qk_norm: ClassVar[bool] = True
 
     vocab_size: int = 151936
@@ -133,11 +121,6 @@ class Qwen3Config(LlamaConfig):
     max_position_embeddings: int = 32768
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
-        refuse(raw, use_sliding_window=False)
-        return super().from_json(raw)
 
 
 class LlamaAttention(eqx.Module):
@@ -169,27 +152,15 @@ class LlamaAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        config = self.config
-        q, k, v = column(
-            x,
-            *(self.q_proj, self.k_proj, self.v_proj),
-            unit=config.head_size,
-            sequence_parallel=context.sequence_parallel,
-        )
-        q = split_heads(q, config.num_attention_heads)
-        k, v = split_heads(k, config.kv_heads), split_heads(v, config.kv_heads)
+        size = self.config.head_size
+        qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
+        q, k, v = (split_heads(x, size) for x in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = config.rope.frequencies(config.head_size)
+        frequencies = self.config.rope.frequencies(size)
         q, k = (rotate(x, context.positions, frequencies) for x in (q, k))
-        output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        output = row(
-            merge_heads(output),
-            self.o_proj,
-            unit=config.head_size,
-            sequence_parallel=context.sequence_parallel,
-        )
-        return output, cache
+        heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
+        return context.row(heads, self.o_proj, unit=size), cache
 
 
 class LlamaMLP(eqx.Module):
@@ -210,9 +181,8 @@ class LlamaMLP(eqx.Module):
         self.hidden_act = config.hidden_act
 
     def __call__(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
-        gate, up = column(x, self.gate_proj, self.up_proj, sequence_parallel=context.sequence_parallel)
-        hidden = ACTIVATIONS[self.hidden_act](gate) * up
-        return row(hidden, self.down_proj, sequence_parallel=context.sequence_parallel)
+        gate, up = context.column(x, self.gate_proj, self.up_proj)
+        return context.row(ACTIVATIONS[self.hidden_act](gate) * up, self.down_proj)
 
 
 class LlamaDecoderLayer(eqx.Module):
@@ -247,16 +217,10 @@ class LlamaModel(eqx.Module):
 
     def __init__(self, config: LlamaConfig, *, stacked: bool, key: Key):
         embed_key, layers_key = jax.random.split(key)
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, std=config.initializer_range, key=embed_key
-        )
-        self.layers = make_layers(
-            lambda key: LlamaDecoderLayer(config, key=key),
-            config.num_hidden_layers,
-            stacked=stacked,
-            key=layers_key,
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        size, std = config.hidden_size, config.initializer_range
+        self.embed_tokens = Embedding(config.vocab_size, size, std=std, key=embed_key)
+        self.layers = make_layers(LlamaDecoderLayer, config, stacked=stacked, key=layers_key)
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
 
 
 class LlamaForCausalLM(DecoderLM):
@@ -265,51 +229,25 @@ class LlamaForCausalLM(DecoderLM):
     model: LlamaModel
     lm_head: Linear | None
     config: LlamaConfig = eqx.field(static=True)
-    remat: Remat = eqx.field(static=True)
-    attention: Implementation | None = eqx.field(static=True)
-    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.layers",)
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        stacked: bool = False,
-        remat: Remat = "none",
-        attention: Implementation | None = None,
-        sequence_parallel: bool = False,
-        key: Key,
-    ):
+    def __init__(self, config: LlamaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.model = LlamaModel(config, stacked=stacked, key=model_key)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(
-                config.hidden_size,
-                config.vocab_size,
-                use_bias=False,
-                std=config.initializer_range,
-                key=head_key,
-            )
-        self.config, self.remat, self.attention = config, remat, attention
-        self.sequence_parallel = sequence_parallel
-
-    @property
-    def layers(self) -> Any:
-        return self.model.layers
+            size, std = config.hidden_size, config.initializer_range
+            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
 
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        return embed(self.model.embed_tokens.weight, input_ids, sequence_parallel=context.sequence_parallel)
+        return context.embed(self.model.embed_tokens, input_ids)
 
     def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
         return self.model.norm(x)
-
-    @property
-    def head(self) -> Any:
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head

@@ -17,8 +17,10 @@ from redco_eqx._parallel import Remat
 from redco_eqx._rules import Overrides, shard_rules
 from redco_eqx._tree import is_array, leaves_with_paths, to_paths
 from redco_eqx.models._attention import Implementation
+from redco_eqx.models._config import Config
 from redco_eqx.models._directory import config_file, read_json, weight_files
 from redco_eqx.models._families import read_family
+from redco_eqx.models._model import Model, Options
 from redco_eqx.models._names import Entry, entries_of, match_keys
 from redco_eqx.models._safetensors import NAMES, Reader, Stored
 from redco_eqx.models._slices import place
@@ -28,10 +30,12 @@ def load_pretrained(
     directory: str | os.PathLike[str],
     mesh: Mesh | None = None,
     *,
+    family: tuple[type[Config], type[Model]] | None = None,
     dtype: Any = None,
     stacked: bool = False,
     remat: Remat = "none",
     attention: Implementation | None = None,
+    sequence_parallel: bool = False,
     overrides: Overrides = (),
 ) -> Any:
     """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
@@ -41,18 +45,22 @@ def load_pretrained(
     the files that `model.safetensors.index.json` names.
 
     Accepted besides: files of the bare model, norms with `gamma` and `beta`, masks and frequencies among the
-    keys (which are ignored), and a head that the configuration ties to the embedding table if it is equal to
-    it bit for bit (which is not kept).
+    keys (which are ignored), and a head that the configuration ties to the embedding table, instead of the
+    table or beside it; then it must be equal to it bit for bit, and is not kept.
 
     **Arguments:**
 
     - `directory`: with `config.json` and weights.
     - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
+    - `family`: the classes of the configuration and of the model, for a `model_type` of your own. By default
+        the family of this library that `config.json` names.
     - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
     - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
         (compile time does not grow with depth), instead of a list.
     - `remat`: what the backward pass recomputes, see `scan_layers`.
     - `attention`: implementation of `jax.nn.dot_product_attention`.
+    - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
+        `scan_layers`.
     - `overrides`: as for `shard_rules`.
 
     **Raises:**
@@ -67,10 +75,10 @@ def load_pretrained(
     """
     directory = Path(directory)
     kind = None if dtype is None else _check_dtype(dtype)
-    config, family = _read_config(directory)
+    config, make_model = _read_config(directory, family)
+    options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
     model = eqx.filter_eval_shape(
-        lambda key: family(config, stacked=stacked, remat=remat, attention=attention, key=key),
-        jax.random.key(0),
+        lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
     )
     if mesh is None:
         mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
@@ -79,7 +87,7 @@ def load_pretrained(
     )
     entries = entries_of(model)
     with Reader() as reader:
-        found = _find(directory, reader, entries, family)
+        found = _find(directory, reader, entries, make_model)
         arrays = {entry.path: place(entry, found, layout[entry.path], reader, kind) for entry in entries}
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
@@ -97,7 +105,7 @@ def _check_dtype(dtype: Any) -> np.dtype:
     return kind
 
 
-def _read_config(directory: Path) -> tuple[Any, Any]:
+def _read_config(directory: Path, family: Any) -> tuple[Config, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
@@ -109,12 +117,12 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
             f"load_pretrained: {directory} has no config.json, which says what the model is."
         )
     try:
-        return read_family(read_json(file))
+        return read_family(read_json(file), family)
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 
 
-def _find(directory: Path, reader: Reader, entries: list[Entry], family: Any) -> dict[str, Stored]:
+def _find(directory: Path, reader: Reader, entries: list[Entry], family: type[Model]) -> dict[str, Stored]:
     """What is stored for each key of the model."""
     stored = _open(directory, reader)
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}

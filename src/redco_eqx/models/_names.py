@@ -36,7 +36,7 @@ class Entry:
 
 
 def entries_of(model: Any) -> list[Entry]:
-    """An entry for each array of a `DecoderLM`, abstract or not, in the model's order."""
+    """An entry for each array of a `Model`, abstract or not, in the model's order."""
     entries = []
     for path, x in to_arrays(model).items():
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
@@ -53,7 +53,7 @@ def entries_of(model: Any) -> list[Entry]:
 class Match:
     """How the keys found in files stand to those of a model.
 
-    - `found`: `{key of the model: key in the files}`.
+    - `found`: `{key of the model: key in the files}`. Of a tied head and its table one is enough.
     - `tied`: `{key in the files: key of the model}`, of heads that the model does not have because the
         configuration says that they are the table of the other key.
     - `unexpected`: keys in the files that the model has no place for.
@@ -80,6 +80,10 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: Any) -> Match
             match.tied[key] = family.tied[key]
         elif not any(re.search(pattern, key) for pattern in family.ignored):
             match.unexpected.append(key)
+    for head, table in list(match.tied.items()):
+        if table in wanted and table not in match.found:  # written once, under the other of its two names
+            match.found[table] = head
+            del match.tied[head]
     return match
 
 

@@ -2,19 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel import Remat, column, row
 from redco_eqx._types import Key
-from redco_eqx._vocabulary import embed
-from redco_eqx.models._attention import Implementation, merge_heads, split_heads
-from redco_eqx.models._config import Config, check_activation, check_divides, read_config, refuse
-from redco_eqx.models._decoder import Context, DecoderLM, attend_in, make_layers
+from redco_eqx.models._attention import split_heads
+from redco_eqx.models._config import Config, check_activation, check_divides
+from redco_eqx.models._context import Context
+from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._model import Options, make_layers
 
 POSITION_OFFSET = 2
 """The first token's row in the table of positions; the rows before it are left over from fairseq."""
@@ -30,6 +30,7 @@ class OPTConfig(Config):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {"layerdrop": 0.0}
 
     vocab_size: int = 50272
     hidden_size: int = 768
@@ -51,17 +52,9 @@ class OPTConfig(Config):
     layer_norm_elementwise_affine: bool = True
     tie_word_embeddings: bool = True
 
-    @property
-    def num_layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def __post_init__(self) -> None:
+        check_activation(self, "activation_function")
+        check_divides(self, "hidden_size", "num_attention_heads")
 
     @property
     def max_positions(self) -> int:
@@ -71,15 +64,6 @@ class OPTConfig(Config):
     def embedding_size(self) -> int:
         """Features of a row of the embedding table."""
         return self.word_embed_proj_dim or self.hidden_size
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "OPTConfig":
-        """The configuration in a parsed `config.json`."""
-        refuse(raw, layerdrop=0.0)
-        config = read_config(cls, raw)
-        check_activation(config.activation_function, "activation_function")
-        check_divides(config, "hidden_size", "num_attention_heads")
-        return config
 
 
 class OPTAttention(eqx.Module):
@@ -105,21 +89,11 @@ class OPTAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
     ) -> tuple[Float[Array, "b t size"], Any]:
-        q, k, v = column(
-            x,
-            *(self.q_proj, self.k_proj, self.v_proj),
-            unit=self.config.head_size,
-            sequence_parallel=context.sequence_parallel,
-        )
-        q, k, v = (split_heads(x, self.config.num_attention_heads) for x in (q, k, v))
-        output, cache = attend_in(context, q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        output = row(
-            merge_heads(output),
-            self.out_proj,
-            unit=self.config.head_size,
-            sequence_parallel=context.sequence_parallel,
-        )
-        return output, cache
+        size = self.config.head_size
+        qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
+        q, k, v = (split_heads(x, size) for x in qkv)
+        heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
+        return context.row(heads, self.out_proj, unit=size), cache
 
 
 class OPTDecoderLayer(eqx.Module):
@@ -146,9 +120,8 @@ class OPTDecoderLayer(eqx.Module):
 
     def mlp(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
         """Two projections with an activation between."""
-        (hidden,) = column(x, self.fc1, sequence_parallel=context.sequence_parallel)
-        hidden = ACTIVATIONS[self.config.activation_function](hidden)
-        return row(hidden, self.fc2, sequence_parallel=context.sequence_parallel)
+        (hidden,) = context.column(x, self.fc1)
+        return context.row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
 
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
@@ -184,12 +157,7 @@ class OPTDecoder(eqx.Module):
         if narrow != size:
             self.project_in = Linear(narrow, size, use_bias=False, std=std, key=in_key)
             self.project_out = Linear(size, narrow, use_bias=False, std=std, key=out_key)
-        self.layers = make_layers(
-            lambda key: OPTDecoderLayer(config, key=key),
-            config.num_hidden_layers,
-            stacked=stacked,
-            key=layers_key,
-        )
+        self.layers = make_layers(OPTDecoderLayer, config, stacked=stacked, key=layers_key)
         self.final_layer_norm = None
         if config.do_layer_norm_before and not config._remove_final_layer_norm:
             self.final_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
@@ -207,43 +175,26 @@ class OPTForCausalLM(DecoderLM):
     model: OPTModel
     lm_head: Linear | None
     config: OPTConfig = eqx.field(static=True)
-    remat: Remat = eqx.field(static=True)
-    attention: Implementation | None = eqx.field(static=True)
-    sequence_parallel: bool = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.decoder.layers",)
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"\bdecoder\.version$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.decoder.embed_tokens.weight"}
 
-    def __init__(
-        self,
-        config: OPTConfig,
-        *,
-        stacked: bool = False,
-        remat: Remat = "none",
-        attention: Implementation | None = None,
-        sequence_parallel: bool = False,
-        key: Key,
-    ):
+    def __init__(self, config: OPTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.model = OPTModel(OPTDecoder(config, stacked=stacked, key=model_key))
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(
-                config.embedding_size, config.vocab_size, use_bias=False, std=config.init_std, key=head_key
-            )
-        self.config, self.remat, self.attention = config, remat, attention
-        self.sequence_parallel = sequence_parallel
-
-    @property
-    def layers(self) -> Any:
-        return self.model.decoder.layers
+            size, std = config.embedding_size, config.init_std
+            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
 
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
         decoder = self.model.decoder
-        x = embed(decoder.embed_tokens.weight, input_ids, sequence_parallel=context.sequence_parallel)
+        x = context.embed(decoder.embed_tokens, input_ids)
         x = x if decoder.project_in is None else decoder.project_in(x)
         return x + decoder.embed_positions(context.positions + POSITION_OFFSET)
 
@@ -251,7 +202,3 @@ class OPTForCausalLM(DecoderLM):
         decoder = self.model.decoder
         x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
         return x if decoder.project_out is None else decoder.project_out(x)
-
-    @property
-    def head(self) -> Any:
-        return self.model.decoder.embed_tokens.weight if self.lm_head is None else self.lm_head

@@ -10,7 +10,12 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The numbers that each type needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,46 +53,47 @@ class Rope:
     def from_json(cls, raw: Mapping[str, Any]) -> "Rope":
         """Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
 
-        Raises `ValueError` for a rope type that is not known, or lacks a number.
+        Raises `ValueError` for a rope type that is not supported, or lacks a number.
         """
-        given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) not in (None, 1):
+        alone = "rope_theta", "partial_rotary_factor"
+        given: dict[str, Any] = {name: raw[name] for name in alone if name in raw}
+        for name in ("rope_scaling", "rope_parameters"):
+            part = raw.get(name) or {}
+            if not isinstance(part, Mapping) or any(isinstance(x, Mapping) for x in part.values()):
+                raise ValueError(
+                    f"config.json: {name}={part!r}, but it must be one object of numbers; another for each "
+                    "kind of layer is not supported."
+                )
+            given |= part
+        if given.get("partial_rotary_factor") not in (None, 1):
             raise ValueError("config.json: partial_rotary_factor is not supported, only 1.0.")
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"config.json: the rope type {rope_type!r} is not supported, only {ROPE_TYPES}. Logits would "
-                "be wrong without it."
+                f"config.json: the rope type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}. "
+                "Logits would be wrong without it."
             )
-        names = {
-            "default": (),
-            "linear": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        }[rope_type]
-        missing = [name for name in names if given.get(name) is None]
+        missing = [name for name in ROPE_TYPES[rope_type] if given.get(name) is None]
         if missing:
             raise ValueError(
                 f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters or "
                 "rope_scaling, which is missing."
             )
-        theta = given.get("rope_theta", raw.get("rope_theta", cls.theta))
-        scaling: dict[str, Any] = {name: float(given[name]) for name in names}
-        if rope_type == "llama3":
-            scaling["original_max_position_embeddings"] = int(given["original_max_position_embeddings"])
-        return cls(theta=float(theta), rope_type=rope_type, **scaling)
+        numbers = {name: given[name] for name in ("rope_theta", *ROPE_TYPES[rope_type]) if name in given}
+        for name, x in numbers.items():
+            if isinstance(x, bool) or not isinstance(x, int | float) or x <= 0:
+                raise ValueError(f"config.json: {name}={x!r}, but it must be a positive number.")
+        theta = float(numbers.pop("rope_theta", cls.theta))
+        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
+        return cls(theta, rope_type, **{name: kinds[name](x) for name, x in numbers.items()})
 
     def to_json(self) -> dict[str, Any]:
         """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
-        scaling: dict[str, Any] = {"rope_type": self.rope_type}
-        if self.rope_type != "default":
-            scaling["factor"] = self.factor
-        if self.rope_type == "llama3":
-            scaling["low_freq_factor"] = self.low_freq_factor
-            scaling["high_freq_factor"] = self.high_freq_factor
-            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+        numbers = {name: getattr(self, name) for name in ROPE_TYPES[self.rope_type]}
+        scaling = {"rope_type": self.rope_type, **numbers}
         return {
             "rope_theta": self.theta,
-            "rope_scaling": None if self.rope_type == "default" else scaling,
+            "rope_scaling": scaling if numbers else None,
             "rope_parameters": {**scaling, "rope_theta": self.theta},
         }
 
@@ -107,10 +113,11 @@ def rotate(
         (LLaMA).
     """
     size = 2 * len(frequencies)
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    angles = positions[:, :, None, None].astype(dtype) * jnp.asarray(frequencies, dtype)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     pattern = "b t h (i two) -> two b t h i" if interleaved else "b t h (two i) -> two b t h i"
-    first, second = rearrange(x[..., :size].astype(cos.dtype), pattern, two=2)
+    first, second = rearrange(x[..., :size].astype(dtype), pattern, two=2)
     turned = jnp.stack([first * cos - second * sin, second * cos + first * sin])
     back = "two b t h i -> b t h (i two)" if interleaved else "two b t h i -> b t h (two i)"
     return jnp.concatenate([rearrange(turned, back).astype(x.dtype), x[..., size:]], axis=-1)

@@ -16,14 +16,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from redco_eqx._tree import to_arrays
-from redco_eqx.models._decoder import DecoderLM
 from redco_eqx.models._directory import commit, part, prepare, tidy
+from redco_eqx.models._model import Model
 from redco_eqx.models._names import entries_of
 from redco_eqx.models._safetensors import NAMES, write_file
 
 
 def save_pretrained(
-    model: DecoderLM, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+    model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
     """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are.
 
@@ -45,12 +45,12 @@ def save_pretrained(
 
     **Raises:**
 
-    - `TypeError` if the model is not a `DecoderLM`.
+    - `TypeError` if the model is not a `Model`.
     - `ValueError` if `max_shard_bytes` is not positive or an array is abstract, deleted, or not floating.
     - `OSError` if it cannot be written. The old checkpoint is in force then.
     - `RuntimeError` in the other processes, if process 0 could not write.
     """
-    if not isinstance(model, DecoderLM):
+    if not isinstance(model, Model):
         raise TypeError(f"save_pretrained: expected a model of redco_eqx.models, got a {type(model).__name__}.")
     if max_shard_bytes < 1:
         raise ValueError(f"save_pretrained: max_shard_bytes={max_shard_bytes}, but it must be positive.")
@@ -104,7 +104,7 @@ def _check(arrays: dict[str, Any]) -> None:
             raise ValueError(f"save_pretrained: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
 
 
-def _records(model: DecoderLM, arrays: dict[str, Any]) -> list[_Record]:
+def _records(model: Model, arrays: dict[str, Any]) -> list[_Record]:
     """What is written, layer by layer also where layers are stacked."""
     records = []
     for stack, group in itertools.groupby(entries_of(model), lambda entry: entry.stack):
