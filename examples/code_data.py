@@ -41,7 +41,12 @@ def signatures(texts: list[str]) -> list[dict[str, str]]:
 
 def read_records(path: str) -> tuple[list[Any], list[Any]]:
     """The rows of an Alpaca-style file. Raises `ValueError` if one lacks what an instruction needs."""
-    rows = json.loads(pathlib.Path(path).read_text("utf-8"))
+    try:
+        rows = json.loads(pathlib.Path(path).read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: a list of objects was expected, not {type(rows).__name__}.")
     for i, row in enumerate(rows):
         if not isinstance(row, dict) or not {"instruction", "output"} <= row.keys():
             raise ValueError(f"{path}: row {i} needs instruction, output and perhaps input; it is {row!r:.80}")

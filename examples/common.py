@@ -15,12 +15,12 @@ import redco_eqx as rx
 def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.ArgumentParser:
     """A parser with the flags that every example has; an example adds its own."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the machine's own")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random")
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="over all devices")
-    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
+    parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices (2)")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest (1)")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8); 0: the machine's own")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="over all devices (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
     parser.add_argument("--output", type=pathlib.Path, help="a directory for predictions or models")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="a directory to save in and to go on from")
@@ -31,10 +31,8 @@ def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.A
 def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh]:
     """The flags' values and the mesh that they ask for. Raises `ValueError` if the machine cannot give it."""
     args = parser.parse_args(argv)
-    if args.devices < 0:
-        raise ValueError(
-            f"--devices {args.devices}: a number of virtual CPU devices, or 0 for the machine's own."
-        )
+    if min(args.devices + 1, args.batch_size, 1 if args.epochs is None else args.epochs) < 1:
+        raise ValueError("--batch-size and --epochs must be at least 1, and --devices not below 0.")
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)

@@ -23,6 +23,8 @@ def digits(directory: str | None = None) -> tuple[list[Any], list[Any]]:
     def read(name: str) -> np.ndarray:
         file = pathlib.Path(directory, name)
         data = file.read_bytes() if file.exists() else gzip.decompress(pathlib.Path(f"{file}.gz").read_bytes())
+        if len(data) < 4 or data[:2] != b"\0\0":
+            raise ValueError(f"{file}: not in the format of MNIST.")
         shape = np.frombuffer(data, ">i4", data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
 

@@ -146,21 +146,12 @@ def docstrings(column: str, every: int) -> tuple[list[Any], list[Any]]:
     return train, [row for row in rows.items() if row[0] in held_out]
 
 
-def table(
-    directory: str,
-    splits: Sequence[str],
-    texts: Sequence[str],
-    label: str,
-    columns: Sequence[str] | None = None,
-) -> list[tuple[str, str]]:
-    """Texts (joined, if in several columns) and labels, of the first of the splits that there is.
-
-    `columns` are the names where a .tsv or .csv has none in its first line.
-    """
-    files = [file for split in splits for file in sorted(pathlib.Path(directory).glob(f"{split}.*"))]
+def table(args: Any, *splits: str) -> list[tuple[str, str]]:
+    """Texts (joined, if in several columns) and labels, of the first of the splits that there is."""
+    files = [file for split in splits for file in sorted(pathlib.Path(args.data).glob(f"{split}.*"))]
     if not files:
         raise ValueError(
-            f"--data {directory}: there is no {' or '.join(splits)} as .tsv, .csv or .parquet in it."
+            f"--data {args.data}: there is no {' or '.join(splits)} as .tsv, .csv or .parquet in it."
         )
     if files[0].suffix == ".parquet":
         import pyarrow.parquet
@@ -169,14 +160,14 @@ def table(
     else:
         tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if files[0].suffix == ".tsv" else {}
         with files[0].open(newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines, columns, **tabs))
-    for column in (*texts, label):
+            rows = list(csv.DictReader(lines, args.columns, **tabs))
+    for column in (*args.text, args.label):
         if not rows or column not in rows[0]:
             raise ValueError(f"{files[0]}: no column {column!r} among {', '.join(rows[0] if rows else [])}.")
     for i, row in enumerate(rows):
-        if None in (*(row[column] for column in texts), row[label]):
-            raise ValueError(f"{files[0]}: row {i} lacks a text or its {label}: {row!r:.80}")
-    return [("\n".join(row[column] for column in texts), row[label]) for row in rows]
+        if None in (row[column] for column in (*args.text, args.label)):
+            raise ValueError(f"{files[0]}: row {i} lacks a text or its {args.label}: {row!r:.80}")
+    return [("\n".join(row[column] for column in args.text), row[args.label]) for row in rows]
 
 
 def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
@@ -185,17 +176,15 @@ def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
         return digits_data.digits(args.data)
     if args.data is None:
         return docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
-    names = (args.text, args.label, args.columns)
-    train = table(args.data, ["train"], *names)
-    held_out = table(args.data, ["dev", "validation", "test"], *names)
+    train, held_out = table(args, "train"), table(args, "dev", "validation", "test")
     classes = sorted({y for _, y in train})
 
     def number(y: str) -> Any:
         try:
             return np.float32(y) if task == "regression" else classes.index(y)
         except ValueError:
-            what = "not a number" if task == "regression" else "not among those to train on"
-            raise ValueError(f"--label {args.label}: {y!r} is {what}.") from None
+            what = "a number" if task == "regression" else "among those to train on"
+            raise ValueError(f"--label {args.label}: {y!r} is not {what}.") from None
 
     return [(x, number(y)) for x, y in train], [(x, number(y)) for x, y in held_out]
 
@@ -211,8 +200,8 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
         train, held_out = ([(x, (y - mean) / deviation) for x, y in part] for part in (train, held_out))
     num_outputs = 1 if regression else 1 + max(y for _, y in train)
     flat = FunctionTransformer(lambda images: np.reshape(images, (len(images), -1)))
-    penalties = np.logspace(0, 4, 9)  # the one that is best on the held-out examples counts
-    linear = [Ridge(x) for x in penalties] if regression else [LogisticRegression(max_iter=300)]
+    # Of several penalties the one counts that is best on the held-out examples.
+    linear = [Ridge(10.0**n) for n in range(5)] if regression else [LogisticRegression(max_iter=300)]
     baselines = (make_pipeline(flat if task == "digits" else CountVectorizer(), model) for model in linear)
     reference = max(float(baseline.fit(*zip(*train)).score(*zip(*held_out))) for baseline in baselines)
 

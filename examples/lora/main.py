@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     records = args.data and code_data.read_records(args.data)
     texts = code_data.modules(10 if args.quick else 3)
     model, tokenizer = load_or_make(args, mesh, texts[0])
+    key = jax.random.key(args.seed + 2)
+    branch = {"targets": args.targets, "rank": args.rank, "scale": 2.0, "key": key}
+    adapt(model, mesh, **branch)  # refuses a wrong name before anything is trained
     if not args.model:
         args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
@@ -136,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         args.rate = args.full_rate or rate / 5
         results["full"] = tune(args, "full", copy, train, test)[1]
 
-    args.rate, key = rate, jax.random.key(args.seed + 2)
-    adapted = adapt(model, mesh, targets=args.targets, rank=args.rank, scale=2.0, key=key)
+    args.rate = rate
+    adapted = adapt(model, mesh, **branch)
     print(rx.explain(adapted, mesh))
     state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
 

@@ -7,6 +7,7 @@ pytest.importorskip("pyarrow", exc_type=ImportError)
 
 import csv
 import gzip
+import types
 
 import common
 import digits_data
@@ -66,6 +67,12 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
     assert scores[-1] > linear - 0.08, "after 120 steps"
 
 
+def test_a_damaged_file_of_digits_is_named(tmp_path):
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"):
+        digits_data.digits(str(tmp_path))
+
+
 def test_tables_are_read_and_learnt(tmp_path):
     flags = write_tables(tmp_path)
     results = example.main([*flags, "--task", "classification", "--label", "kind", "--epochs", "5"])
@@ -77,6 +84,11 @@ def test_tables_are_read_and_learnt(tmp_path):
     scores, linear = results["regression"]
     assert linear > 0.5
     assert scores[-1] > linear - 0.15, "after 40 steps"
+
+
+def table(directory, split, text, label, columns=None):
+    args = types.SimpleNamespace(data=str(directory), text=text, label=label, columns=columns)
+    return example.table(args, split)
 
 
 def test_formats_give_the_same_rows(tmp_path):
@@ -93,13 +105,13 @@ def test_formats_give_the_same_rows(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(expected), tmp_path / "parquet.parquet")
     pairs = [(f"{row['first']}\n{row['second']}", row["kind"]) for row in expected]
     for split in ("csv", "tsv", "parquet"):
-        assert example.table(str(tmp_path), [split], ["first", "second"], "kind") == pairs
+        assert table(tmp_path, split, ["first", "second"], "kind") == pairs
 
 
 def test_a_table_without_a_header_is_read_by_given_names(tmp_path):
     (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')  # as in CoLA
     columns = ["source", "label", "marker", "sentence"]
-    found = example.table(str(tmp_path), ["train"], ["sentence"], "label", columns)
+    found = table(tmp_path, "train", ["sentence"], "label", columns)
     assert found == [('He "said so.', "1"), ("So he", "0")]
 
 
@@ -124,8 +136,10 @@ def test_docstrings_are_split_once_and_for_all():
         (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv or .parquet"),
         (["--tensor", "16"], "needs 16 devices"),
         (["--tensor", "0"], "tensor=0"),
-        (["--devices", "-1"], "--devices -1"),
+        (["--devices", "-1"], "--devices"),
         (["--task", "digits", "--batch-size", "7"], "batch_size=7"),
+        (["--batch-size", "0"], "must be at least 1"),
+        (["--epochs", "-1"], "must be at least 1"),
     ],
 )
 def test_bad_input_ends_with_one_line(flags, words):

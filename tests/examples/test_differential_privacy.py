@@ -115,6 +115,7 @@ def test_it_learns_with_privacy_nearly_what_it_learns_without():
     [
         (["--delta", "0.1"], "--delta"),
         (["--epsilon", "0"], "--epsilon"),
+        (["--clip", "-1"], "--clip"),
         (["--batch-size", "5000"], "1437"),
         (["--data", "/nowhere"], "/nowhere"),
         (["--tensor", "3"], "fsdp * tensor = 3 must divide"),

@@ -176,6 +176,9 @@ def test_bad_input_ends_in_one_line(run, tmp_path, capsys):
     file = tmp_path / "columns.json"
     file.write_text(json.dumps([{"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"}]))
     assert "row 1 needs instruction, output" in refusal(capsys, "--data", str(file))
+    for text, words in (("{}", "a list of objects was expected, not dict"), ("[", "columns.json: not JSON")):
+        file.write_text(text)
+        assert words in refusal(capsys, "--data", str(file))
     assert "needs 128 devices" in refusal(capsys, "--tensor", "128")
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import code_data
+import common
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,23 @@ def test_branches_are_split_with_their_bases():
 def test_a_target_that_the_model_lacks_is_refused_by_name():
     with pytest.raises(ValueError, match=r"no projections named \['c_attn'\]"):
         adapt(llama(False), rx.make_mesh(), targets=("q_proj", "c_attn"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--targets", "c_attn"], "no projections named ['c_attn']"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--data", "/nowhere"], "/nowhere"),
+        (["--tensor", "3"], "must divide the number of devices"),
+    ],
+)
+def test_bad_input_ends_with_one_line_before_anything_is_trained(flags, words, monkeypatch):
+    monkeypatch.setattr(lora, "tune", None)
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: lora.main(["--quick", *flags]))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_adapted_model_nears_the_fully_trained_one_and_is_a_plain_checkpoint(tmp_path):
