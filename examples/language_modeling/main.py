@@ -75,7 +75,7 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1), **options)
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
-    scores = [rx.evaluate(state, test, **functions)["loss"]]
+    scores: list[Any] = [rx.evaluate(state, test, **functions)["loss"]]
     state = rx.fit(
         state,
         train,
