@@ -1053,3 +1053,5 @@ def test_num_train_steps_is_what_fit_takes(n: int, batch_size: int, num_epochs: 
     assert int(found.step) == rx.num_train_steps(n, batch_size=batch_size, num_epochs=num_epochs)
     with pytest.raises(ValueError, match=r"3 examples do not fill a batch of 4"):
         rx.num_train_steps(3, batch_size=4, num_epochs=1)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        rx.num_train_steps(3, batch_size=0, num_epochs=1)

@@ -27,7 +27,7 @@ from redco_eqx.models import (
     OPTForCausalLM,
     generate,
 )
-from redco_eqx.models._generate import _prefill
+from redco_eqx.models._generate import _generate, _Options, _prefill
 from redco_eqx.models._sampling import candidates, sample
 
 VOCAB, PROMPT, NEW = 64, 6, 10
@@ -491,6 +491,19 @@ def test_a_token_costs_two_sums_a_layer(options):
     assert gathered == ({("f32[2,1024]",)} if options else {("f32[2,4]",), ("s32[2,4]",)})
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_cache_is_there_once(stacked):
+    """A token changes it in place: the program holds no second copy, nor one of a layer for each layer."""
+    config = LlamaConfig(**{**LLAMA, "num_hidden_layers": 8, "num_key_value_heads": 4})
+    model = LlamaForCausalLM(config, stacked=stacked, key=jax.random.key(0))
+    ids, num_new = jnp.ones((16, 4), jnp.int32), 252
+    options = _Options(num_new, 0.0, None, None, (), 0)
+    program: Any = _generate.lower(model, ids, ids == 1, None, options).compile()
+    cache = jax.eval_shape(lambda: model.init_cache(16, 4 + num_new))
+    in_cache = 4 * (cache.key.size + cache.value.size)
+    assert in_cache <= program.compiled.memory_analysis().temp_size_in_bytes <= 1.5 * in_cache
+
+
 # Bad input
 
 
@@ -525,6 +538,7 @@ def test_a_table_of_positions_has_an_end(name, prompts):
 )
 def test_bad_input_is_refused_before_compilation(changes, message, prompts):
     given = {"input_ids": prompts[0], "max_new_tokens": NEW, "key": jax.random.key(0), **changes}
+    model = make_model("llama")
     with count_compilations() as compilations, pytest.raises(ValueError, match=rf"^generate: .*{message}"):
-        generate(make_model("llama"), given.pop("input_ids"), **given)
+        generate(model, given.pop("input_ids"), **given)
     assert not compilations

@@ -70,7 +70,7 @@ def adapt(model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: 
     number, found = itertools.count(), set()
 
     def is_projection(node: Any) -> bool:
-        return type(node).__name__ == "Linear"
+        return isinstance(node, models.Linear)
 
     def wrap(path: Any, node: Any) -> Any:
         if not is_projection(node) or getattr(path[-1], "name", None) not in targets:

@@ -265,8 +265,11 @@ def fit(
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
     """How many steps `fit` takes, for learning-rate schedules.
 
-    Raises `ValueError` if there are fewer examples than one batch.
+    Raises `ValueError` if there are fewer examples than one batch, or a number is not positive.
     """
+    for name, value in (("batch_size", batch_size), ("num_epochs", num_epochs)):
+        if value < 1:
+            raise ValueError(f"num_train_steps: {name}={value}, but it must be at least 1.")
     if num_examples < batch_size:
         raise ValueError(
             f"num_train_steps: {num_examples} examples do not fill a batch of {batch_size}. Use a smaller "

@@ -23,6 +23,7 @@ def scan_layers(
     x: Any,
     *,
     inputs: PyTree = None,
+    carry: PyTree = None,
     remat: Remat = "none",
     batched: bool = True,
     sequence_parallel: bool = False,
@@ -38,12 +39,15 @@ def scan_layers(
 
     **Arguments:**
 
-    - `layer_fn`: `(layer, x) -> x`; with `inputs`, `(layer, x, input) -> (x, output)`.
+    - `layer_fn`: `(layer, x) -> x`; with `inputs`, `(layer, x, input) -> (x, output)`; with `carry`, `(layer,
+        x, carry) -> (x, carry)`; with both, `(layer, x, input, carry) -> (x, output, carry)`.
     - `layers`: a list of layers, which is unrolled; or one layer whose arrays have a leading dim that numbers
         the layers (as `eqx.filter_vmap` makes it), which is scanned: compile time does not grow with depth. For
         a single layer in a loop of your own pass a list of one.
     - `x`: what flows through, a PyTree of arrays.
-    - `inputs`: arrays whose leading dim numbers the layers: keys, or caches.
+    - `inputs`: arrays whose leading dim numbers the layers, such as keys.
+    - `carry`: arrays that go from layer to layer beside `x` and are laid out as they please. What each layer
+        changes a part of, such as a cache of all layers, is changed in place here, and copied by `inputs`.
     - `remat`: what the backward pass recomputes. `none` keeps all activations (under `fsdp`: the results of
         matrix products, for what is between them is cheap, and gathered weights are not to be kept); `full`
         keeps only `x` at each layer; `row_out` keeps also what `row` returns, so that no sum over `tensor` is
@@ -56,7 +60,7 @@ def scan_layers(
 
     **Returns:**
 
-    `x`; with `inputs`, the pair of `x` and the outputs, stacked.
+    `x`, then with `inputs` the outputs, stacked, and with `carry` that of the last layer.
 
     **Raises:**
 
@@ -72,34 +76,42 @@ def scan_layers(
     layers = layers if layout is None else mark(layers, layout)
 
     policy = _policy(remat, layout is not None)
+    has_inputs, has_carry = inputs is not None, carry is not None
 
-    def applied(shardings: PyTree | None) -> Callable[..., tuple[Any, Any]]:
-        def apply(layer: Any, x: Any, given: Any) -> tuple[Any, Any]:
+    def applied(shardings: PyTree | None) -> Callable[..., tuple[Any, Any, Any]]:
+        def apply(layer: Any, x: Any, given: Any, carry: Any) -> tuple[Any, Any, Any]:
             if shardings is not None:
                 layer = gather_tree(layer, shardings)
-            x = hold(x)
-            x, output = (layer_fn(layer, x), None) if inputs is None else layer_fn(layer, x, given)
-            return hold(x), output
+            x, output, carry = call(layer, hold(x), given, carry)
+            return hold(x), output, carry
 
         # Inside a scan nothing can be merged with the forward pass, so nothing has to be kept apart.
         return apply if policy is None else eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
+
+    def call(layer: Any, x: Any, given: Any, carry: Any) -> tuple[Any, Any, Any]:
+        further = [extra for extra, there in ((given, has_inputs), (carry, has_carry)) if there]
+        returned = layer_fn(layer, x, *further)
+        x, *rest = returned if further else (returned,)
+        return x, rest[0] if has_inputs else None, rest[-1] if has_carry else None
 
     if is_list:
         outputs = []
         for i in range(num_layers):
             apply = applied(None if layout is None else layout[i])
-            x, output = apply(layers[i], x, jax.tree.map(lambda a, i=i: a[i], inputs))
+            x, output, carry = apply(layers[i], x, jax.tree.map(lambda a, i=i: a[i], inputs), carry)
             outputs.append(output)
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
     else:
         arrays, static = eqx.partition(layers, eqx.is_array)
         apply = applied(jax.tree.map(_of_one_layer, layout))
 
-        def body(x: Any, piece: tuple[Any, Any]) -> tuple[Any, Any]:
-            return apply(eqx.combine(piece[0], static), x, piece[1])
+        def body(flow: tuple[Any, Any], piece: tuple[Any, Any]) -> tuple[Any, Any]:
+            x, output, carry = apply(eqx.combine(piece[0], static), flow[0], piece[1], flow[1])
+            return (x, carry), output
 
-        x, stacked = jax.lax.scan(body, x, (arrays, inputs))
-    return x if inputs is None else (x, stacked)
+        (x, carry), stacked = jax.lax.scan(body, (x, carry), (arrays, inputs))
+    results = (x, *([stacked] if has_inputs else []), *([carry] if has_carry else []))
+    return results if len(results) > 1 else x
 
 
 def check_remat(remat: str) -> None:

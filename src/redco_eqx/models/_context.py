@@ -75,23 +75,27 @@ class Context:
         query: Float[Array, "b t h d"],
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k d"],
-        cache: tuple[Array, Array] | None,
+        cache: tuple[Array, Array, Array] | None,
         *,
         scale: float | None = None,
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
-    ) -> tuple[Float[Array, "b t width"], tuple[Array, Array] | None]:
-        """Attention of these tokens over themselves and one layer's cache, heads side by side, and that cache
-        with them added. Options as for `attend`.
+    ) -> tuple[Float[Array, "b t width"], tuple[Array, Array, Array] | None]:
+        """Attention of these tokens over themselves and the cache, heads side by side, and the cache with them
+        added: the keys and values of all layers, and the number of this one. Options as for `attend`.
         """
         if cache is not None:
-            assert self.length is not None
-            key, value = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis=1)
-                for old, new in zip(cache, (key, value))
+            keys, values, layer = cache
+            at = [jnp.asarray(i, jnp.int32) for i in (layer, 0, self.length, 0, 0)]
+            keys, values = (
+                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), at)
+                for old, new in ((keys, key), (values, value))
             )
-            cache = (key, value)
-            key, value = key.astype(query.dtype), value.astype(query.dtype)
+            cache = (keys, values, layer)
+            key, value = (
+                jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(query.dtype)
+                for x in (keys, values)
+            )
         output = attend(
             query, key, value,
             mask=self.mask, scale=scale, implementation=self.implementation,

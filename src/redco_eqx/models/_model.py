@@ -5,6 +5,7 @@ from typing import Any, ClassVar, TypedDict
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redco_eqx._parallel import Remat
@@ -86,18 +87,25 @@ def run_layers(
     remat: Remat,
     key: Key | None,
 ) -> tuple[Float[Array, "b t size"], Any]:
-    """All layers, one after another, and what they put into the cache.
+    """All layers, one after another, and the keys and values of the cache with these tokens added.
 
-    Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is that layer's pair of keys
-    and values, or `None`.
+    Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is what `Context.attend`
+    takes and returns, or `None`.
     """
     keys = None if key is None else jax.random.split(key, num_layers)
-    pieces = None if cache is None else (cache.key, cache.value)
 
-    def one(layer: Any, x: Array, given: Any) -> tuple[Array, Any]:
-        piece, key = given
-        return layer(x, context, piece, key)
+    def one(layer: Any, x: Array, given: Any, cached: Any) -> tuple[Array, Any, Any]:
+        index, key = given
+        x, piece = layer(x, context, (*cached, index) if cached else None, key)
+        return x, None, piece[:2] if piece else ()
 
-    return scan_layers(
-        one, layers, x, inputs=(pieces, keys), remat=remat, sequence_parallel=context.sequence_parallel
+    x, _, cached = scan_layers(
+        one,
+        layers,
+        x,
+        inputs=(jnp.arange(num_layers), keys),
+        carry=() if cache is None else (cache.key, cache.value),
+        remat=remat,
+        sequence_parallel=context.sequence_parallel,
     )
+    return x, cached
