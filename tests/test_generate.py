@@ -498,7 +498,8 @@ def test_the_cache_is_there_once(stacked):
     model = LlamaForCausalLM(config, stacked=stacked, key=jax.random.key(0))
     ids, num_new = jnp.ones((16, 4), jnp.int32), 252
     options = _Options(num_new, 0.0, None, None, (), 0)
-    program: Any = _generate.lower(model, ids, ids == 1, None, options).compile()
+    jitted: Any = _generate
+    program = jitted.lower(model, ids, ids == 1, None, options).compile()
     cache = jax.eval_shape(lambda: model.init_cache(16, 4 + num_new))
     in_cache = 4 * (cache.key.size + cache.value.size)
     assert in_cache <= program.compiled.memory_analysis().temp_size_in_bytes <= 1.5 * in_cache
