@@ -31,8 +31,9 @@ def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.A
 def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh]:
     """The flags' values and the mesh that they ask for. Raises `ValueError` if the machine cannot give it."""
     args = parser.parse_args(argv)
-    if min(args.devices + 1, args.batch_size, 1 if args.epochs is None else args.epochs) < 1:
-        raise ValueError("--batch-size and --epochs must be at least 1, and --devices not below 0.")
+    for name, least in {"devices": 0, "batch_size": 1, "epochs": 1}.items():
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least {least}.")
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)

@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     noise = dp_accounting.calibrate_dp_mechanism(RdpAccountant, event, args.epsilon, args.delta)
     print(f"{num_steps} samples at rate {rate:.3f}, with noise {noise:.3f} for {args.epsilon=}, {args.delta=}")
 
+    functions: Any = {"collate_fn": collate_fn, "predict_fn": predict_fn}
+
     def accuracies(clip: float, noise: float) -> list[float]:
         size, optimizer, found = train[0][0].size, optax.sgd(1.0, momentum=0.5), []
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         state = rx.fit(
             rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
             functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed),
-            collate_fn=collate_fn,
+            **functions,
             loss_fn=loss_fn,
             step_fn=functools.partial(private_step, optimizer=optimizer, **rule),
             optimizer=optimizer,
@@ -136,16 +138,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             num_steps=num_steps,
             eval_examples=held_out,
             eval_every_steps=20,
-            predict_fn=predict_fn,
             metric_fn=metric_fn,
             predictions_directory=args.output and args.output / f"noise-{noise:.3f}",
             checkpoints=args.checkpoints and args.checkpoints / f"noise-{noise:.3f}",
             loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
         )
         if found == []:  # its checkpoints say that the run is over
-            logits = rx.predict(
-                state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=places
-            )
+            logits = rx.predict(state, held_out, **functions, batch_size=places)
             found.append(metric_fn(held_out, logits)["accuracy"])
         return [accuracy for accuracy in found if accuracy is not None]
 

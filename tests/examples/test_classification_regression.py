@@ -136,10 +136,10 @@ def test_docstrings_are_split_once_and_for_all():
         (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv or .parquet"),
         (["--tensor", "16"], "needs 16 devices"),
         (["--tensor", "0"], "tensor=0"),
-        (["--devices", "-1"], "--devices"),
+        (["--devices", "-1"], "--devices -1"),
         (["--task", "digits", "--batch-size", "7"], "batch_size=7"),
-        (["--batch-size", "0"], "must be at least 1"),
-        (["--epochs", "-1"], "must be at least 1"),
+        (["--batch-size", "0"], "--batch-size 0: it must be at least 1"),
+        (["--epochs", "-1"], "--epochs -1: it must be at least 1"),
     ],
 )
 def test_bad_input_ends_with_one_line(flags, words):
