@@ -444,6 +444,31 @@ def test_a_fault_on_one_process_ends_both(tmp_path, fault, message):
         assert "process 1 (host" in processes.text(process), process
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_process_0_leaves_last(tmp_path, failing):
+    """JAX aborts (-6) the processes that are still there when the one with its service is gone."""
+    script = (
+        "import io, os, sys, time\n"
+        "import redco_eqx as rx\n"
+        "class Slow(io.RawIOBase):\n"
+        "    def flush(self):\n"
+        "        time.sleep(0.8)\n"
+        "process = int(os.environ['JAX_PROCESS_ID'])\n"
+        "rx.initialize_distributed(leave_seconds=1.0)\n"
+        "file = Slow() if process == 2 else None\n"
+        f"if process == {failing}:\n"
+        "    raise KeyError('no such column')\n"
+        "time.sleep(60)\n"
+    )
+    address = f"127.0.0.1:{harness.free_port()}"
+    environments = [harness.environment(num_devices=1, **harness.joined(i, 3, address)) for i in range(3)]
+    processes = harness.start([[sys.executable, "-c", script]] * 3, environments, tmp_path)
+    codes, _ = processes.leave(60)
+    assert codes == [1, 1, 1], processes.text()
+    for process in range(3):
+        assert "KeyError: 'no such column'" in processes.text(process), process
+
+
 def test_watchdog(tmp_path):
     script = (
         "import time\n"

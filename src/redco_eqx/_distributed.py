@@ -49,7 +49,7 @@ def initialize_distributed(
         as lost.
     - `shutdown_timeout_seconds`: how long a process that is done waits for the others to be done.
     - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all have ended
-        after this time and two seconds.
+        after this time and three seconds.
 
     The process that fails is named on the standard error of each. Files are flushed; functions that were
     registered with `atexit` before this call are not called then. What ends without an exception

@@ -85,6 +85,7 @@ class Leaving:
         self._code: int | None = None
         self._deadline = math.inf
         self._told: set[str] = set()
+        self._lost: set[str] = set()
         self._exiting = False
         self._stop = threading.Event()
         self._last_acts: list[Callable[[], None]] = []
@@ -104,11 +105,9 @@ class Leaving:
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        # These may be held up, by a full pipe or a dead network.
-        self._last_words = [
-            Standby(flush_all, "redco_eqx.flush"),
-            Standby(lambda: _store.put(f"gone/{self._process}", ""), "redco_eqx.gone"),
-        ]
+        # Both may be held up, by a full pipe or a dead network.
+        self._last_words = Standby(flush_all, "redco_eqx.flush")
+        self._farewell = Standby(self._see_off, "redco_eqx.farewell")
         self._clock = Standby(self._run_down, "redco_eqx.leave")
         self._thread = threading.Thread(target=self._watch, name="redco_eqx.watch", daemon=True)
         self._thread.start()
@@ -118,7 +117,7 @@ class Leaving:
         self._last_acts.append(act)
 
     def fail(self, reason: str, *, code: int = 1, may_be_others: bool = False) -> None:
-        """Tells every process why this one ends. It is gone at most `leave_seconds` after this call.
+        """Tells every process why this one ends. It is gone soon after `leave_seconds`.
 
         **Arguments:**
 
@@ -135,16 +134,17 @@ class Leaving:
         say(f"{self._name} of {self._num_processes} ends: {reason}")
         with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
             _store.put(f"failed/{self._process}", reason)
-            # The service ends with process 0: the others must have heard, and better be gone.
-            if may_be_others or self._process == 0:
-                self._call_roll(name_silent=may_be_others)
+            if may_be_others:
+                self._call_roll()
 
     def leave(self) -> None:
-        """Flushes what Python has not written yet, and ends the process without any further ado."""
-        for act in self._last_words:
-            act.begin()
-        for act in self._last_words:
-            act.wait(1.0)
+        """Flushes what Python has not written yet, and ends the process, process 0 as the last one."""
+        self._last_words.begin()
+        self._last_words.wait(1.0)
+        if self._process == 0:
+            self._farewell.begin()
+            # The others hear of it up to `_interval` later, and flush for a second.
+            self._farewell.wait(min(self._deadline - time.monotonic(), self._seconds) + self._interval + 1.5)
         os._exit(1 if self._code is None else self._code)
 
     def _on_exception(
@@ -181,6 +181,7 @@ class Leaving:
 
     def lost(self, process: int, how: str) -> None:
         """Ends this process because another one is gone without a word. Called from a thread."""
+        self._lost.add(str(process))
         if coordination_client() is None:
             return
         if process == 0:  # and with it the store; JAX is about to abort, so first of all the message
@@ -236,7 +237,7 @@ class Leaving:
         if self._code is None:
             self._code = 1
             # Process 0 waits for the others. Elsewhere the main thread may learn of it by itself.
-            self._end_after(1.0 if "0" in failed else self._seconds)
+            self._end_after(min(1.0, self._seconds / 2) if "0" in failed else self._seconds)
 
     def _tell(self, failed: dict[str, str]) -> None:
         with self._lock:
@@ -245,25 +246,34 @@ class Leaving:
         for who, why in sorted(new.items()):
             say(f"{_store.name_of(int(who))} failed: {why}")
 
-    def _call_roll(self, *, name_silent: bool) -> None:
+    def _others(self) -> set[str]:
+        return {str(i) for i in range(self._num_processes) if i != self._process}
+
+    def _call_roll(self) -> None:
         """Waits for a sign of the other processes, and names those that give none."""
-        expected = {str(i) for i in range(self._num_processes) if i != self._process}
         end = time.monotonic() + min(ROLL_CALL_SECONDS, self._seconds / 2)
         while True:
             failed = {who: why for who, why in _store.entries("failed").items() if who != str(self._process)}
             self._tell(failed)
-            heard = set(_store.entries("heard")) | set(failed)
-            gone = set(_store.entries("gone"))
-            awaited = expected - (gone if self._process == 0 else gone | heard)
-            explained = name_silent and failed and self._process != 0
-            if not awaited or explained or time.monotonic() > end:
+            silent = self._others() - set(_store.entries("heard")) - set(failed)
+            explained = failed and self._process != 0
+            if not silent or explained or time.monotonic() > end:
                 break
             time.sleep(0.1)
-        if name_silent and not failed:
-            for who in sorted(awaited - heard, key=int):
+        if not failed:
+            for who in sorted(silent, key=int):
                 say(
                     f"{_store.name_of(int(who))} does not answer: it was killed, or its host cannot be reached."
                 )
+
+    def _see_off(self) -> None:
+        """Waits until the other processes have ended: JAX aborts those that are there without process 0."""
+        end = time.monotonic() + ROLL_CALL_SECONDS
+        while there := self._others() - self._lost:
+            answer = set(_store.entries("heard")) | set(_store.entries("failed"))
+            if not there & answer and time.monotonic() > end:
+                break
+            time.sleep(0.05)
 
     def _end_after(self, seconds: float) -> None:
         with self._lock:
@@ -286,7 +296,9 @@ def flush_all() -> None:
     """Flushes the handlers of `logging` and every open file."""
     with contextlib.suppress(Exception):
         logging.shutdown()
-    for thing in gc.get_objects():
+    # By type, as an object can do anything when asked for its class; and `io.IOBase` itself is slow to ask.
+    base = io.IOBase.__mro__[1]
+    for file in [thing for thing in gc.get_objects() if issubclass(type(thing), base)]:
         with contextlib.suppress(Exception):
-            if isinstance(thing, io.IOBase) and not thing.closed:
-                thing.flush()
+            if not file.closed:
+                file.flush()
