@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     train, held_out = ([(x, y, 1.0) for x, y in split] for split in digits_data.digits(args.data))
     rate = args.batch_size / len(train)
     if not (0 < args.delta < 1 / len(train) and min(args.epsilon, args.clip) > 0 and rate <= 1):
-        raise ValueError(f"--epsilon, --clip > 0; 0 < --delta < 1/{len(train)}; --batch-size <= {len(train)}.")
+        got = f"--epsilon {args.epsilon} --clip {args.clip} --delta {args.delta} --batch-size {args.batch_size}"
+        raise ValueError(f"{got}: not epsilon, clip > 0, 0 < delta < 1/{len(train)}, batch <= {len(train)}.")
     num_steps = 20 if args.quick else math.ceil(args.epochs / rate)
     # Six standard deviations above the mean are enough places, but for one sample in a thousand million.
     places = math.ceil((args.batch_size + 6 * math.sqrt(args.batch_size * (1 - rate))) / mesh.size) * mesh.size

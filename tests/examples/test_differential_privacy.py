@@ -113,9 +113,9 @@ def test_it_learns_with_privacy_nearly_what_it_learns_without():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--delta", "0.1"], "--delta"),
-        (["--epsilon", "0"], "--epsilon"),
-        (["--clip", "-1"], "--clip"),
+        (["--delta", "0.1"], "--delta 0.1"),
+        (["--epsilon", "0"], "--epsilon 0.0"),
+        (["--clip", "-1"], "--clip -1.0"),
         (["--batch-size", "5000"], "1437"),
         (["--data", "/nowhere"], "/nowhere"),
         (["--tensor", "3"], "fsdp * tensor = 3 must divide"),
