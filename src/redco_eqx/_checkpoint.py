@@ -25,7 +25,7 @@ from redco_eqx._listing import best_of, entries, litter, local, orbax_checkpoint
 from redco_eqx._processes import from_first, on_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
 from redco_eqx._snapshot import has_value, info_of, storable, to_names
-from redco_eqx._state import TrainState
+from redco_eqx._state import TrainState, step_of
 
 
 class CheckpointWriter:
@@ -107,15 +107,14 @@ class CheckpointWriter:
             if not has_value(x):
                 what = "is abstract" if isinstance(x, jax.ShapeDtypeStruct) else "has been donated or deleted"
                 raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
-        stored = storable(arrays)
+        step, stored = step_of(state), storable(arrays)
         checksums, nonfinite = digests(stored)
         spoiled = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
         if spoiled:
             raise ValueError(
-                f"save: the state at step {int(state.step)} is not saved, because {spoiled[0]} and "
+                f"save: the state at step {step} is not saved, because {spoiled[0]} and "
                 f"{len(spoiled) - 1} more parameters hold NaN or infinity."
             )
-        step = int(state.step)
         infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
         record = encode(step, infos, metrics, extras, run)
         together(self.wait, CheckpointError)

@@ -33,7 +33,7 @@ from redco_eqx._processes import Vote
 from redco_eqx._record import RunRecord
 from redco_eqx._report import Reporter, say
 from redco_eqx._saving import Checkpoints, Saver, as_checkpoints
-from redco_eqx._state import ORDER, TrainState
+from redco_eqx._state import ORDER, TrainState, step_of
 from redco_eqx._steps import train_step
 from redco_eqx._training import Training
 from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
@@ -297,5 +297,5 @@ def _begin(
             dataclasses.replace(run, batch=batch, batch_size=batch_size, num_examples=num_examples),
             path,
         )
-    run = RunRecord(int(state.step), 0, 0, 0, batch_size, num_examples)
+    run = RunRecord(step_of(state), 0, 0, 0, batch_size, num_examples)
     return state if donate else jax.tree.map(jnp.copy, state), run, None

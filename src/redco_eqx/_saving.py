@@ -16,7 +16,7 @@ from redco_eqx._listing import complete, orbax_checkpoint, read_record
 from redco_eqx._processes import Vote, from_first, on_first, together
 from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord
 from redco_eqx._restore import first_good, read, select
-from redco_eqx._state import TrainState
+from redco_eqx._state import TrainState, step_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Saver:
         **Raises:** `ValueError` if the checkpoints are of another model, of another run, or if the numbers
         have changed; `CheckpointError` if all are damaged.
         """
-        begin, names = from_first(lambda: _candidates(self._config.directory, int(state.step))) or (None, [])
+        begin, names = from_first(lambda: _candidates(self._config.directory, step_of(state))) or (None, [])
         if begin is None:
             return None
         paths = [pathlib.Path(self._config.directory).absolute() / name for name in names]

@@ -68,6 +68,11 @@ def stream(state: TrainState, tag: int) -> Key:
     return jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
 
 
+def step_of(state: TrainState) -> int:
+    """`state.step` as a number: that of a copy, because JAX 0.11 on CPU donates no array that was read."""
+    return int(jnp.copy(state.step.addressable_data(0)))
+
+
 def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> M:
     """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
 

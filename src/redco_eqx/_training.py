@@ -14,7 +14,7 @@ from redco_eqx._record import CheckpointError, RunRecord
 from redco_eqx._report import Reporter
 from redco_eqx._saving import Saver
 from redco_eqx._snapshot import has_value
-from redco_eqx._state import TrainState
+from redco_eqx._state import TrainState, step_of
 from redco_eqx._throttle import Throttle
 from redco_eqx._types import Batch
 
@@ -115,9 +115,9 @@ class Training:
         run = dataclasses.replace(self.run, finished=finished, window=window)
         if saver.is_saved(run):
             return
-        if int(self.state.step) != run.step:
+        if step_of(self.state) != run.step:
             raise ValueError(
-                f"step_fn must count: the step of the state is {int(self.state.step)} after {run.num_steps} "
+                f"step_fn must count: the step of the state is {step_of(self.state)} after {run.num_steps} "
                 f"steps from {run.begin}. Checkpoints are numbered by it."
             )
         saver.save(self.state, run)
@@ -145,4 +145,4 @@ class Training:
 
     def _require(self, ok: bool) -> None:
         if not ok:
-            raise NonFiniteError(self.state, int(self.state.step))
+            raise NonFiniteError(self.state, step_of(self.state))
