@@ -332,10 +332,11 @@ length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least a
 The peer's: redco 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
 batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0.98 MiB more, of gradients.
 - The quickstart's model is the user's own, plain `eqx.nn`: the CPU compiler reduces the input gradients of its
-  separate query, key and value apart, where one sum would do. The compilers for TPU and GPU add before they
-  reduce (`nox -s aot`); with `column` every compiler does.
+  separate query, key and value apart, where one sum would do. The compiler for TPU adds before it reduces
+  (`nox -s aot`); with `column` every compiler does.
 - GPT-J's attention and MLP stand side by side: one reduction each way serves both.
-- A tied embedding has two gradients, of the lookup and of the head: they are reduced over data apart."""
+- A tied embedding has two gradients, of the lookup and of the head: the CPU compiler reduces them over data
+  apart, the one for TPU adds them first."""
 
 
 def report_memory(name: str, sizes: Sizes, meshes: dict[str, Mesh]) -> None:
