@@ -189,7 +189,7 @@ class Rows:
         return [(step, row) for step, row in self.rows if any(name.startswith(prefix) for name in row)]
 
 
-def no_threads_left(seconds: float = 60.0) -> bool:
+def no_threads_left(seconds: float = 5.0) -> bool:
     """Whether all threads of `batches` end by themselves."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -251,7 +251,7 @@ def test_all_meet():
 @pytest.mark.parametrize(
     ("places", "seconds", "kind", "message"),
     [
-        ([(4, 0), (4, 2)], 2.0, TimeoutError, r"processes 1, 3 of 4 did not come .* within 2 s"),
+        ([(4, 0), (4, 2)], 0.5, TimeoutError, r"processes 1, 3 of 4 did not come .* within 0\.5 s"),
         ([(3, 0), (2, 1)], 60.0, ValueError, "process 1 on .* num_processes=2, but process 0 on .* 3"),
         ([(3, 0), (3, 1), (3, 1)], 60.0, ValueError, "process_id=1 was given twice"),
     ],
