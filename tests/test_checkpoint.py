@@ -228,6 +228,13 @@ def test_donation_right_after_an_asynchronous_save(tmp_path: pathlib.Path) -> No
 # The record
 
 
+def test_a_step_that_is_a_numpy_array_is_saved(tmp_path: pathlib.Path) -> None:
+    state = odd_state(step=5)
+    given = dataclasses.replace(state, step=np.asarray(state.step))
+    assert rx.save(tmp_path, given).name == "5"
+    assert_same(rx.restore(tmp_path, odd_state(seed=1)), state)
+
+
 def test_the_record(saved: Any) -> None:
     _, directory = saved
     (info,) = rx.checkpoints(directory)

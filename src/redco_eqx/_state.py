@@ -69,8 +69,9 @@ def stream(state: TrainState, tag: int) -> Key:
 
 
 def step_of(state: TrainState) -> int:
-    """`state.step` as a number: that of a copy, because JAX 0.11 on CPU donates no array that was read."""
-    return int(jnp.copy(state.step.addressable_data(0)))
+    """`state.step` as a number. It is read from a copy: JAX 0.11 on CPU donates no array that was read."""
+    step = state.step
+    return int(jnp.copy(step.addressable_data(0)) if isinstance(step, jax.Array) else step)
 
 
 def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> M:
