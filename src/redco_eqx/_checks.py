@@ -12,6 +12,13 @@ from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch, LossFn
 
 
+def check_positive(function: str, **counts: int | None) -> None:
+    """Raises `ValueError` for a number below 1; `None` is one that was not given."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{function}: {name}={value}, but it must be positive.")
+
+
 def check_arguments(
     num_epochs: int | None,
     num_steps: int | None,
@@ -25,16 +32,14 @@ def check_arguments(
         raise ValueError(
             f"fit: num_epochs={num_epochs}, num_steps={num_steps}, but exactly one of them must be given."
         )
-    counts = {
-        "num_epochs": num_epochs,
-        "num_steps": num_steps,
-        "log_every": log_every,
-        "eval_batch_size": eval_batch_size,
-        "eval_every_steps": eval_every_steps,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"fit: {name}={value}, but it must be positive.")
+    check_positive(
+        "fit",
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        log_every=log_every,
+        eval_batch_size=eval_batch_size,
+        eval_every_steps=eval_every_steps,
+    )
     if on_nonfinite not in ("raise", "skip"):
         raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
 
@@ -76,8 +81,7 @@ def check_batch_sizes(
 ) -> None:
     """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
     shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
-    if num_microbatches < 1:
-        raise ValueError(f"fit: num_microbatches={num_microbatches}, but it must be positive.")
+    check_positive("fit", num_microbatches=num_microbatches)
     for name, size, number in (
         ("batch_size", batch_size, num_microbatches),
         ("eval_batch_size", eval_batch_size or num_shards, 1),

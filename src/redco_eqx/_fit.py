@@ -18,6 +18,7 @@ from redco_eqx._checks import (
     check_batch_sizes,
     check_keep_best,
     check_no_evaluation,
+    check_positive,
     check_state,
     warn_unused,
 )
@@ -267,9 +268,7 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
 
     Raises `ValueError` if there are fewer examples than one batch, or a number is not positive.
     """
-    for name, value in (("batch_size", batch_size), ("num_epochs", num_epochs)):
-        if value < 1:
-            raise ValueError(f"num_train_steps: {name}={value}, but it must be at least 1.")
+    check_positive("num_train_steps", batch_size=batch_size, num_epochs=num_epochs)
     if num_examples < batch_size:
         raise ValueError(
             f"num_train_steps: {num_examples} examples do not fill a batch of {batch_size}. Use a smaller "
