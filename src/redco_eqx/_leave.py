@@ -195,9 +195,9 @@ class Leaving:
         if self._code is not None:
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError):
-            failed = _store.entries("failed")
+            failed = self._failures()
             if str(process) in failed:
-                self._hear({who: why for who, why in failed.items() if who != str(self._process)})
+                self._hear(failed)
                 return
         self.fail(f"{_store.name_of(process)} is lost: {how}.")
 
@@ -213,7 +213,7 @@ class Leaving:
             if coordination_client() is None:  # JAX has left
                 return
             try:
-                failed = _store.entries("failed")
+                others = self._failures()
                 failing_since = None
             except Exception as error:
                 failing_since = failing_since or time.monotonic()
@@ -222,7 +222,6 @@ class Leaving:
                     say(f"process 0, which coordinates, does not answer {self._name}: {error}")
                     self.leave()
                 continue
-            others = {who: why for who, why in failed.items() if who != str(self._process)}
             if others:
                 self._hear(others)
             elif self._code is None:
@@ -249,11 +248,15 @@ class Leaving:
     def _others(self) -> set[str]:
         return {str(i) for i in range(self._num_processes) if i != self._process}
 
+    def _failures(self) -> dict[str, str]:
+        """Which of the others have failed, and why."""
+        return {who: why for who, why in _store.entries("failed").items() if who != str(self._process)}
+
     def _call_roll(self) -> None:
         """Waits for a sign of the other processes, and names those that give none."""
         end = time.monotonic() + min(ROLL_CALL_SECONDS, self._seconds / 2)
         while True:
-            failed = {who: why for who, why in _store.entries("failed").items() if who != str(self._process)}
+            failed = self._failures()
             self._tell(failed)
             silent = self._others() - set(_store.entries("heard")) - set(failed)
             explained = failed and self._process != 0
@@ -270,7 +273,7 @@ class Leaving:
         """Waits until the other processes have ended: JAX aborts those that are there without process 0."""
         end = time.monotonic() + ROLL_CALL_SECONDS
         while there := self._others() - self._lost:
-            answer = set(_store.entries("heard")) | set(_store.entries("failed"))
+            answer = set(_store.entries("heard")) | set(self._failures())
             if not there & answer and time.monotonic() > end:
                 break
             time.sleep(0.05)
