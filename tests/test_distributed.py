@@ -448,7 +448,7 @@ def test_a_fault_on_one_process_ends_both(tmp_path, fault, message):
 def test_process_0_leaves_last(tmp_path, failing):
     """JAX aborts (-6) the processes that are still there when the one with its service is gone."""
     script = (
-        "import io, os, sys, time\n"
+        "import io, os, time\n"
         "import redco_eqx as rx\n"
         "class Slow(io.RawIOBase):\n"
         "    def flush(self):\n"
