@@ -16,7 +16,7 @@ from helpers import QUICK_COMPILE, assert_close, filled, mesh_of
 from jax.sharding import PartitionSpec
 from published import PUBLISHED
 
-from redco_eqx import batch_sharding, from_arrays, models, shard_rules, to_arrays
+from redco_eqx import batch_sharding, cast, cross_entropy, from_arrays, models, shard_rules, to_arrays
 from redco_eqx._collectives import collectives
 from redco_eqx.models._attention import attend
 from redco_eqx.models._families import read_family
@@ -399,3 +399,28 @@ def test_a_forward_pass_reduces_twice_a_layer_and_gathers_nothing(name, stacked)
     # Attention and MLP of GPT-J share one. And once for the lookup; no weight is gathered.
     per_layer = 1 if name == "gptj" else 2
     assert counts == {("all-reduce", ("tensor",)): per_layer * LAYERS + 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in CONFIGS), *((name, jnp.float16) for name in MAIN)]
+)
+def test_gradients_in_low_precision_over_tensor(name, dtype):
+    """`cast` inside the loss, over float32 parameters, as the README has it."""
+    model, ids = make(name), tokens(4)
+
+    def loss(model: Any, ids: Any) -> Any:
+        model = cast(model, dtype)
+        hidden, _ = model.hidden_states(ids[:, :-1], key=None)
+        return cross_entropy(hidden, model.head, ids[:, 1:]).value
+
+    mesh = mesh_of("data2xtensor4")
+    placed = eqx.filter_shard(model, shard_rules(model, mesh))
+    gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss))
+    expected, wanted = gradient(model, ids)
+    value, found = gradient(placed, jax.device_put(ids, batch_sharding(mesh)))
+    assert abs(value - expected) < 0.02 * abs(expected)
+    for path, g in to_arrays(found).items():
+        assert g.dtype == jnp.float32
+        # Both are rounded at each layer, to 8 bits or 11, and summed in another order.
+        error = np.linalg.norm(np.asarray(g) - np.asarray(to_arrays(wanted)[path]))
+        assert error < 0.1 * np.linalg.norm(np.asarray(to_arrays(wanted)[path])) + 1e-4, path

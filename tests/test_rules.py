@@ -320,15 +320,3 @@ def test_explain_is_a_table_with_alike_layers_in_one_row():
     one = 2048 + 64 + 2048 + 128  # bytes on a device: weight, bias, weight, and a whole bias
     assert explanation.bytes_per_device == 12 * one
     assert explanation.decisions["3.layers.1.weight"].spec == P(None, "tensor")
-
-
-def test_a_grouped_convolution_on_whole_channels_is_warned_of():
-    """XLA on CPU multiplies its weight gradient by the size of `tensor` when the batch is split over `data`."""
-    make = lambda: eqx.nn.Conv2d(64, 64, 3, groups=64, key=jax.random.key(0))  # noqa: E731
-    model = eqx.filter_eval_shape(make)
-    with pytest.warns(rx.ShardingWarning, match="weight: the weight gradient of a grouped convolution"):
-        rx.shard_rules(model, abstract_mesh(data=2, tensor=4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for safe in (abstract_mesh(tensor=4), abstract_mesh(data=4), abstract_mesh(data=2, fsdp=2)):
-            rx.shard_rules(model, safe)

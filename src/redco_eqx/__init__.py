@@ -7,6 +7,7 @@ from redco_eqx._evaluate import evaluate, predict
 from redco_eqx._explain import Explanation, explain
 from redco_eqx._fit import fit, num_train_steps
 from redco_eqx._interrupt import TrainingInterrupted
+from redco_eqx._jit_step import jit_step
 from redco_eqx._listing import checkpoints
 from redco_eqx._log import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._mesh import batch_sharding, make_mesh
@@ -58,6 +59,7 @@ __all__ = [
     "init_model",
     "init_state",
     "initialize_distributed",
+    "jit_step",
     "make_mesh",
     "num_train_steps",
     "predict",

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._data import batches
 from redco_eqx._mesh import check_mesh, one_device_mesh
-from redco_eqx._state import EVALUATE, PREDICT, TrainState
+from redco_eqx._state import EVALUATE, PREDICT, TrainState, check_alive
 from redco_eqx._steps import eval_step, predict_step
 from redco_eqx._throttle import lagging
 from redco_eqx._types import Batch, CollateFn, LossFn, Metrics, PredictFn
@@ -113,17 +113,6 @@ def mesh_of(state: TrainState) -> Mesh:
         check_mesh(sharding.mesh)
         return sharding.mesh
     return one_device_mesh(next(iter(state.step.devices())))
-
-
-def check_alive(state: TrainState) -> None:
-    """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
-    arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
-    for path, x in arrays.items():
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
-                "what that returned, or call fit(..., donate=False)."
-            )
 
 
 class _ByIdentity:

@@ -27,6 +27,7 @@ from redco_eqx._epochs import epochs
 from redco_eqx._evaluate import mesh_of
 from redco_eqx._evaluation import Evaluation, MetricFn
 from redco_eqx._interrupt import InterruptFlag, TrainingInterrupted
+from redco_eqx._jit_step import on_its_mesh
 from redco_eqx._log import ConsoleLogger
 from redco_eqx._loop import StepFn, Window, empty_window, loop_body
 from redco_eqx._mesh import num_batch_shards
@@ -161,13 +162,16 @@ def fit(
     )
     stream_of(first, key=state.key)  # refuses bad arguments
     per_epoch = len(first) // batch_size
-    step = step_fn or functools.partial(
-        train_step,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        num_microbatches=num_microbatches,
-        shardings=_layout(state),
-    )
+    if step_fn is not None:
+        step = on_its_mesh(step_fn)
+    else:
+        step = functools.partial(
+            train_step,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            num_microbatches=num_microbatches,
+            shardings=_layout(state),
+        )
     body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
     total = num_steps
     if num_epochs is not None and not callable(train_examples):

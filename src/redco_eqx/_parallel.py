@@ -11,20 +11,21 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Inexact
 
 from redco_eqx._ambient import batch_axes, mesh_of, tensor_size
 from redco_eqx._split import Split, apply, split_layer
+from redco_eqx._sums import psum, vary
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 
 def column(
-    x: Float[Array, "*batch in"],
+    x: Inexact[Array, "*batch in"],
     *layers: Callable[[Array], Array],
     unit: int = 1,
     sequence_parallel: bool = False,
-) -> tuple[Float[Array, "..."], ...]:
+) -> tuple[Inexact[Array, "..."], ...]:
     """Sibling projections of one input, split over their outputs: query, key and value, or gate and up.
 
     Forward nothing is communicated. Backward the gradients of `x` are added up over the siblings first and
@@ -63,10 +64,8 @@ def column(
 
 def _column(x: Array, splits: list[Split], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
     def body(x: Array, arrays: list[list[Array]]) -> list[Array]:
-        if sequence_parallel:
-            x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
-        else:  # transposes to one sum over the shards, after the siblings' gradients are added
-            x = jax.lax.pcast(x, "tensor", to="varying")
+        # `vary` transposes to one sum over the shards, after the siblings' gradients are added.
+        x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if sequence_parallel else vary(x, "tensor")
         return [split.build(own)(x) for split, own in zip(splits, arrays)]
 
     arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
@@ -84,12 +83,12 @@ def _column(x: Array, splits: list[Split], mesh: AbstractMesh, sequence_parallel
 
 
 def row(
-    x: Float[Array, "*batch in"] | Sequence[Float[Array, "*batch _"]],
+    x: Inexact[Array, "*batch in"] | Sequence[Inexact[Array, "*batch _"]],
     layer: Callable[[Array], Array] | Sequence[Callable[[Array], Array]],
     *,
     unit: int = 1,
     sequence_parallel: bool = False,
-) -> Float[Array, "*batch out"]:
+) -> Inexact[Array, "*batch out"]:
     """The projection that closes a column split: split over its inputs, its output is summed over the shards.
 
     Forward that is one all-reduce of the size of the output; backward nothing is communicated. The output is
@@ -135,7 +134,7 @@ def _row(xs: list[Array], splits: list[Split], mesh: AbstractMesh, sequence_para
         total = _total([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
         if sequence_parallel:
             return jax.lax.psum_scatter(total, "tensor", scatter_dimension=1, tiled=True)
-        return jax.lax.psum(total, "tensor")
+        return psum(total, "tensor")
 
     rows = batch_axes(mesh, xs[0].shape[0]) if sequence_parallel else None
     return jax.shard_map(

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._mesh import BATCH_AXES, axes_of, axis_size, check_mesh
+from redco_eqx._mesh import axes_of, axis_size, check_mesh
 from redco_eqx._roles import Role, tensor_roles
 from redco_eqx._tree import describe, is_array, to_arrays
 
@@ -76,12 +76,10 @@ def shard_rules(
     mesh does not have, repeats one, has more dims than the array, or does not divide it.
 
     Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
-    or because its dims do not divide; and of a grouped convolution on whole channels beside split batches,
-    whose weight gradient XLA was seen to compute wrongly.
+    or because its dims do not divide.
     """
     decisions = decide(model, mesh, overrides)
     _warn(decisions, mesh)
-    _warn_grouped(decisions, mesh)
     specs = iter(decisions.values())
     return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
 
@@ -185,21 +183,6 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
         ]
         warnings.warn(
             f"shard_rules: {len(whole)} large arrays are replicated.\n" + "\n".join(lines),
-            ShardingWarning,
-            stacklevel=3,
-        )
-
-
-def _warn_grouped(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
-    # Seen with jaxlib 0.10.2 on CPU: the gradient of the weight is multiplied by the size of `tensor`.
-    if axis_size(mesh, "tensor") == 1 or axis_size(mesh, BATCH_AXES) == 1:
-        return
-    grouped = [d.path for d in decisions.values() if d.role == "grouped"]
-    if grouped:
-        warnings.warn(
-            f"shard_rules: {', '.join(grouped)}: the weight gradient of a grouped convolution was seen to come "
-            "out wrong (too large by the size of the tensor axis) when the batch is split, the tensor axis is "
-            "used and the channels are whole. Use tensor=1, or check the gradients against one device.",
             ShardingWarning,
             stacklevel=3,
         )

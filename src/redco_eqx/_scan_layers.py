@@ -13,6 +13,7 @@ from redco_eqx._ambient import batch_axes, mesh_of, tensor_size
 from redco_eqx._fsdp import gather_tree, mark
 from redco_eqx._mesh import axis_size
 from redco_eqx._parallel import Remat, check_sequence
+from redco_eqx._remat import Policy, keep_nothing, keep_products_and_row_out, keep_row_out
 from redco_eqx._rules import decide
 from redco_eqx._tree import is_array, leaves_with_paths
 
@@ -120,15 +121,13 @@ def check_remat(remat: str) -> None:
         raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
 
 
-def _policy(remat: Remat, gathers: bool) -> Callable[..., Any] | None:
-    policies = jax.checkpoint_policies
+def _policy(remat: Remat, gathers: bool) -> Policy | None:
     if remat == "full":
-        return policies.nothing_saveable
+        return keep_nothing
     if remat == "row_out":
-        return policies.save_only_these_names("row_out")
+        return keep_row_out
     # Weights that were gathered count as activations: what is kept has to be named otherwise.
-    both = policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("row_out"))
-    return both if gathers else None
+    return keep_products_and_row_out if gathers else None
 
 
 def _hold(x: Any, mesh: AbstractMesh | None, batched: bool, sequence_parallel: bool) -> Callable[[Any], Any]:

@@ -74,6 +74,17 @@ def step_of(state: TrainState) -> int:
     return int(jnp.copy(step.addressable_data(0)) if isinstance(step, jax.Array) else step)
 
 
+def check_alive(state: TrainState) -> None:
+    """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
+    arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
+    for path, x in arrays.items():
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise ValueError(
+                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
+                "what that returned, or call fit(..., donate=False)."
+            )
+
+
 def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> M:
     """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
 

@@ -13,8 +13,11 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from redco_eqx._ambient import mesh_of
 from redco_eqx._fsdp import gather, is_split, marked
 from redco_eqx._mesh import batch_sharding, num_batch_shards
+from redco_eqx._program.partitioned import partitioned
+from redco_eqx._remat import keep_products
 from redco_eqx._state import EVALUATE, PREDICT, TRAIN, TrainState, like_params, stream
 from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
@@ -85,8 +88,8 @@ def train_step(
         return loss.value, (loss, metrics, new_model_state)
 
     if split and len(split) == sum(map(is_split, (layout or {}).values())):
-        loss_of = jax.checkpoint(loss_of, policy=_keep_products)
-    gradient = jax.value_and_grad(loss_of, has_aux=True)
+        loss_of = jax.checkpoint(loss_of, policy=keep_products)
+    gradient = partitioned(jax.value_and_grad(loss_of, has_aux=True), _mesh(state, batch, layout))
     if num_microbatches == 1:
         (_, (loss, metrics, model_state)), grads = gradient(params, state.model_state, batch, key)
     else:
@@ -139,11 +142,13 @@ def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: Py
     number of examples. The arguments are those of `train_step`; to evaluate many batches with fresh
     randomness, give each a state with another `key`.
     """
-    key = stream(state, EVALUATE)
-    model = _inference_model(state, shardings, lambda model: loss_fn(model, batch, key))
     size = jax.tree.leaves(batch)[0].shape[0]
-    loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, key), size)
-    return {"loss": loss, **metrics}
+
+    def measure(model: Any, batch: Batch, key: Key) -> Metrics:
+        loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, key), size)
+        return {"loss": loss, **metrics}
+
+    return _infer(state, batch, stream(state, EVALUATE), measure, shardings)
 
 
 def predict_step(
@@ -153,9 +158,7 @@ def predict_step(
 
     Raises `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
     """
-    key = stream(state, PREDICT)
-    model = _inference_model(state, shardings, lambda model: predict_fn(model, batch, key))
-    outputs = predict_fn(model, batch, key)
+    outputs = _infer(state, batch, stream(state, PREDICT), predict_fn, shardings)
     size = jax.tree.leaves(batch)[0].shape[0]
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
@@ -187,10 +190,24 @@ def unused_parameters(state: TrainState, batch: Batch, loss_fn: LossFn) -> list[
     return [path for path, is_zero in zip(sorted(state.params), constant) if is_zero]
 
 
-def _inference_model(state: TrainState, shardings: PyTree | None, use: Callable[[Any], Any]) -> Any:
+def _infer(
+    state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
+) -> Any:
+    """`use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else _layout(shardings, state.params)
-    split = _split_outside(state, layout, lambda model: use(eqx.nn.inference_mode(model)))
-    return eqx.nn.inference_mode(state.build(_gather(state.params, split), state.model_state))
+    split = _split_outside(state, layout, lambda model: use(eqx.nn.inference_mode(model), batch, key))
+
+    def run(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
+        model = state.build(_gather(params, split), model_state)
+        return use(eqx.nn.inference_mode(model), batch, key)
+
+    run = partitioned(run, _mesh(state, batch, layout))
+    return run(state.params, state.model_state, batch, key)
+
+
+def _mesh(state: TrainState, batch: Batch, layout: dict[str, NamedSharding] | None) -> Any:
+    """The mesh of the layout, or else that on which the arrays lie."""
+    return next(iter(layout.values())).mesh if layout else mesh_of(state, batch)
 
 
 def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
@@ -249,11 +266,6 @@ def _split_outside(
 
     later = marked(jax.make_jaxpr(traced)([state.params[path] for path in paths]).jaxpr)
     return {path: split[path] for i, path in enumerate(paths) if path in split and i not in later}
-
-
-def _keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: gathered weights are not kept, nor what is cheap to compute again."""
-    return primitive.name in ("dot_general", "conv_general_dilated")
 
 
 def _gather(params: dict[str, Array], split: dict[str, NamedSharding]) -> dict[str, Array]:

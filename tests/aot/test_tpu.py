@@ -7,15 +7,18 @@ each device's part, which it keeps throughout a scan.
 
 import dataclasses
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import collectives as bench
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 import quickstart
 import topology
+from jax.sharding import PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._collectives import Collective, collectives
@@ -111,3 +114,32 @@ def test_fsdp_of_a_users_own_layers_moves_and_keeps_what_zero_3_does():
     assert 2.85 <= sent <= 3.15
     # With 8 layers one whole layer is a quarter of what is split.
     assert program.memory_analysis().peak_memory_in_bytes <= 4 * parameters / mesh.size + layer
+
+
+def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone():
+    """Left to itself, this compiler sums it over all eight devices, four of which have the same examples."""
+
+    def make_model(key: Any) -> Any:
+        keys = jax.random.split(key)
+        return [
+            eqx.nn.Conv2d(32, 32, 3, padding=1, groups=32, use_bias=False, key=keys[0]),
+            eqx.nn.Conv2d(32, 8, 1, use_bias=False, key=keys[1]),
+        ]
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(jax.vmap(lambda x: model[1](jnp.sin(model[0](x))))(batch) ** 2)
+
+    mesh = topology.mesh("v4:2x2x2", tensor=4)
+    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh, overrides=[("*", PartitionSpec())])
+    model = jax.tree.map(
+        lambda x, s: x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings
+    )
+    optimizer = optax.sgd(0.1)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    whole = jax.NamedSharding(mesh, PartitionSpec())
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+    batch = jax.ShapeDtypeStruct((16, 32, 8, 8), jnp.float32, sharding=rx.batch_sharding(mesh))
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    found = collectives(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
+    assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("data",))}

@@ -14,7 +14,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 # Collectives that are fused with other work are printed in pieces: keep them apart to count them.
-OPTIONS = {"xla_tpu_enable_async_collective_fusion": "false"}
+OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_async_collective_fusion": "false"}
 
 
 @cache
