@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import redco_eqx as rx
-from redco_eqx._state import ORDER
+from redco_eqx._step.state import ORDER
 
 MESHES: dict[str, dict[str, Any]] = {
     "one": {"data": 1},

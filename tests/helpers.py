@@ -1,5 +1,7 @@
 """What the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
 
+import pathlib
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,3 +192,17 @@ def count_compilations() -> Iterator[list[str]]:
     before, counted = len(_compilations), []
     yield counted
     counted += _compilations[before:]
+
+
+def events(directory: pathlib.Path) -> list[Any]:
+    """What TensorBoard's files hold."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    found = []
+    for path in sorted(directory.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):  # length (8 bytes), its checksum (4), the event, its checksum (4)
+            (length,) = struct.unpack_from("<Q", data, at)
+            found.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 16 + length
+    return found

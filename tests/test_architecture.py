@@ -1,8 +1,10 @@
 """The house: imports point one way, importing has no effect, and what is public is documented."""
 
 import ast
+import graphlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,75 +15,68 @@ from redco_eqx import models
 
 PACKAGE = pathlib.Path(rx.__file__).parent
 
-# A file imports only from rows above its own.
-ROWS = [
-    ["_types", "_tree", "_mesh", "_interrupt", "_hlo", "_hlo_groups", "_chain", "_private"],
-    ["_store", "_launch"],
-    ["_leave", "_presence"],
-    ["_rendezvous", "_agreement", "_watchdog"],
-    ["_distributed", "_throttle"],
-    ["_checksum", "_record", "_processes", "_epochs"],
-    ["_static", "_layers", "_log", "_hlo_loops", "_listing", "_ambient", "_fsdp", "_sums", "_remat"],
-    ["_links", "_collectives", "_split", "_program"],
-    ["_roles"],
-    ["_rules"],
-    ["_explain", "_state", "_parallel"],
-    ["_steps", "_data", "_snapshot", "_scan_layers", "_vocabulary"],
-    ["_evaluate", "_loop", "_checkpoint", "_restore", "_jit_step"],
-    ["_evaluation", "_report", "_checks", "_saving"],
-    ["_training"],
-    ["_fit"],
-    ["__init__"],
-]
-LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
-
-# The models know no trainer, and of the core only these.
-MODEL_ROWS = [
-    ["_layers", "_rope", "_sampling", "_names", "_safetensors"],
-    ["_attention", "_config"],
-    ["_context"],
-    ["_model"],
-    ["_decoder"],
-    ["_llama", "_gpt2", "_gptj", "_opt", "_generate", "_directory", "_slices"],
-    ["_families", "_save"],
-    ["_load"],
-    ["__init__"],
-]
-MODEL_LEVEL = {name: level for level, row in enumerate(MODEL_ROWS) for name in row}
-CORE_OF_MODELS = {"_types", "_tree", "_mesh", "_rules", "_parallel", "_scan_layers", "_vocabulary"}
+ROOT = PACKAGE.parent.parent
+PURE = ("_sharding", "_parallel", "_program", "_step")
+EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
 
 
-def imported(path: pathlib.Path, package: str = "redco_eqx") -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (f"{node.module}.").startswith(f"{package}."):
-            parts = (node.module or "").removeprefix(package).split(".")
-            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+def rooms() -> dict[str, set[str]]:
+    """The list in CONTRIBUTING.md: each room, in order, and what it may import."""
+    rows = re.findall(
+        r"^\| `([\w/]+)` \|.*\| (?:`(.*)` )?\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    return {room: set(imports.split()) for room, imports in rows}
+
+
+ROOMS = rooms()
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+FACES = [pathlib.Path("__init__.py"), pathlib.Path("models/__init__.py")]
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return "/".join(parts[:2]) if parts[0] == "models" else parts[0]
+
+
+def imported(path: pathlib.Path) -> set[tuple[str, ...]]:
+    """Each module of the package that a file imports, as its parts below `redco_eqx`."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("redco_eqx") for alias in node.names)
-    return names
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "redco_eqx":
+            parts = tuple((node.module or "").split(".")[1:])
+            inside = [(*parts, alias.name) for alias in node.names]
+            is_file = {name: (PACKAGE / pathlib.Path(*name)).with_suffix(".py").exists() for name in inside}
+            found |= {name if is_file[name] else parts for name in inside}
+    return found
 
 
-def test_every_file_has_a_row():
-    assert {path.stem for path in PACKAGE.glob("*.py")} | {"_program"} == set(LEVEL)
+def test_the_list_of_rooms_is_in_order_and_complete():
+    names = list(ROOMS)
+    for i, (room, imports) in enumerate(ROOMS.items()):
+        assert imports <= set(names[:i]), f"{room} imports {imports - set(names[:i])}, which are not above it"
+    assert {room_of(path.with_suffix("").parts) for path in FILES if path not in FACES} == set(names)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_imports_point_one_way(path):
-    wrong = {name for name in imported(path) if LEVEL[name] >= LEVEL[path.stem]}
-    assert not wrong, f"{path.stem} imports {wrong}, which are not above it"
+@pytest.mark.parametrize("room", list(ROOMS))
+def test_a_room_imports_what_its_row_says(room):
+    files = [path for path in FILES if path not in FACES and room_of(path.with_suffix("").parts) == room]
+    arrows = {room_of(parts) for path in files for parts in imported(path)} - {room}
+    assert arrows == ROOMS[room]
 
 
-def test_every_file_of_the_models_has_a_row():
-    assert {path.stem for path in (PACKAGE / "models").glob("*.py")} == set(MODEL_LEVEL)
+def test_files_do_not_import_each_other_in_a_circle():
+    graph = {path.with_suffix("").parts: imported(path) for path in FILES}
+    sorter = graphlib.TopologicalSorter(graph)
+    assert len(list(sorter.static_order())) >= len(FILES)
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=lambda path: path.stem)
-def test_models_import_one_way(path):
-    inside = imported(path, "redco_eqx.models")
-    wrong = {name for name in inside if MODEL_LEVEL[name] >= MODEL_LEVEL[path.stem]}
-    assert not wrong, f"models.{path.stem} imports {wrong}, which are not above it"
-    assert imported(path) - {"models"} <= CORE_OF_MODELS
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] in PURE], ids=str)
+def test_pure_rooms_touch_nothing_outside(path):
+    tree = ast.parse((PACKAGE / path).read_text())
+    names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert not names & EFFECTS
 
 
 def test_import_does_not_touch_a_device():
@@ -106,4 +101,4 @@ def test_public_names_are_sorted_and_documented(module):
 
 def test_only_one_file_knows_what_jax_keeps_private():
     files = [path for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()]
-    assert [path.stem for path in files] == ["_private"]
+    assert [path.stem for path in files] == ["jax_internals"]

@@ -1,28 +1,30 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
-from redco_eqx._checkpoint import CheckpointWriter, save
-from redco_eqx._data import batches
-from redco_eqx._distributed import initialize_distributed
-from redco_eqx._evaluate import evaluate, predict
-from redco_eqx._explain import Explanation, explain
-from redco_eqx._fit import fit, num_train_steps
-from redco_eqx._interrupt import TrainingInterrupted
-from redco_eqx._jit_step import jit_step
-from redco_eqx._listing import checkpoints
-from redco_eqx._log import ConsoleLogger, JSONLLogger, TensorBoardLogger
-from redco_eqx._mesh import batch_sharding, make_mesh
-from redco_eqx._parallel import column, row
-from redco_eqx._record import CheckpointError, CheckpointInfo, RunRecord
-from redco_eqx._restore import restore
-from redco_eqx._rules import Decision, ShardingWarning, shard_rules
-from redco_eqx._saving import Checkpoints
-from redco_eqx._scan_layers import scan_layers
-from redco_eqx._state import TrainState, init_model, init_state
-from redco_eqx._steps import eval_step, predict_step, train_step
-from redco_eqx._training import NonFiniteError
+from redco_eqx._checkpoint.directory import checkpoints
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
+from redco_eqx._checkpoint.restore import restore
+from redco_eqx._checkpoint.writer import CheckpointWriter, save
+from redco_eqx._data.batches import batches
+from redco_eqx._distributed.initialize import initialize_distributed
+from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
+from redco_eqx._parallel.linear import column, row
+from redco_eqx._parallel.scan import scan_layers
+from redco_eqx._parallel.vocabulary import cross_entropy, embed
+from redco_eqx._sharding.explain import Explanation, explain
+from redco_eqx._sharding.mesh import batch_sharding, make_mesh
+from redco_eqx._sharding.rules import Decision, ShardingWarning, shard_rules
+from redco_eqx._step.birth import init_model
+from redco_eqx._step.init import init_state
+from redco_eqx._step.jit import jit_step
+from redco_eqx._step.state import TrainState
+from redco_eqx._step.steps import eval_step, predict_step, train_step
+from redco_eqx._training.evaluate import evaluate, predict
+from redco_eqx._training.fit import fit, num_train_steps
+from redco_eqx._training.interrupt import TrainingInterrupted
+from redco_eqx._training.run import NonFiniteError
+from redco_eqx._training.saving import Checkpoints
 from redco_eqx._tree import cast, from_arrays, to_arrays
 from redco_eqx._types import CollateFn, Logger, LossFn, Mean, PredictFn
-from redco_eqx._vocabulary import cross_entropy, embed
 
 __all__ = [
     "CheckpointError",

@@ -21,7 +21,7 @@ import topology
 from jax.sharding import PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective, collectives
 
 SIZES = bench.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up

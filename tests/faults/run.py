@@ -39,7 +39,7 @@ import optax  # noqa: E402
 from fit_helpers import assert_same, collate, counting_step, linear_state, make_examples, mlp_state  # noqa: E402
 
 import redco_eqx as rx  # noqa: E402
-from redco_eqx._snapshot import to_names  # noqa: E402
+from redco_eqx._checkpoint.names import to_names  # noqa: E402
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 ADAM = optax.adam(1e-2)

@@ -25,7 +25,7 @@ from redco_eqx.models import (
     load_pretrained,
     save_pretrained,
 )
-from redco_eqx.models._families import FAMILIES
+from redco_eqx.models._families.registry import FAMILIES
 
 WEIGHTS = "model.safetensors"
 

@@ -10,7 +10,7 @@ import transformers
 from published import PUBLISHED
 
 from redco_eqx import to_arrays
-from redco_eqx.models._families import read_family
+from redco_eqx.models._families.registry import read_family
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))

@@ -10,7 +10,7 @@ from comparison import TOLERANCE, distance, logits, positions, reconfigured, tex
 from references import REFERENCES
 
 from redco_eqx.models import _gptj, _llama, _opt, load_pretrained
-from redco_eqx.models._rope import Rope, rotate
+from redco_eqx.models._blocks.rope import Rope, rotate
 
 FAR = 3 * TOLERANCE  # the two forms of gelu differ by 7 times the tolerance, all else by far more
 

@@ -19,9 +19,9 @@ import jax.extend.core as jex_core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._mesh import BATCH_AXES, axis_size
+from redco_eqx._parallel.sums import psum, vary
 from redco_eqx._program.rewrite import manual_axes, source_line
-from redco_eqx._sums import psum, vary
+from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
 
 def replace_convolution(equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:

@@ -5,20 +5,26 @@ model. The rest is what families are made of, for a model of your own: a `Config
 text is not read from left to right, a `Model`), whose layers are given a `Context`.
 """
 
-from redco_eqx.models._attention import split_heads
-from redco_eqx.models._config import Config
-from redco_eqx.models._context import Cache, Context
-from redco_eqx.models._decoder import DecoderLM
-from redco_eqx.models._generate import generate
-from redco_eqx.models._gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
-from redco_eqx.models._gptj import GPTJConfig, GPTJForCausalLM
-from redco_eqx.models._layers import Embedding, LayerNorm, Linear, RMSNorm
-from redco_eqx.models._llama import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
-from redco_eqx.models._load import load_pretrained
-from redco_eqx.models._model import Model, Options, make_layers, run_layers
-from redco_eqx.models._opt import OPTConfig, OPTForCausalLM
-from redco_eqx.models._rope import Rope, rotate
-from redco_eqx.models._save import save_pretrained
+from redco_eqx.models._blocks.attention import split_heads
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.context import Cache, Context
+from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
+from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
+from redco_eqx.models._families.llama import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._files.load import load_pretrained
+from redco_eqx.models._files.save import save_pretrained
+from redco_eqx.models._generate.loop import generate
 
 __all__ = [
     "Cache",

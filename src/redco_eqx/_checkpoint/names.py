@@ -1,0 +1,124 @@
+"""A state as the flat dictionary that a checkpoint holds, and what of it to read back."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from redco_eqx._checkpoint.record import ArrayInfo
+from redco_eqx._step.state import TrainState
+from redco_eqx._tree import leaves_with_paths, to_arrays
+
+MODEL = ("model/", "model_state/")
+
+
+def to_names(state: TrainState) -> dict[str, Any]:
+    """Every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
+    `optimizer/<path>`, `step`, `key`."""
+    return {
+        **{f"model/{path}": x for path, x in state.params.items()},
+        **{f"model/{path}": x for path, x in state.frozen.items()},
+        **{f"model_state/{path}": x for path, x in state.model_state.items()},
+        **{f"optimizer/{path}": x for path, x in to_arrays(state.opt_state).items()},
+        "step": state.step,
+        "key": state.key,
+    }
+
+
+def from_names(like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+    """The inverse of `to_names`: `like` with these arrays."""
+
+    def part(prefix: str, own: dict[str, Any]) -> dict[str, Any]:
+        return {path: arrays[f"{prefix}/{path}"] for path in own}
+
+    opt_leaves = [arrays[f"optimizer/{path}"] for path, _ in leaves_with_paths(like.opt_state)]
+    return dataclasses.replace(
+        like,
+        params=part("model", like.params),
+        frozen=part("model", like.frozen),
+        model_state=part("model_state", like.model_state),
+        opt_state=jax.tree.unflatten(jax.tree.structure(like.opt_state), opt_leaves),
+        step=arrays["step"],
+        key=arrays["key"],
+    )
+
+
+def has_value(x: Any) -> bool:
+    """Whether `x` is neither abstract nor deleted."""
+    return not isinstance(x, jax.ShapeDtypeStruct) and not (isinstance(x, jax.Array) and x.is_deleted())
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed PRNG keys, concrete or abstract."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def storable(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays as they are stored: of keys their data, and none that is empty."""
+    return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
+
+
+def info_of(x: Any, checksum: str = "") -> ArrayInfo:
+    """What the record says of an array."""
+    impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
+    return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
+
+
+def choose(
+    wanted: Mapping[str, Any],
+    found: Mapping[str, ArrayInfo],
+    *,
+    new: Sequence[str],
+    unused: Sequence[str],
+) -> tuple[list[str], list[str]]:
+    """Which names to read, and how state and checkpoint differ beyond what `new` and `unused` allow.
+
+    **Arguments:**
+
+    - `wanted`: the arrays of the state.
+    - `found`: those of the checkpoint.
+    - `new`: globs of names that keep the state's value where the checkpoint has none that fits.
+    - `unused`: globs of names in the checkpoint that are left aside.
+
+    Raises `ValueError` for a glob that matches no name.
+    """
+    for argument, patterns, names in (("new", new, wanted), ("unused", unused, found)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                where = "state" if argument == "new" else "checkpoint"
+                raise ValueError(
+                    f"restore: {argument}={pattern!r} matches no name of the {where}, which are such as "
+                    f"{', '.join(list(names)[:3])}."
+                )
+    names, problems = [], []
+    for name, x in wanted.items():
+        own, other = info_of(x), found.get(name)
+        if other is not None and (own.dtype, own.shape) == (other.dtype, other.shape):
+            names.append(name)
+        elif not _matches(name, new):
+            problems.append(f"{name}: {own} in the state, {other or 'missing'} in the checkpoint")
+    problems += [
+        f"{name}: missing in the state, {info} in the checkpoint"
+        for name, info in found.items()
+        if name not in wanted and not _matches(name, unused)
+    ]
+    return names, problems
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def stored_target(x: Any, info: ArrayInfo) -> jax.ShapeDtypeStruct:
+    """How the stored form of `x`, a leaf of the state to be restored, is to be laid out."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    data: PyTree = (
+        jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype)) if info.key_impl else x
+    )
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)

@@ -1,0 +1,250 @@
+"""A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
+
+A checkpoint is a directory `<step>` (or `<step>-2`, where one of this step was there already) with
+
+    arrays/                 a flat dictionary of arrays, as Orbax and tensorstore read it
+    record/record.json      the rest: see `CheckpointInfo`
+
+Orbax writes it under another name and renames it when it is complete, so whatever has this name is whole,
+unless it was damaged later: that is what the checksums are for. No pickle anywhere.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+
+from redco_eqx._checkpoint.checksum import digests
+from redco_eqx._checkpoint.directory import best_of, entries, litter, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.names import has_value, info_of, storable, to_names
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
+from redco_eqx._distributed.consensus import from_first, on_first, together
+from redco_eqx._step.state import TrainState, step_of
+
+
+class CheckpointWriter:
+    """Writes checkpoints into a directory, in the background.
+
+    ```python
+    with rx.CheckpointWriter("run", keep_last=2) as writer:
+        for i, batch in enumerate(batches, start=1):
+            state, metrics = step(state, batch)
+            if i % 100 == 0:
+                writer.save(state, extras={"note": "mine"})
+    ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_best: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+    ):
+        """**Arguments:**
+
+        - `directory`: made if it is not there. On several processes, one that all of them see. What an
+            earlier process left half-written in it is removed: one writer at a time.
+        - `keep_last`: how many checkpoints to keep; `None` keeps all. Those of other runs (see
+            `RunRecord.begin`), and of later steps than the newest, are left alone.
+        - `keep_best`: the name of a metric: the checkpoint where it is best is kept besides.
+        - `best_mode`: whether `"min"` or `"max"` is best.
+
+        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
+        `ValueError` for an argument that cannot be used.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"CheckpointWriter: keep_last={keep_last}, but it must be positive, or None.")
+        if best_mode not in ("min", "max"):
+            raise ValueError(f'CheckpointWriter: best_mode={best_mode!r}, but it must be "min" or "max".')
+        self._directory = local(directory)
+        self._keep_last, self._keep_best, self._best_mode = keep_last, keep_best, best_mode
+        self._ocp = orbax_checkpoint()
+        on_first(self._prepare)
+        self._checkpointer = self._make_checkpointer()
+        self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
+        self._newest: CheckpointInfo | None = None
+        self._in_flight: pathlib.Path | None = None
+        self._closed = False
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        extras: Mapping[str, Any] | None = None,
+        run: RunRecord | None = None,
+    ) -> pathlib.Path:
+        """Copies the state to the host and returns; it is written while training goes on.
+
+        The state may be donated as soon as this returns. A save that is still being written is waited for.
+        On several processes all must call this, with the same step.
+
+        **Arguments:**
+
+        - `state`: what to save, under the number of its `step`.
+        - `metrics`: results of an evaluation at this step.
+        - `extras`: anything that JSON holds.
+        - `run`: where a run of `fit` stands.
+
+        **Returns:** The directory that the checkpoint will have.
+
+        **Raises:**
+
+        - `ValueError`: `extras` are not plain JSON, the state is abstract or has been donated, or a
+            parameter is not finite.
+        - `CheckpointError`: this or the save before could not be written. Earlier checkpoints are unharmed.
+        """
+        arrays = to_names(state)
+        for name, x in arrays.items():
+            if not has_value(x):
+                what = "is abstract" if isinstance(x, jax.ShapeDtypeStruct) else "has been donated or deleted"
+                raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
+        step, stored = step_of(state), storable(arrays)
+        checksums, nonfinite = digests(stored)
+        spoiled = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
+        if spoiled:
+            raise ValueError(
+                f"save: the state at step {step} is not saved, because {spoiled[0]} and "
+                f"{len(spoiled) - 1} more parameters hold NaN or infinity."
+            )
+        infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
+        record = encode(step, infos, metrics, extras, run)
+        together(self.wait, CheckpointError)
+        attempt = from_first(
+            lambda: 1 + max((a for s, a, _ in entries(self._directory) if s == step), default=0)
+        )
+        path = self._directory / (str(step) if attempt == 1 else f"{step}-{attempt}")
+        try:
+            self._checkpointer.save(
+                os.fspath(path),
+                args=self._ocp.args.Composite(
+                    arrays=self._ocp.args.PyTreeSave(stored),
+                    record=self._ocp.args.JsonSave(record),
+                ),
+            )
+        except Exception as error:
+            raise self._failed(path, error) from error
+        self._in_flight = path
+        self._newest = decode(path, json.dumps(record))
+        return path
+
+    def wait(self) -> None:
+        """Waits until the last save is complete. Raises `CheckpointError` if it failed."""
+        path, self._in_flight = self._in_flight, None
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:
+            raise self._failed(path, error) from error
+        if path is not None and self._newest is not None:
+            newest, self._newest = self._newest, None
+            if jax.process_index() == 0:
+                self._prune(newest)
+
+    def check(self) -> None:
+        """Raises `CheckpointError` if a save has failed by now; does not wait."""
+        try:
+            self._checkpointer.check_for_errors()
+        except Exception as error:
+            path, self._in_flight = self._in_flight, None
+            raise self._failed(path, error) from error
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the threads. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._cleaner.shutdown(wait=True)
+            self._checkpointer.close()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        probe = self._directory / ".writable"
+        probe.write_text("")
+        probe.unlink()
+        for path in litter(self._directory):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _make_checkpointer(self) -> Any:
+        # Directories are made by `save` itself: in the background, threads would wait for those that cannot be
+        # made, and hold up the end of the process until a time-out of minutes.
+        options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
+        handler = self._ocp.CompositeCheckpointHandler(
+            composite_options=self._ocp.CompositeOptions(async_options=options),
+            arrays=self._ocp.PyTreeCheckpointHandler(),
+            record=self._ocp.JsonCheckpointHandler(filename="record.json"),
+        )
+        return self._ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def _failed(self, path: pathlib.Path | None, error: Exception) -> CheckpointError:
+        # One failure leaves several errors behind, of which each later call would raise another.
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+        self._checkpointer = self._make_checkpointer()
+        return CheckpointError(f"the checkpoint {path} could not be written: {error}")
+
+    def _prune(self, newest: CheckpointInfo) -> None:
+        """Removes what `newest` makes superfluous: other attempts at its step, and what is not to be kept."""
+        doomed = []
+        others = [(step, path) for step, _, path in entries(self._directory) if path != newest.path]
+        doomed += [path for step, path in others if step == newest.step]
+        if self._keep_last is not None:
+            infos = [newest]
+            for step, path in others:
+                if step < newest.step:
+                    try:
+                        info = read_record(path)
+                    except CheckpointError:
+                        continue  # not ours to judge
+                    if _begin(info) == _begin(newest):
+                        infos.append(info)
+            infos.sort(key=lambda info: info.step)
+            best = best_of(infos, self._keep_best, self._best_mode)
+            doomed += [info.path for info in infos[: -self._keep_last] if info is not best]
+        for path in doomed:
+            hidden = path.with_name(path.name + ".deleting")
+            with contextlib.suppress(OSError):  # a disk that fails is told by the next save
+                path.rename(hidden)  # at once, so that no half of it is ever taken for a checkpoint
+            self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    extras: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes one checkpoint and returns when it is complete. In a loop, use a [`CheckpointWriter`][].
+
+    **Arguments:**
+
+    - `directory`: of the run; the checkpoint becomes a directory in it, named after `state.step`.
+    - `state`, `metrics`, `extras`: as for `CheckpointWriter.save`.
+
+    **Returns:** The directory of the checkpoint.
+
+    **Raises:** as `CheckpointWriter` and its `save` do.
+    """
+    with CheckpointWriter(directory) as writer:
+        return writer.save(state, metrics=metrics, extras=extras)
+
+
+def _begin(info: CheckpointInfo) -> int | None:
+    return None if info.run is None else info.run.begin

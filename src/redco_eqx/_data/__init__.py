@@ -1,0 +1,1 @@
+"""From examples to batches on the mesh."""

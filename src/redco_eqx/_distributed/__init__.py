@@ -1,0 +1,1 @@
+"""Many processes: joining, agreeing, failing together. Knows no model and no step."""

@@ -1,0 +1,179 @@
+"""What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
+
+import dataclasses
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+
+from redco_eqx._distributed.jax_internals import detect_launch
+
+ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+LOCAL_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How one process joins.
+
+    - `coordinator_address`: `host:port` of process 0.
+    - `num_processes`, `process_id`: how many there are, and which this is.
+    - `local_device_ids`: the devices of this host that are this process's; `None` for all.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None
+
+    @property
+    def host(self) -> str:
+        """The host of the coordinator, without brackets."""
+        return self.coordinator_address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port of the coordinator."""
+        return int(self.coordinator_address.rpartition(":")[2])
+
+
+def find_launch(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: int | Sequence[int] | None,
+    timeout_seconds: int,
+    environment: Mapping[str, str] = os.environ,
+) -> Launch | None:
+    """How this process joins the others; `None` if it is the only one.
+
+    An argument comes before an environment variable, and that before what JAX detects.
+
+    Raises `TypeError` or `ValueError` if these do not fit together, `RuntimeError` in a batch script of
+    SLURM with several tasks but without srun.
+    """
+    address = coordinator_address or environment.get(ADDRESS) or None
+    number = _whole_number("num_processes", NUM_PROCESSES, num_processes, environment)
+    process = _whole_number("process_id", PROCESS_ID, process_id, environment)
+    devices = _device_ids(local_device_ids, environment)
+    if number is not None and number < 1:
+        raise ValueError(f"initialize_distributed: num_processes={number}, but there is at least one.")
+    if number == 1:
+        _check_process(process, number)
+        return None
+    if address is None or number is None or process is None:
+        address, number, process, local = detect_launch(address, number, process, timeout_seconds)
+        if local is not None and devices is None:
+            devices = share_of_devices(local, tasks_on_node(environment), environment)
+        if address is None and number is None and process is None:
+            _refuse_batch_script(environment)
+            return None
+    given = {"coordinator_address": address, "num_processes": number, "process_id": process}
+    if address is None or number is None or process is None:
+        missing = [name for name, value in given.items() if value is None]
+        known = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        variables = dict(zip(given, (ADDRESS, NUM_PROCESSES, PROCESS_ID)))
+        raise ValueError(
+            f"initialize_distributed: {known} given, but not {' and '.join(missing)}, and no launcher that "
+            "JAX knows (SLURM, Open MPI, Kubernetes, TPU) says so. Pass all three, or set "
+            f"{' and '.join(variables[name] for name in missing)} in the environment."
+        )
+    _check_process(process, number)
+    if number == 1:
+        return None
+    _check_address(address)
+    return Launch(address, number, process, devices)
+
+
+def tasks_on_node(environment: Mapping[str, str]) -> int | None:
+    """How many processes the launcher has put on this node, `None` if it does not say."""
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
+        return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    counts: list[int] = []
+    for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):  # "2(x3),1"
+        tasks, _, times = part.partition("(x")
+        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    node = environment.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+
+
+def share_of_devices(
+    local_process: int, num_tasks: int | None, environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """The devices of process number `local_process` of a node, `None` for all that it can see.
+
+    JAX takes device number `local_process` alone. That leaves devices idle where there are more of them
+    than tasks, and names one that is not there where the launcher has given each task its own.
+    """
+    if num_tasks is None:
+        return (local_process,)
+    visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES"))
+    num_visible = len(visible.split(",")) if visible else None
+    if num_tasks == 1 or (num_visible is not None and num_visible < num_tasks):
+        return None
+    each = num_visible // num_tasks if num_visible is not None and num_visible % num_tasks == 0 else 1
+    return tuple(range(local_process * each, (local_process + 1) * each))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as an address of the machine itself."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _whole_number(name: str, variable: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    if value is None:
+        text = environment.get(variable, "").strip()
+        if text and not text.lstrip("-").isdigit():
+            raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be a whole number.")
+        return int(text) if text else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
+    return value
+
+
+def _device_ids(value: int | Sequence[int] | None, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    if value is None:
+        text = environment.get(LOCAL_DEVICE_IDS, "")
+        if not text:
+            return None
+        try:
+            return tuple(int(word) for word in text.split(","))
+        except ValueError:
+            raise ValueError(
+                f"initialize_distributed: {LOCAL_DEVICE_IDS}={text!r}, but it must be numbers with commas "
+                "between them."
+            ) from None
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _check_process(process: int | None, number: int) -> None:
+    if process is not None and not 0 <= process < number:
+        raise ValueError(
+            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
+            f"0..{number - 1}. Each process has its own."
+        )
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
+            "'10.0.0.1:1234': the address of process 0 and a port that is free there."
+        )
+
+
+def _refuse_batch_script(environment: Mapping[str, str]) -> None:
+    """In the script that sbatch starts there is one process, whatever the number of tasks."""
+    if "SLURM_JOB_ID" not in environment or "SLURM_STEP_NODELIST" in environment:
+        return
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    tasks = environment.get("SLURM_NTASKS", nodes)
+    if any(count.isdigit() and int(count) > 1 for count in (nodes, tasks)):
+        raise RuntimeError(
+            f"initialize_distributed: this SLURM job has {nodes} nodes and {tasks} tasks, but this process "
+            "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
+            f"script, or set {NUM_PROCESSES}=1 if one process is meant."
+        )

@@ -1,0 +1,1 @@
+"""Rows of numbers, and who is told."""

@@ -1,0 +1,1 @@
+"""Building blocks of layers: what they communicate, and how little."""

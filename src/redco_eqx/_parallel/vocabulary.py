@@ -1,0 +1,248 @@
+"""Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Num
+
+from redco_eqx._parallel.fsdp import gather_tree, is_split, mark
+from redco_eqx._parallel.linear import check_sequence
+from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
+from redco_eqx._parallel.split import apply
+from redco_eqx._sharding.mesh import axes_of, axis_size
+from redco_eqx._sharding.rules import decide
+from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._types import Mean
+
+
+def embed(
+    table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
+) -> Float[Array, "*batch size"]:
+    """Rows of an embedding table that is split over its rows (the vocabulary): `table[ids]`.
+
+    Over `tensor` each shard looks up what it has, and one all-reduce of the size of the result adds them up.
+    Over `fsdp` the table's width is gathered, and its gradient reduced and scattered; left to itself, the
+    compiler would gather the batch. For a table that is not split, such as one of positions, index it.
+
+    **Arguments:**
+
+    - `table`: one row for each token.
+    - `ids`: `(batch, length)`; of any other rank (as under a `vmap`) the compiler decides.
+    - `sequence_parallel`: the result is split over `tensor` along its dim 1: reduced and scattered, instead of
+        reduced.
+
+    **Raises:**
+
+    `ValueError` if the length does not divide under `sequence_parallel`.
+    """
+    mesh = mesh_of(table, ids)
+    if mesh is None or mesh.size == 1:
+        return jnp.take(table, ids, axis=0)
+    sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
+    if sequence_parallel:
+        check_sequence("embed", ids[..., None], mesh)
+    rows = batch_axes(mesh, ids.shape[0]) if ids.ndim == 2 else None
+    sharding = NamedSharding(mesh, decide(eqx.nn.Embedding(weight=table), mesh)["weight"].spec)
+    is_cut = _dim_of(sharding.spec, "tensor") is not None
+    if not sequence_parallel and (rows is None or not (is_cut or is_split(sharding))):
+        return jnp.take(gather_tree(mark(table, sharding), sharding), ids, axis=0)
+
+    def body(table: Array, ids: Array) -> Array:
+        table = _whole(table, sharding.spec)
+        if not is_cut:
+            found = jnp.take(table, ids, axis=0)
+            return _own_part(found, mesh) if sequence_parallel else found
+        own = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        is_here = (own >= 0) & (own < table.shape[0])
+        found = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
+        found = jnp.where(is_here[..., None], found, 0)
+        if sequence_parallel:
+            return jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(found, "tensor")
+
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(sharding.spec, PartitionSpec(rows)),
+        out_specs=PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows),
+    )(mark(table, sharding), ids)
+
+
+def cross_entropy(
+    hidden: Float[Array, "*batch length size"],
+    head: Any,
+    labels: Int[Array, "*batch length"],
+    *,
+    weights: Num[Array, "*batch length"] | None = None,
+    ignore_label: int = -100,
+    num_chunks: int = 1,
+    sequence_parallel: bool = False,
+) -> Mean:
+    """The mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, with the head inside.
+
+    Over `tensor` the logits stay split over the vocabulary: three numbers for each token are reduced forward,
+    and backward one all-reduce of the size of `hidden`. The batch is not gathered, nor are the logits. Over
+    `fsdp` the head is gathered once, and its gradient reduced and scattered once, in whatever number of chunks.
+
+    **Arguments:**
+
+    - `hidden`: `(batch, length, size)`, what the head reads; of any other rank (as under a `vmap`) the compiler
+        decides.
+    - `head`: a Linear-like module, or an array with one row for each token: the table of a tied embedding.
+    - `labels`: the right token after each one.
+    - `weights`: how much each token counts; 1 by default.
+    - `ignore_label`: tokens with this label do not count.
+    - `num_chunks`: in how many parts the length is taken. Logits exist for one part at a time, forward and
+        backward, so that they take that much less memory; the head is applied once more.
+    - `sequence_parallel`: `hidden` is split over `tensor` along its dim 1. It is gathered here, and its
+        gradient reduced and scattered.
+
+    **Returns:**
+
+    `Mean(total, weight)`: its `value` is the loss.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit, or the length does not divide by `num_chunks`, or by `tensor` under
+    `sequence_parallel`.
+    """
+    given = {"labels": labels, "weights": labels if weights is None else weights}
+    for name, x in given.items():
+        if x.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"cross_entropy: {name} has shape {tuple(x.shape)}, but hidden {tuple(hidden.shape)}. Pass one "
+                "for each token."
+            )
+    if num_chunks < 1 or hidden.shape[-2] % num_chunks:
+        raise ValueError(
+            f"cross_entropy: num_chunks={num_chunks} does not divide the length, {hidden.shape[-2]}."
+        )
+    counted = (labels != ignore_label).astype(jnp.float32)
+    weights = counted if weights is None else counted * weights
+    mesh = mesh_of(head, hidden)
+    if mesh is None or mesh.size == 1:
+        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+    sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
+    if sequence_parallel:
+        check_sequence("cross_entropy", hidden, mesh)
+    shardings, is_cut = _head_layout(head, mesh)
+    rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
+    if rows is None or (not is_cut and tensor_size(mesh) > 1):
+        head = gather_tree(mark(head, shardings), shardings)
+        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+
+    arrays, static = eqx.partition(mark(head, shardings), is_array)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    specs = jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(specs))
+    axis = "tensor" if is_cut else None
+    axes = (*rows, axis) if axis else rows
+    of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
+
+    def body(hidden: Array, labels: Array, weights: Array, arrays: Any) -> tuple[Array, Array]:
+        # Varying from here on: gradients add up over the chunks first, and then over the devices, once.
+        arrays = jax.tree.map(lambda x, spec: _vary(_whole(x, spec), spec, axes), arrays, specs)
+        if sequence_parallel:
+            hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
+        hidden = _vary(hidden, of_hidden, axes)
+        sums = _chunked(hidden, _function(eqx.combine(arrays, static)), labels, weights, num_chunks, axis)
+        return jax.lax.psum(sums, rows)
+
+    total, weight = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(of_hidden, PartitionSpec(rows), PartitionSpec(rows), specs),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+    )(hidden, labels, weights, arrays)
+    return Mean(total, weight)
+
+
+def _chunked(
+    hidden: Array,
+    head: Callable[[Array], Array],
+    labels: Array,
+    weights: Array,
+    num_chunks: int,
+    axis: str | None,
+) -> tuple[Array, Array]:
+    """Weighted sum of the cross-entropy, and sum of the weights."""
+
+    def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
+        return jnp.sum(weights * _cross_entropy(head(hidden), labels, axis))
+
+    if num_chunks == 1:
+        return total_of(hidden, labels, weights), jnp.sum(weights)
+    split = "... (n t) d -> n ... t d"
+    parts = (
+        rearrange(hidden, split, n=num_chunks),
+        *(rearrange(x[..., None], split, n=num_chunks)[..., 0] for x in (labels, weights)),
+    )
+    policy = jax.checkpoint_policies.save_only_these_names("reduced")
+    one = jax.checkpoint(total_of, policy=policy, prevent_cse=False)
+    totals = jax.lax.map(lambda part: one(*part), parts)
+    return jnp.sum(totals), jnp.sum(weights)
+
+
+def _cross_entropy(logits: Array, labels: Array, axis: str | None) -> Array:
+    """For each token. With `axis`, the last dim of `logits` is this shard's part of the vocabulary."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
+    if axis is None:
+        own, is_here = labels, (labels >= 0) & (labels < logits.shape[-1])
+    else:
+        greatest = checkpoint_name(jax.lax.pmax(greatest, axis), "reduced")
+        own = labels - jax.lax.axis_index(axis) * logits.shape[-1]
+        is_here = (own >= 0) & (own < logits.shape[-1])
+    sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
+    picked = jnp.take_along_axis(logits, jnp.where(is_here, own, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.where(is_here, picked, 0)
+    if axis is not None:
+        sums, picked = (checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked))
+    return jnp.log(sums) + greatest - picked
+
+
+def _function(head: Any) -> Callable[[Array], Array]:
+    if is_array(head):
+        return lambda x: jnp.einsum("...i,oi->...o", x, head)
+    return lambda x: apply(head, x)
+
+
+def _head_layout(head: Any, mesh: AbstractMesh) -> tuple[Any, bool]:
+    """The layout that `shard_rules` gives a head, and whether it splits the vocabulary over `tensor`."""
+    model = eqx.nn.Embedding(weight=head) if is_array(head) else {"lm_head": head}
+    decisions = decide(model, mesh)
+    leaves = [
+        NamedSharding(mesh, decisions[path].spec) if is_array(x) else None
+        for path, x in leaves_with_paths(model)
+    ]
+    is_cut = tensor_size(mesh) > 1 and any(
+        d.role == "vocabulary" and _dim_of(d.spec, "tensor") is not None for d in decisions.values()
+    )
+    return jax.tree.unflatten(jax.tree.structure(head), leaves), is_cut
+
+
+def _dim_of(spec: PartitionSpec, axis: str) -> int | None:
+    return next((i for i, entry in enumerate(spec) if entry == axis), None)
+
+
+def _whole(x: Array, spec: PartitionSpec) -> Array:
+    """A device's part of `x`, gathered over `fsdp`."""
+    dim = _dim_of(spec, "fsdp")
+    return x if dim is None else jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+
+
+def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
+    """Marks what came in by `spec` as different on each device along all of `axes`."""
+    missing = tuple(axis for axis in axes if axis not in axes_of(spec))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _own_part(x: Array, mesh: AbstractMesh) -> Array:
+    """A device's part along dim 1 of what all devices along `tensor` have whole."""
+    size = x.shape[1] // axis_size(mesh, "tensor")
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, axis=1)

@@ -1,0 +1,89 @@
+"""`explain`: the layout as a table that a person can check."""
+
+import dataclasses
+import re
+
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from redco_eqx._sharding.rules import Decision, Overrides, decide
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The layout of a model and the reasons for it; `str()` is a table.
+
+    - `decisions`: one for each array, by path.
+    """
+
+    decisions: dict[str, Decision]
+    mesh_shape: dict[str, int]
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all arrays that one device holds."""
+        return sum(d.bytes_per_device for d in self.decisions.values())
+
+    def __str__(self) -> str:
+        header = ("path", "shape", "spec", "role", "per device", "reason")
+        rows: list[tuple[str, ...]] = [header]
+        for path, count, d in _collapse(self.decisions):
+            size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            shape = f"{d.dtype}[{','.join(map(str, d.shape))}]"
+            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
+            spec = f"({', '.join(_entry(entry) for entry in entries)})"
+            rows.append((path, shape, spec, d.role, size, d.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
+        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        total = f"{_bytes(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+        is_gathered = any("fsdp" in _entry(entry) for d in self.decisions.values() for entry in d.spec)
+        return "\n".join([*lines, total, *([_GATHERS] if is_gathered else [])])
+
+
+_GATHERS = (
+    "over fsdp: scan_layers gathers one layer at a time; without it all weights are gathered for the loss, and "
+    "again for its gradient, and a lax.scan of your own gets its whole stack"
+)
+
+
+def explain(model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()) -> Explanation:
+    """The layout that `shard_rules` gives, with the role of each array and the reason for it.
+
+    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
+    which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
+    """
+    return Explanation(decide(model, mesh, overrides), dict(mesh.shape))
+
+
+def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
+    """Rows of which only the numbers in the path differ, as one: `(path, how many, an example)`."""
+    groups: dict[tuple, list[Decision]] = {}
+    for d in decisions.values():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", d.path)
+        groups.setdefault((pattern, d.shape, str(d.dtype), d.spec, d.role, d.reason), []).append(d)
+    rows = []
+    for (pattern, *_), members in groups.items():
+        numbers = [re.findall(r"(?<![^.])\d+(?![^.])", d.path) for d in members]
+        path = pattern
+        for column in zip(*numbers):
+            values = sorted({int(n) for n in column})
+            is_run = values == list(range(values[0], values[-1] + 1))
+            text = str(values[0]) if len(values) == 1 else f"[{values[0]}-{values[-1]}]"
+            if len(values) > 1 and not is_run:
+                text = f"[{','.join(map(str, values))}]"
+            path = path.replace("#", text, 1)
+        rows.append((path, len(members), members[0]))
+    return rows
+
+
+def _entry(entry: object) -> str:
+    return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+
+
+def _bytes(number: int | float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.2f} GiB"

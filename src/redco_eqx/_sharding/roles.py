@@ -1,0 +1,371 @@
+"""The two rules: which dim of which matrix is split over the `tensor` axis, and why.
+
+Consecutive Linear layers alternate between column and row splits; an attention's output projection is
+split opposite to its query, key and value (RedCoast, section 3.1; the layout is Megatron-LM's). Modules
+are resolved from the inside out: each takes the attentions and chains that it can complete, and hands
+what is left to its parent, up to the block.
+"""
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from redco_eqx._sharding.chains import Link, alternate
+from redco_eqx._sharding.links import find_chains
+from redco_eqx._sharding.model_tree import Matrix, Node, is_norm, is_recurrent, read_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What the `tensor` axis does to one array.
+
+    - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
+        `vector`, `buffer`, `recurrent`, `grouped`, `whole` (not split).
+    - `reason`: for a reader.
+    - `dim`: the dim that is split, or `None`.
+    - `stack`: how many leading dims number stacked layers, which no axis may split.
+    """
+
+    name: str
+    reason: str
+    dim: int | None = None
+    stack: int = 0
+
+
+def tensor_roles(model: Any, size: int) -> dict[str, Role]:
+    """The role of each array of `model` on a `tensor` axis of the given size, by path."""
+    root, tied = read_model(model)
+    return _Resolver(root, tied, size).resolve()
+
+
+_HEAD_NAMES = re.compile(r"^(lm_head|embed_out|unembed\w*|vocab_proj)$")
+_ROUTER_NAMES = re.compile(r"^(router|gate|gating|gate_network|wg)$")
+_SMALL_TABLES = re.compile(r"pos|wpe|relative_attention_bias|token_type|segment")
+
+
+def _projection(names: str) -> re.Pattern[str]:
+    """Matches `q`, `wq`, `to_q`, `q_proj`, `q_lin`, ... for each of the given names."""
+    return re.compile(rf"^(to_|w_?|linear_|c_|attn_)?({names})(_?proj(ection)?|_lin(ear)?|_layer)?$")
+
+
+_QUERY = _projection("q|query|queries")
+_KEY = _projection("k|key|keys")
+_VALUE = _projection("v|value|values")
+_FUSED = _projection("qkv|query_key_value|attn|in")
+_FUSED_KV = _projection("kv|key_value")
+_OUTPUT = _projection("o|out|output|dense|proj|c_proj")
+
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
+_EXPERTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
+
+
+class _Resolver:
+    def __init__(self, root: Node, tied: dict[str, str], size: int):
+        self.root, self.tied, self.size = root, tied, size
+        self.roles: dict[str, Role] = {}
+        tables = [node.table for node in root.walk() if node.table is not None]
+        self.vocabularies = [t for t in tables if not _SMALL_TABLES.search(t.node.name)]
+
+    def resolve(self) -> dict[str, Role]:
+        for node in self.root.walk():
+            self._by_type(node)
+        self._singles(self._collect(self.root))
+        for matrix in self.root.matrices():
+            if matrix.weight.path in self.tied:
+                self._tied(matrix)
+        for leaf in self.root.arrays():
+            if leaf.path not in self.tied:
+                self.roles.setdefault(leaf.path, _unknown(leaf))
+        return {leaf.path: self.roles[leaf.path] for leaf in self.root.arrays() if leaf.path in self.roles}
+
+    # One answer for an array.
+
+    def _set(self, leaf: Node | None, name: str, reason: str, dim: int | None = None) -> None:
+        if leaf is not None and leaf.path not in self.tied:
+            self.roles.setdefault(leaf.path, Role(name, reason, dim, leaf.stack))
+
+    def _divides(self, size: int) -> bool:
+        return size % self.size == 0
+
+    def _indivisible(self, what: str, size: int) -> str:
+        return f"{what} {size} does not divide by tensor={self.size}"
+
+    def _column(self, matrix: Matrix, reason: str, name: str = "column") -> None:
+        self._set(matrix.weight, name, reason, matrix.out_dim)
+        self._set(matrix.bias, name, "follows its weight", matrix.bias_dim)
+        if matrix.lora is not None:
+            down, up = matrix.lora
+            self._set(down.weight, "lora", "into the rank of a LoRA branch beside a column split")
+            self._set(up.weight, name, "LoRA: split as its base", up.dim)
+
+    def _row(self, matrix: Matrix, reason: str) -> None:
+        self._set(matrix.weight, "row", reason, matrix.in_dim)
+        self._set(matrix.bias, "vector", "added once, after the sum over shards")
+        if matrix.lora is not None:
+            down, up = matrix.lora
+            self._set(down.weight, "row", "LoRA: split as its base", down.dim)
+            self._set(up.weight, "lora", "out of the rank of a LoRA branch beside a row split")
+
+    def _whole(self, matrix: Matrix, reason: str, name: str = "whole") -> None:
+        self._set(matrix.weight, name, reason)
+        self._set(matrix.bias, "vector", reason)
+        for branch in matrix.lora or ():
+            self._set(branch.weight, name, reason)
+
+    # What the type of a module decides alone.
+
+    def _by_type(self, node: Node) -> None:
+        if node.is_array:
+            if not jnp.issubdtype(node.value.dtype, jnp.inexact):
+                self._set(node, "buffer", f"{node.value.dtype} is not trained")
+        elif is_norm(node):
+            for leaf in node.arrays():
+                self._set(leaf, "norm", "a norm's scale and shift act on every feature")
+        elif is_recurrent(node):
+            for leaf in node.arrays():
+                self._set(leaf, "recurrent", "a recurrent cell would communicate at every time step")
+        elif node.table is not None:
+            self._table(node)
+        else:
+            self._experts(node)
+
+    def _table(self, node: Node) -> None:
+        table = node.table
+        assert table is not None
+        if _SMALL_TABLES.search(node.name):
+            self._set(table.weight, "position", "a small table that every position needs")
+        elif self._divides(table.num_rows):
+            self._set(table.weight, "vocabulary", "each shard looks up its own rows", table.dim)
+        else:
+            self._set(table.weight, "whole", self._indivisible("a vocabulary of", table.num_rows))
+
+    def _experts(self, node: Node) -> None:
+        """Stacked experts beside a router: each shard holds some of them whole."""
+        routers = [c for c in node.children if c.matrix is not None and _ROUTER_NAMES.match(c.name)]
+        count = node.attribute(*_EXPERTS) or next((r.matrix.out_size for r in routers if r.matrix), None)
+        if count is None:
+            return
+        found = False
+        for child in node.children:
+            if child in routers:
+                continue
+            leaves = child.arrays()
+            stacked = child.stack > node.stack or (child.is_array and len(child.shape) - child.stack in (2, 3))
+            if stacked and all(leaf.shape[node.stack] == count for leaf in leaves):
+                found = True
+                self._split_experts(node, child, leaves, count)
+            elif isinstance(child.value, list | tuple) and len(child.children) == count:
+                found = found or any(c.matrices() for c in child.children)
+        if found:
+            for router in routers:
+                if router.matrix is not None and router.matrix.out_size == count:
+                    self._whole(router.matrix, "every shard routes every token", name="router")
+
+    def _split_experts(self, node: Node, child: Node, leaves: list[Node], count: int) -> None:
+        if self._divides(count):
+            for leaf in leaves:
+                self._set(leaf, "expert", f"each shard holds {count // self.size} experts", node.stack)
+        elif child.is_array:
+            self._set(child, "whole", self._indivisible("the number of experts", count))
+
+    # Matrices: from the inside out.
+
+    def _collect(self, node: Node) -> list[Matrix]:
+        """Decides what `node` can complete alone, and returns the matrices that are left, in order."""
+        if node.matrix is not None:
+            open_ = node.matrix.weight.path not in self.roles and node.matrix.weight.path not in self.tied
+            return [node.matrix] if open_ else []
+        left: list[Matrix] = []
+        for child in node.children:
+            inner = self._collect(child)
+            if child.is_block:
+                self._singles(inner)
+            else:
+                left += inner
+        left, waiting = self._attention(node, left)
+        if waiting:
+            return left
+        if any(below.is_block for below in node.walk() if below is not node):
+            # What stands beside a stack of blocks is applied before or after all of them.
+            self._singles(left)
+            return []
+        return self._chains(node, left)
+
+    # Attention.
+
+    def _attention(self, scope: Node, matrices: list[Matrix]) -> tuple[list[Matrix], bool]:
+        """Takes out a complete attention. The flag says that its output projection is still to come."""
+
+        def named(pattern: re.Pattern[str]) -> list[Matrix]:
+            return [m for m in matrices if pattern.match(m.name_in(scope)[-1].lower())]
+
+        query, key, value = (named(p) for p in (_QUERY, _KEY, _VALUE))
+        fused_kv, fused = named(_FUSED_KV), named(_FUSED)
+        if len(query) == 1 and len(fused_kv) == 1 and not key:
+            q, kv = query[0], fused_kv[0]
+            inputs, widths = [q, kv], (q.out_size, kv.out_size // 2, kv.out_size // 2)
+            ok = kv.out_size % 2 == 0
+        elif len(query) == len(key) == len(value) == 1:
+            inputs = [query[0], key[0], value[0]]
+            widths = (query[0].out_size, key[0].out_size, value[0].out_size)
+            ok = key[0].in_size == value[0].in_size
+        elif len(fused) == 1 and not query:
+            inputs, widths, ok = fused, (0, 0, 0), True
+        else:
+            return matrices, False
+        rest = [m for m in matrices if m not in inputs]
+        heads = self._head_counts(scope, widths)
+        output = self._output(scope, rest, fused[0] if inputs is fused else None, widths, heads)
+        ok = ok and (inputs is fused or (widths[1] > 0 and widths[0] % widths[1] == 0))
+        if not ok or output is None:
+            # A fused name alone says little; a complete set waits for a projection further out.
+            return (
+                matrices,
+                ok and inputs is not fused and scope.parent is not None and not scope.is_block,
+            )
+        self._split_attention(inputs, widths, output, heads, is_fused=inputs is fused)
+        return [m for m in rest if m is not output], False
+
+    def _head_counts(self, scope: Node, widths: tuple[int, int, int]) -> tuple[int | None, int | None]:
+        """Number of query heads and of key/value heads, from attributes here or further out."""
+        node: Node | None = scope
+        while node is not None:
+            heads = node.attribute(*_HEADS)
+            if heads is not None and widths[0] % heads == 0:
+                kv_heads = node.attribute(*_KV_HEADS)
+                if kv_heads is None and widths[0]:
+                    kv_heads = max(1, heads * widths[1] // widths[0])
+                return heads, kv_heads or heads
+            node = node.parent
+        return None, None
+
+    def _output(
+        self,
+        scope: Node,
+        rest: list[Matrix],
+        fused: Matrix | None,
+        widths: tuple[int, int, int],
+        heads: tuple[int | None, int | None],
+    ) -> Matrix | None:
+        """The projection whose `in` is the width of the attention's values."""
+        if fused is not None:
+            shared = 2 * (heads[1] or 0) / (heads[0] or 1)  # width of keys and values over that of queries
+            fitting = [
+                m
+                for m in rest
+                if fused.out_size == 3 * m.in_size or (heads[0] and fused.out_size == m.in_size * (1 + shared))
+            ]
+        else:
+            repeats = widths[0] // widths[1] if widths[1] else 0
+            fitting = [m for m in rest if m.in_size == widths[2] * repeats]
+        by_name = [m for m in fitting if any(_OUTPUT.match(n.lower()) for n in m.name_in(scope)[-2:])]
+        return by_name[0] if by_name else fitting[0] if len(fitting) == 1 else None
+
+    def _split_attention(
+        self,
+        inputs: list[Matrix],
+        widths: tuple[int, int, int],
+        output: Matrix,
+        heads: tuple[int | None, int | None],
+        is_fused: bool,
+    ) -> None:
+        num_heads, num_kv_heads = heads
+        if not self._divides(num_heads or output.in_size):
+            reason = self._indivisible("number of heads" if num_heads else "attention width",
+                                       num_heads or output.in_size)  # fmt: skip
+            for matrix in (*inputs, output):
+                self._whole(matrix, reason)
+            return
+        kv_fits = self._divides(num_kv_heads or widths[1])
+        if is_fused:
+            apart = "kept apart: each is split by heads"
+            crossed = "an even split crosses their borders and costs permutes"
+            self._column(inputs[0], f"fused query, key, value, {apart if inputs[0].parts > 1 else crossed}")
+        else:
+            self._column(inputs[0], f"query: {_count(num_heads, 'heads')} split")
+            for matrix in inputs[1:]:
+                if kv_fits:
+                    self._column(matrix, f"key/value: {_count(num_kv_heads, 'heads')} split")
+                else:
+                    self._whole(matrix, self._indivisible("number of key/value heads", num_kv_heads or 0))
+        self._row(output, "attention output: split opposite to query, key, value")
+
+    # Consecutive matrices.
+
+    def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
+        """Splits each run of two or more consecutive matrices; returns the single ones."""
+        grouped = [m for m in matrices if m.groups > 1]
+        taken: list[Matrix] = []
+        for chain in find_chains(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)]):
+            if len(chain) == 1:
+                continue
+            for link, role in zip(chain, alternate(chain, self.size)):
+                for matrix in link.members:
+                    taken.append(matrix)
+                    if role.name == "column":
+                        self._column(matrix, role.reason)
+                    elif role.name == "row":
+                        self._row(matrix, role.reason)
+                    else:
+                        self._whole(matrix, role.reason)
+            self._follow(grouped, chain, matrices)
+        return [m for m in matrices if m not in taken]
+
+    def _follow(self, grouped: list[Matrix], chain: list[Link], matrices: list[Matrix]) -> None:
+        """A grouped convolution between a column and a row split keeps its channels split."""
+        for before, after in itertools.pairwise(chain):
+            role = self.roles.get(before.members[0].weight.path)
+            if role is None or role.name != "column":
+                continue
+            start, end = matrices.index(before.members[-1]), matrices.index(after.members[0])
+            for matrix in grouped:
+                between = start < matrices.index(matrix) < end
+                if between and matrix.in_size == matrix.out_size == before.out_size:
+                    if self._divides(matrix.groups):
+                        self._column(matrix, "grouped: its channels stay split")
+                    else:
+                        self._whole(matrix, self._indivisible("number of groups", matrix.groups), "grouped")
+
+    def _is_head(self, matrix: Matrix) -> bool:
+        return bool(_HEAD_NAMES.match(matrix.node.name))
+
+    def _singles(self, matrices: list[Matrix]) -> None:
+        """Matrices with no partner: vocabulary heads, and what stands alone."""
+        for m in matrices:
+            vocabulary = self._is_head(m) or any(
+                (t.num_rows, t.width) == (m.out_size, m.in_size) for t in self.vocabularies
+            )
+            if vocabulary and self._divides(m.out_size):
+                self._column(m, "head: logits stay split over the vocabulary", "vocabulary")
+            elif vocabulary:
+                self._whole(m, self._indivisible("a vocabulary of", m.out_size))
+            elif m.groups > 1:
+                self._whole(m, "a grouped convolution with no split neighbour", name="grouped")
+            elif m.in_size > m.out_size and self._divides(m.in_size):
+                self._row(m, "alone, narrowing: the smaller side is summed")
+            elif self._divides(m.out_size):
+                self._column(m, "alone: its output is gathered where it is used")
+            elif self._divides(m.in_size):
+                self._row(m, "alone: its output does not divide")
+            else:
+                self._whole(m, self._indivisible(f"neither {m.in_size} nor", m.out_size))
+
+    def _tied(self, matrix: Matrix) -> None:
+        """A matrix whose weight is another leaf: its bias follows that leaf."""
+        real = self.roles[self.tied[matrix.weight.path]]
+        if real.dim is not None and real.dim == matrix.out_dim:
+            self._set(matrix.bias, real.name, "follows its weight", matrix.bias_dim)
+
+
+def _count(number: int | None, what: str) -> str:
+    return f"{number} {what}" if number else what
+
+
+def _unknown(leaf: Node) -> Role:
+    if len(leaf.shape) - leaf.stack <= 1:
+        return Role("vector", "a vector or scalar", stack=leaf.stack)
+    return Role("whole", "no rule knows this array: split it by `overrides`", stack=leaf.stack)

@@ -1,0 +1,188 @@
+"""`shard_rules`: a layout for any model, decided from paths, types and shapes alone.
+
+Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
+"""
+
+import dataclasses
+import fnmatch
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh
+from redco_eqx._sharding.roles import Role, tensor_roles
+from redco_eqx._tree import describe, is_array, to_arrays
+
+Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+
+FSDP_MIN_SIZE = 2**12
+LARGE_BYTES = 2**20
+
+
+class ShardingWarning(UserWarning):
+    """Large arrays are replicated because no rule could split them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The layout of one array, and why.
+
+    - `path`: its name.
+    - `shape`, `dtype`: of the whole array.
+    - `spec`: its `PartitionSpec`, without trailing `None`s or axes of size 1.
+    - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
+    - `reason`: for a reader.
+    - `bytes_per_device`: size of one shard.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    role: str
+    reason: str
+    bytes_per_device: int
+
+
+def shard_rules(
+    model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()
+) -> PyTree[NamedSharding | None]:
+    """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
+
+    Two rules (RedCoast, section 3.1) choose what the `tensor` axis splits: consecutive Linear layers
+    alternate between column and row splits, and an attention's output projection is split opposite to
+    its query, key and value. Embeddings and heads are split over the vocabulary. The `fsdp` axis then
+    splits the largest remaining dim of every matrix. Place a model by `eqx.filter_shard(model, result)`.
+
+    **Arguments:**
+
+    - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
+    - `mesh`: from `make_mesh`, or any mesh of Auto axes of which some are named `data`, `fsdp`, `tensor`.
+    - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
+        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone.
+
+    **Returns:**
+
+    A tree with the structure of `model`: `NamedSharding` where it has an array, `None` elsewhere.
+
+    **Raises:**
+
+    `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
+    mesh does not have, repeats one, has more dims than the array, or does not divide it.
+
+    Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
+    or because its dims do not divide.
+    """
+    decisions = decide(model, mesh, overrides)
+    _warn(decisions, mesh)
+    specs = iter(decisions.values())
+    return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+
+
+def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) -> dict[str, Decision]:
+    """The decision for every array of `model`, by path, in the model's order."""
+    check_mesh(mesh)
+    arrays = to_arrays(model)
+    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
+    chosen = _match_overrides(arrays, mesh, overrides)
+    roles = tensor_roles(model, tensor)
+    decisions = {}
+    for path, x in arrays.items():
+        shape = tuple(x.shape)
+        if path in chosen:
+            pattern, spec = chosen[path]
+            role, reason = "override", f"override {pattern!r}"
+        else:
+            spec, role, reason = _spec(shape, roles[path], tensor, fsdp)
+        decisions[path] = Decision(
+            path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
+        )
+    return decisions
+
+
+def _spec(shape: tuple[int, ...], role: Role, tensor: int, fsdp: int) -> tuple[PartitionSpec, str, str]:
+    entries: list[str | None] = [None] * len(shape)
+    reason = role.reason
+    if role.dim is not None and tensor > 1:
+        entries[role.dim] = "tensor"
+    dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
+    is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
+    if fsdp > 1 and is_matrix and role.name != "buffer":
+        if dims:
+            entries[max(dims, key=lambda d: shape[d])] = "fsdp"
+        else:
+            reason += f"; no dim divides by fsdp={fsdp}"
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries), role.name, reason
+
+
+def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+    shards = math.prod(axis_size(mesh, entry) for entry in spec)
+    return math.prod(shape) * getattr(dtype, "itemsize", 4) // shards
+
+
+def _match_overrides(
+    arrays: dict[str, Any], mesh: Mesh | AbstractMesh, overrides: Overrides
+) -> dict[str, tuple[str, PartitionSpec]]:
+    chosen: dict[str, tuple[str, PartitionSpec]] = {}
+    for pattern, spec in overrides:
+        spec = PartitionSpec(*spec)  # a plain tuple will do
+        paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
+        if not paths:
+            some = ", ".join(list(arrays)[:5])
+            raise ValueError(
+                f"overrides: the pattern {pattern!r} matches no array. A pattern matches a whole path; "
+                f"paths begin: {some}, ..."
+            )
+        for path in paths:
+            _check_spec(path, pattern, arrays[path], spec, mesh)
+            chosen.setdefault(path, (pattern, spec))
+    return chosen
+
+
+def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
+    where = f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}:"
+    if len(spec) > len(x.shape):
+        raise ValueError(f"{where} the spec has {len(spec)} entries for {len(x.shape)} dims.")
+    seen: set[str] = set()
+    for dim, entry in enumerate(spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ValueError(f"{where} the mesh has no axis {axis!r}, only {tuple(mesh.axis_names)}.")
+            if axis in seen:
+                raise ValueError(f"{where} axis {axis!r} appears twice.")
+            seen.add(axis)
+        if x.shape[dim] % axis_size(mesh, axes) != 0:
+            raise ValueError(
+                f"{where} dim {dim} of size {x.shape[dim]} does not divide by {axis_size(mesh, axes)}."
+            )
+
+
+def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
+    if axis_size(mesh, ("tensor", "fsdp")) == 1:
+        return
+    whole = [
+        d
+        for d in decisions.values()
+        if d.role in ("whole", "grouped", "recurrent")
+        and axis_size(mesh, axes_of(d.spec)) == 1
+        and d.bytes_per_device >= LARGE_BYTES
+    ]
+    if whole:
+        lines = [
+            f"  {d.path}: {d.dtype}{list(d.shape)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: "
+            f"{d.reason}"
+            for d in whole
+        ]
+        warnings.warn(
+            f"shard_rules: {len(whole)} large arrays are replicated.\n" + "\n".join(lines),
+            ShardingWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,160 @@
+"""`init_state`: a state from a model, laid out as the model is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from redco_eqx._sharding.mesh import one_device_mesh, put, replicated
+from redco_eqx._step.optimizer import init_optimizer
+from redco_eqx._step.state import TrainState, is_pair
+from redco_eqx._step.structure import Structure, check_static
+from redco_eqx._tree import is_array, is_trainable, to_arrays, to_paths
+from redco_eqx._types import Key
+
+
+def init_state(
+    model: Any,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    key: Key,
+    trainable: Any = is_trainable,
+) -> TrainState:
+    """The state of a new run of `model`, on the mesh that its arrays lie on.
+
+    The arrays are taken, not copied: a step that donates the state deletes the model's too.
+
+    **Arguments:**
+
+    - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. Its arrays
+        may be abstract (`jax.ShapeDtypeStruct`, with or without a sharding): so is the state then.
+    - `optimizer`: its state is born with the shardings of its parameters. Without one, the state serves
+        evaluation and prediction.
+    - `key`: a PRNG key, of which all randomness of the run comes.
+    - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default
+        every floating JAX array. NumPy arrays, integers and keys are never trained; `init_model` keeps NumPy
+        arrays, but `eqx.filter_shard` makes JAX arrays of them.
+
+    **Raises:**
+
+    `ValueError`, naming the leaf: one buffer held by two leaves, an array or an unhashable value in a static
+    field, arrays on different meshes, a deleted array, or no trainable leaf although there is an optimizer.
+    """
+    model, model_state = model if is_pair(model) else (model, None)
+    check_static(model)
+    arrays = to_arrays(model)
+    state_arrays = {} if model_state is None else to_arrays(model_state)
+    chosen = to_paths(eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x))
+    if optimizer is not None and not chosen:
+        raise ValueError(
+            f"init_state: none of the {len(arrays)} arrays of the model is trainable, but an optimizer was "
+            "given. Floating JAX arrays can be trained; check `trainable`."
+        )
+    key = _check_key(key)
+    place, layout = _placement(arrays, state_arrays)
+    frozen = {path: place(path, x) for path, x in arrays.items() if path not in chosen}
+    params = {path: place(path, x) for path, x in chosen.items()}
+    return TrainState(
+        params=params,
+        frozen=frozen,
+        model_state={path: place(path, x) for path, x in state_arrays.items()},
+        opt_state=() if optimizer is None else init_optimizer(optimizer, params, layout),
+        # A copy: the caller goes on with this key, also once the state is donated.
+        key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
+        step=place(None, jnp.zeros((), jnp.int32)),
+        structure=(Structure(model), None if model_state is None else Structure(model_state)),
+    )
+
+
+def _check_key(key: Any) -> Any:
+    if is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
+        return jax.random.wrap_key_data(key)
+    raise ValueError(f"init_state: key must be a PRNG key (jax.random.key(0)), but is {key!r}.")
+
+
+def _placement(
+    arrays: dict[str, Any],
+    state_arrays: dict[str, Any],
+) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
+    """A function that places an array by path (`None`: replicated), and where each of `arrays` lies.
+
+    What an `eqx.nn.State` holds (`state_arrays`) is replicated.
+
+    Under a trace, and for abstract arrays without a mesh, nothing is placed and the layout is `None`.
+    """
+    if any(isinstance(x, Tracer) for x in arrays.values()):
+        return lambda _, x: jnp.asarray(x), None
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values())
+    if not abstract:
+        _check_buffers({**arrays, **state_arrays})
+    mesh, source = None, ""
+    layout = {}
+    for path, x in arrays.items():
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            if mesh is not None and sharding.mesh != mesh:
+                raise ValueError(
+                    f"init_state: {source} and {path} lie on different meshes: {mesh} and {sharding.mesh}. "
+                    "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+                )
+            mesh, source = sharding.mesh, path
+            layout[path] = sharding
+    if mesh is None:
+        if abstract:
+            return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None
+        devices = {d for x in arrays.values() if isinstance(x, jax.Array) for d in x.devices()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"init_state: the model's arrays lie on {len(devices)} devices without a mesh. Place the "
+                "whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+            )
+        mesh = one_device_mesh(next(iter(devices), jax.local_devices()[0]))
+    whole = replicated(mesh)
+    for path, x in arrays.items():
+        if isinstance(x, jax.Array) and path not in layout and layout and mesh.size > 1:
+            raise ValueError(
+                f"init_state: {source} lies on a mesh of {mesh.size} devices, but {path} on one device. "
+                "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+            )
+    layout = {path: layout.get(path, whole) for path in arrays}
+
+    def place(path: str | None, x: Any) -> Any:
+        sharding = whole if path is None else layout.get(path, whole)
+        if abstract:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if isinstance(x, jax.Array) and x.aval.weak_type:  # it would not be weak after the first update
+            x = jax.lax.convert_element_type(x, x.dtype)
+        return put(x, sharding)
+
+    return place, layout
+
+
+def _check_buffers(arrays: dict[str, Any]) -> None:
+    owners: dict[Any, str] = {}
+    for path, x in arrays.items():
+        if not isinstance(x, jax.Array):
+            continue
+        if x.is_deleted():
+            raise ValueError(
+                f"init_state: {path} has been deleted. It was donated, perhaps with an earlier state."
+            )
+        for buffer in _buffers(x):
+            if owners.setdefault(buffer, path) != path:
+                raise ValueError(
+                    f"init_state: {owners[buffer]} and {path} are one and the same array, which would be "
+                    "updated twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+                )
+
+
+def _buffers(x: jax.Array) -> list[Any]:
+    """What tells whether two arrays share any memory: the address of each piece, and its device."""
+    if x.size == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return [id(x)]
+    return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]

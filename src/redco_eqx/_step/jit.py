@@ -1,0 +1,63 @@
+"""`jit_step`: a compiled step for a loop of one's own, that refuses a state which was given away."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from redco_eqx._parallel.mesh import mesh_of
+from redco_eqx._program.partitioned import partitioned
+from redco_eqx._step.state import TrainState, check_alive
+
+R = TypeVar("R")
+
+
+class JittedStep(Generic[R]):
+    """What `jit_step` returns: call it as the step, or look at the program by `lower(state, batch)`."""
+
+    def __init__(self, step: Callable[..., R], *, donate: bool):
+        self._jitted = jax.jit(on_its_mesh(step), donate_argnums=0 if donate else ())
+
+    def __call__(self, state: TrainState, *arguments: Any) -> R:
+        check_alive(state)
+        return self._jitted(state, *arguments)
+
+    def lower(self, state: TrainState, *arguments: Any) -> jax.stages.Lowered:
+        """`jax.jit(step).lower(...)`; the arguments may be abstract."""
+        return self._jitted.lower(state, *arguments)
+
+
+def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
+    """`jax.jit(step, donate_argnums=0)` for a function of a state and a batch, and two checks.
+
+    A state that was donated before is refused by name; some versions of JAX end the process instead. And the
+    gradients of a step of your own are right on every mesh, as those of `train_step` are: XLA's partitioner
+    takes those of grouped convolutions for too large where a batch is split over some of the mesh axes only.
+
+    **Arguments:**
+
+    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. More arguments than
+        these two are passed on.
+    - `donate`: whether the step takes over the memory of the state, which is deleted. `False` for a step that
+        returns no state, such as `eval_step`.
+
+    **Returns:**
+
+    The compiled step, which also has `lower(state, batch)`.
+
+    **Raises:**
+
+    `ValueError` on a call with a state that has been deleted.
+    """
+    return JittedStep(step, donate=donate)
+
+
+def on_its_mesh(step: Callable[..., R]) -> Callable[..., R]:
+    """`step`, made right for the mesh that its arguments lie on (see `partitioned`)."""
+
+    @functools.wraps(step, assigned=("__doc__",))
+    def run(*arguments: Any) -> R:
+        return partitioned(step, mesh_of(arguments))(*arguments)
+
+    return run

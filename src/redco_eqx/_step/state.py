@@ -1,0 +1,81 @@
+"""`TrainState`: all arrays of a run, flat and named."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from redco_eqx._step.structure import Structure
+from redco_eqx._types import Key
+
+# Streams of randomness that one key gives, separated before any number is folded in.
+TRAIN, EVALUATE, PREDICT, ORDER = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step reads and writes. All leaves are arrays; made by `init_state`.
+
+    It is a PyTree that plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape` take without any
+    filtering, and `dataclasses.replace` makes a changed copy. Arrays of the model are held flat, by path,
+    so a state of a thousand leaves is flattened in C++ and reads like a checkpoint.
+
+    - `params`: the trainable arrays, `{path: array}`.
+    - `frozen`: the model's other arrays.
+    - `model_state`: the arrays of its `eqx.nn.State`; empty if it has none.
+    - `opt_state`: of the optax optimizer, over `params`; `()` without an optimizer.
+    - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
+    - `step`: number of steps taken, int32.
+    - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
+    """
+
+    params: dict[str, Any]
+    frozen: dict[str, Any]
+    model_state: dict[str, Any]
+    opt_state: PyTree
+    key: Any
+    step: Any
+    structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def model(self) -> Any:
+        """The model, or the pair `(model, eqx.nn.State)` if it was given as one."""
+        return self.build(self.params, self.model_state)
+
+    def build(self, params: dict[str, Any], model_state: dict[str, Any]) -> Any:
+        """The model with these arrays in place of the state's own."""
+        structure, state_structure = self.structure
+        model = structure.build({**params, **self.frozen})
+        return model if state_structure is None else (model, state_structure.build(model_state))
+
+
+def stream(state: TrainState, tag: int) -> Key:
+    """The key of one stream of randomness at this step."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
+
+
+def step_of(state: TrainState) -> int:
+    """`state.step` as a number. It is read from a copy: JAX 0.11 on CPU donates no array that was read."""
+    step = state.step
+    return int(jnp.copy(step.addressable_data(0)) if isinstance(step, jax.Array) else step)
+
+
+def check_alive(state: TrainState) -> None:
+    """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
+    arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
+    for path, x in arrays.items():
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise ValueError(
+                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
+                "what that returned, or call fit(..., donate=False)."
+            )
+
+
+def is_pair(model: Any) -> bool:
+    """Whether this is what `eqx.nn.make_with_state` gives: a model and its `eqx.nn.State`."""
+    return isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State)

@@ -1,0 +1,311 @@
+"""`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch, not jitted."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import optax
+from einops import rearrange
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from redco_eqx._parallel.fsdp import gather, is_split, marked
+from redco_eqx._parallel.mesh import mesh_of
+from redco_eqx._parallel.remat import keep_products
+from redco_eqx._program.partitioned import partitioned
+from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
+from redco_eqx._step.optimizer import like_params
+from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
+from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
+from redco_eqx._types import (
+    RESERVED_METRICS,
+    Batch,
+    Key,
+    LossFn,
+    Mean,
+    Metrics,
+    PredictFn,
+    as_mean,
+)
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_microbatches: int = 1,
+    shardings: PyTree | None = None,
+) -> tuple[TrainState, Metrics]:
+    """One update of the parameters: pure, stateless, not jitted.
+
+    Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
+
+    Where `shardings` splits parameters over `fsdp`, what [`scan_layers`][] is given is left to it: each layer
+    is gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). A model that uses
+    neither it nor `embed` nor `cross_entropy` is gathered before the loss, and again for its gradient, which
+    keeps the results of matrix products and convolutions only and computes the rest again: so the compiler can
+    free a weight after its layer, if the layers are written one after another. A `lax.scan` of your own gathers
+    its whole stack. What else is not left to `scan_layers` is gathered once, and kept until the gradient is
+    done. To find out, the loss is traced once more. The gathers have no forward-mode derivative (`jax.jvp`,
+    `jax.hessian`).
+
+    **Arguments:**
+
+    - `state`: from `init_state`.
+    - `batch`: a PyTree of arrays with one leading dim.
+    - `loss_fn`: see [`LossFn`][]. The model arrives in training mode.
+    - `optimizer`: the one that `state` was made with. It also receives `value=` (the loss).
+    - `num_microbatches`: the batch is cut into this many parts, whose gradients are accumulated in float32
+        and weighted, so that the result is that of the whole batch. Their number must divide the batch.
+    - `shardings`: the tree of `shard_rules`. Parameters, gradients, optimizer state and new parameters are
+        constrained to it; without it the compiler decides.
+
+    **Returns:**
+
+    The new state, and the metrics as [`Mean`][]s: `loss`, those of `loss_fn`, `grad_norm` (global L2 norm
+    before the optimizer), and `learning_rate` if `optax.inject_hyperparams` makes it visible.
+
+    **Raises:**
+
+    `ValueError` while tracing: a loss that is not a scalar or a `Mean`, a reserved metric name, a batch that
+    does not divide into the microbatches.
+    """
+    layout = None if shardings is None else _layout(shardings, state.params)
+    params = _constrain(state.params, layout)
+    key = stream(state, TRAIN)
+    split = _split_outside(state, layout, lambda model: loss_fn(model, batch, key))
+
+    def loss_of(
+        params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key
+    ) -> tuple[Array, tuple[Mean, Metrics, dict[str, Array]]]:
+        output = loss_fn(state.build(_gather(params, split), model_state), batch, key)
+        loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
+        return loss.value, (loss, metrics, new_model_state)
+
+    if split and len(split) == sum(map(is_split, (layout or {}).values())):
+        loss_of = jax.checkpoint(loss_of, policy=keep_products)
+    gradient = partitioned(jax.value_and_grad(loss_of, has_aux=True), _mesh(state, batch, layout))
+    if num_microbatches == 1:
+        (_, (loss, metrics, model_state)), grads = gradient(params, state.model_state, batch, key)
+    else:
+        parts = _microbatches(batch, num_microbatches, layout)
+
+        def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
+            total, model_state = carry
+            index, microbatch = part
+            (_, (loss, metrics, model_state)), grads = gradient(
+                params, model_state, microbatch, jax.random.fold_in(key, index)
+            )
+            total = jax.tree.map(lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads)
+            return (_constrain(total, layout), model_state), (loss, metrics)
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        (total, model_state), stacked = jax.lax.scan(
+            accumulate,
+            (_constrain(zeros, layout), state.model_state),
+            (jnp.arange(num_microbatches), parts),
+        )
+        loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+        scale = jnp.where(loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight))
+        grads = jax.tree.map(lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params)
+
+    grads = _constrain(grads, layout)
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+        grads, state.opt_state, params, value=loss.value
+    )
+    new_params: Any = optax.apply_updates(params, updates)
+    if layout is not None:
+        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, state.params, layout))
+    report = {"loss": loss, **metrics, "grad_norm": as_mean(_global_norm(grads), 1.0, "grad_norm")}
+    learning_rate = _learning_rate(opt_state)
+    if learning_rate is not None:
+        report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
+    new_state = dataclasses.replace(
+        state,
+        params=_constrain(new_params, layout),
+        model_state=model_state,
+        opt_state=opt_state,
+        step=state.step + 1,
+    )
+    return new_state, report
+
+
+def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: PyTree | None = None) -> Metrics:
+    """The loss and metrics of one batch, as [`Mean`][]s to be added over batches.
+
+    The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns weighs the
+    number of examples. The arguments are those of `train_step`; to evaluate many batches with fresh
+    randomness, give each a state with another `key`.
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+
+    def measure(model: Any, batch: Batch, key: Key) -> Metrics:
+        loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, key), size)
+        return {"loss": loss, **metrics}
+
+    return _infer(state, batch, stream(state, EVALUATE), measure, shardings)
+
+
+def predict_step(
+    state: TrainState, batch: Batch, *, predict_fn: PredictFn, shardings: PyTree | None = None
+) -> PyTree[Array]:
+    """`predict_fn(model, batch, key)` with the model in inference mode.
+
+    Raises `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
+    """
+    outputs = _infer(state, batch, stream(state, PREDICT), predict_fn, shardings)
+    size = jax.tree.leaves(batch)[0].shape[0]
+    if not jax.tree.leaves(outputs):
+        raise ValueError("predict_fn returned no array.")
+    for path, x in leaves_with_paths(outputs):
+        if jnp.shape(x)[:1] != (size,):
+            raise ValueError(
+                f"predict_fn's output {path or 'array'} has shape {jnp.shape(x)}, but its leading dim must be "
+                f"the batch's, {size}. Return one row for each example."
+            )
+    return outputs
+
+
+def unused_parameters(state: TrainState, batch: Batch, loss_fn: LossFn) -> list[str]:
+    """Paths of the parameters on which the loss cannot depend: their gradient is a constant zero."""
+
+    def loss_of(params: dict[str, Array], batch: Batch) -> Array:
+        output = loss_fn(state.build(params, state.model_state), batch, stream(state, TRAIN))
+        return _unpack_loss(state, output, 1.0)[0].value
+
+    program = jax.make_jaxpr(jax.grad(loss_of))(state.params, batch).jaxpr
+    zeros = {
+        equation.outvars[0]
+        for equation in program.eqns
+        if equation.primitive.name == "broadcast_in_dim"
+        and isinstance(equation.invars[0], jex_core.Literal)
+        and equation.invars[0].val == 0
+    }
+    constant = [isinstance(var, jex_core.Literal) or var in zeros for var in program.outvars]
+    return [path for path, is_zero in zip(sorted(state.params), constant) if is_zero]
+
+
+def _infer(
+    state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
+) -> Any:
+    """`use(model, batch, key)` with the model in inference mode."""
+    layout = None if shardings is None else _layout(shardings, state.params)
+    split = _split_outside(state, layout, lambda model: use(eqx.nn.inference_mode(model), batch, key))
+
+    def run(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
+        model = state.build(_gather(params, split), model_state)
+        return use(eqx.nn.inference_mode(model), batch, key)
+
+    run = partitioned(run, _mesh(state, batch, layout))
+    return run(state.params, state.model_state, batch, key)
+
+
+def _mesh(state: TrainState, batch: Batch, layout: dict[str, NamedSharding] | None) -> Any:
+    """The mesh of the layout, or else that on which the arrays lie."""
+    return next(iter(layout.values())).mesh if layout else mesh_of(state, batch)
+
+
+def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
+    """What `loss_fn` returned, as `(loss, metrics, model_state)`."""
+    has_state = state.structure[1] is not None
+    expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
+    parts: list[Any] = list(output) if isinstance(output, tuple) else [output]
+    if len(parts) not in ((3,) if has_state else (1, 2)):
+        what = f"a tuple of {len(parts)}" if isinstance(output, tuple) else type(output).__name__
+        raise ValueError(f"loss_fn must return {expected}, but returned {what}.")
+    metrics = parts[1] if len(parts) > 1 else {}
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"loss_fn must return {expected}, with metrics a dict of names, not {type(metrics).__name__}."
+        )
+    reserved = [name for name in metrics if name in RESERVED_METRICS]
+    if reserved:
+        raise ValueError(f"loss_fn: the metric name {reserved[0]!r} is reserved. Choose another.")
+    loss = as_mean(parts[0], weight, "the loss")
+    metrics = {name: as_mean(x, weight, f"the metric {name!r}") for name, x in metrics.items()}
+    model_state = to_arrays(parts[2]) if has_state else state.model_state
+    return loss, metrics, model_state
+
+
+def _layout(shardings: PyTree, params: dict[str, Any]) -> dict[str, NamedSharding]:
+    found = to_paths(shardings, lambda x: isinstance(x, NamedSharding))
+    missing = [path for path in params if path not in found]
+    if missing:
+        raise ValueError(
+            f"shardings has no NamedSharding for {missing[0]} and {len(missing) - 1} more parameters. Pass "
+            "shard_rules(model, mesh) of the same model."
+        )
+    return {path: found[path] for path in params}
+
+
+def _constrain(tree: dict[str, Array], layout: dict[str, NamedSharding] | None) -> dict[str, Array]:
+    return tree if layout is None else jax.lax.with_sharding_constraint(tree, layout)
+
+
+def _split_outside(
+    state: TrainState, layout: dict[str, NamedSharding] | None, use: Callable[[Any], Any]
+) -> dict[str, NamedSharding]:
+    """The layouts of the parameters that have to be gathered over `fsdp` before `use` gets the model.
+
+    All that are split, but for those which `scan_layers` gathers layer by layer: a first trace finds them.
+    The compiler left alone moves activations instead.
+    """
+    split = {path: sharding for path, sharding in (layout or {}).items() if is_split(sharding)}
+    if not split:
+        return {}
+    paths = list(state.params)
+
+    def traced(arrays: list[Array]) -> list[Array]:
+        output = use(state.build(dict(zip(paths, arrays)), state.model_state))
+        return [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)]
+
+    later = marked(jax.make_jaxpr(traced)([state.params[path] for path in paths]).jaxpr)
+    return {path: split[path] for i, path in enumerate(paths) if path in split and i not in later}
+
+
+def _gather(params: dict[str, Array], split: dict[str, NamedSharding]) -> dict[str, Array]:
+    """Parameters as layers use them: whole over `fsdp`."""
+    return {path: gather(x, split[path]) if path in split else x for path, x in params.items()}
+
+
+def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | None) -> Batch:
+    """`(number, size / number, ...)`: example i goes to microbatch i % number.
+
+    Taking neighbours instead would put each microbatch on a part of the devices only.
+    """
+    mesh = None if layout is None else next(iter(layout.values())).mesh
+    shards = 1 if mesh is None else num_batch_shards(mesh)
+
+    def one(path: str, x: Any) -> Any:
+        if number < 1 or x.shape[0] % (number * shards) != 0:
+            raise ValueError(
+                f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "
+                f"divide into {number} microbatches on {shards} data shards."
+            )
+        x = rearrange(x, "(b k) ... -> k b ...", k=number)
+        if mesh is None:
+            return x
+        spec = PartitionSpec(None, *batch_sharding(mesh).spec)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    leaves = [one(path, x) for path, x in leaves_with_paths(batch)]
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def _global_norm(grads: dict[str, Array]) -> Array:
+    # Leaf by leaf: flattening a gradient into a vector would gather every column-split one.
+    squares = [
+        jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, jnp.float32))))) for g in grads.values()
+    ]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
+def _learning_rate(opt_state: PyTree) -> Array | None:
+    found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+    return next((value for _, value in found if jnp.shape(value) == ()), None)

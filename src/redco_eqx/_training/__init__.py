@@ -1,0 +1,1 @@
+"""The loop around the steps: `fit`, `evaluate`, `predict`."""

@@ -1,0 +1,130 @@
+"""What `fit` refuses before anything is compiled, and what it warns of."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from redco_eqx._step.optimizer import check_optimizer
+from redco_eqx._step.state import TrainState
+from redco_eqx._step.steps import unused_parameters
+from redco_eqx._tree import describe, leaves_with_paths
+from redco_eqx._types import Batch, LossFn
+
+
+def check_positive(function: str, **counts: int | None) -> None:
+    """Raises `ValueError` for a number below 1; `None` is one that was not given."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{function}: {name}={value}, but it must be positive.")
+
+
+def check_arguments(
+    num_epochs: int | None,
+    num_steps: int | None,
+    log_every: int,
+    eval_batch_size: int | None,
+    eval_every_steps: int | None,
+    on_nonfinite: str,
+) -> None:
+    """Raises `ValueError` for numbers that are not positive and the like."""
+    if (num_epochs is None) == (num_steps is None):
+        raise ValueError(
+            f"fit: num_epochs={num_epochs}, num_steps={num_steps}, but exactly one of them must be given."
+        )
+    check_positive(
+        "fit",
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        log_every=log_every,
+        eval_batch_size=eval_batch_size,
+        eval_every_steps=eval_every_steps,
+    )
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
+
+
+def check_no_evaluation(**arguments: Any) -> None:
+    """Raises `ValueError` for arguments that would do nothing without `eval_examples`."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"fit: {name} was given without eval_examples. Pass those too, or leave it out.")
+
+
+def check_keep_best(name: str | None, row: dict[str, float]) -> None:
+    """Raises `ValueError` if the metric that decides which checkpoint is best is not in the evaluations."""
+    if name is not None and name not in row:
+        raise ValueError(
+            f"fit: Checkpoints(keep_best={name!r}), but evaluations give {', '.join(map(repr, row))} only."
+        )
+
+
+def check_state(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    num_microbatches: int,
+    step_fn: Callable[..., Any] | None,
+) -> None:
+    """Raises `ValueError` if these arguments of `fit` do not fit together."""
+    if not state.params:
+        raise ValueError(
+            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
+            "constants; jnp.asarray makes a parameter)."
+        )
+    check_optimizer(state, optimizer)
+    if step_fn is not None and num_microbatches != 1:
+        raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
+
+
+def check_batch_sizes(
+    batch_size: int, num_microbatches: int, eval_batch_size: int | None, num_shards: int
+) -> None:
+    """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
+    shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
+    check_positive("fit", num_microbatches=num_microbatches)
+    for name, size, number in (
+        ("batch_size", batch_size, num_microbatches),
+        ("eval_batch_size", eval_batch_size or num_shards, 1),
+    ):
+        if size < 1 or size % (number * num_shards) != 0:
+            times = f"num_microbatches={number} times " if number > 1 else ""
+            raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
+
+
+def warn_unused(state: TrainState, batch: Batch, loss_fn: LossFn) -> None:
+    """Warns of parameters on which the loss does not depend."""
+    unused = unused_parameters(state, batch, loss_fn)
+    if unused:
+        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
+        warnings.warn(
+            f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
+            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
+            stacklevel=3,
+        )
+
+
+class BatchShapes:
+    """Warns once when batches change their shape: each new one compiles the step again."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] | None = None
+        self._warned = False
+
+    def check(self, batch: Batch) -> None:
+        """Compares with the first batch."""
+        if self._warned:
+            return
+        leaves = {path: describe(x) for path, x in leaves_with_paths(batch)}
+        if self._first is None:
+            self._first = leaves
+        elif leaves != self._first:
+            self._warned = True
+            both = {**self._first, **leaves}
+            name = next(path for path in both if leaves.get(path) != self._first.get(path))
+            warnings.warn(
+                f"collate_fn: {name or 'the batch'} is {leaves.get(name, 'missing')}, but was "
+                f"{self._first.get(name, 'missing')} in the first batch. Each new shape compiles the step "
+                "again: pad to a few fixed sizes.",
+                stacklevel=3,
+            )

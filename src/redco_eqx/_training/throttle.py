@@ -1,0 +1,42 @@
+"""A bound on how far a loop runs ahead of the devices.
+
+Dispatch stays ahead, but not without end: batches that wait hold memory, and the CPU client can deadlock
+when computations that wait for each other take all of its threads.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+from redco_eqx._distributed.watchdog import beat
+
+T = TypeVar("T")
+
+NUM_AHEAD = 4
+
+
+class Throttle:
+    """Waits, at each step, for the result of a few steps ago."""
+
+    def __init__(self) -> None:
+        self._behind: deque[Any] = deque()
+
+    def __call__(self, result: Any) -> None:
+        """Takes what the newest step returned; it must not be donated."""
+        beat()
+        self._behind.append(result)
+        if len(self._behind) > NUM_AHEAD:
+            jax.block_until_ready(self._behind.popleft())
+
+
+def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:
+    """The results of dispatched steps in order, each when `num_behind` more have been dispatched."""
+    behind: deque[T] = deque()
+    for result in results:
+        beat()
+        behind.append(result)
+        if len(behind) > num_behind:
+            yield behind.popleft()
+    yield from behind

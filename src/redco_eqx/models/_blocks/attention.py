@@ -1,0 +1,59 @@
+"""Scaled dot-product attention over the heads of a layer, with masks and dropout of probabilities."""
+
+from typing import Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.layers import drops
+
+Implementation: TypeAlias = Literal["xla", "cudnn"]
+
+
+def split_heads(x: Float[Array, "b t width"], head_size: int) -> Float[Array, "b t h d"]:
+    """Features as heads of `head_size` side by side."""
+    return rearrange(x, "b t (h d) -> b t h d", d=head_size)
+
+
+def attend(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s k d"],
+    value: Float[Array, "b s k d"],
+    *,
+    mask: Bool[Array, "b 1 t s"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    dropout: eqx.nn.Dropout | None = None,
+    dropout_key: Key | None = None,
+) -> Float[Array, "b t h d"]:
+    """Scaled dot-product attention; `h` is a multiple of `k` (grouped queries share a key/value head).
+
+    **Arguments:**
+
+    - `mask`: which positions each query may see; without one, those up to its own (`t` equals `s`).
+    - `scale`: of the scores; `1 / sqrt(d)` by default.
+    - `implementation`: of `jax.nn.dot_product_attention`.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, where a key is given.
+    """
+    if dropout is not None and not drops(dropout, dropout_key):
+        dropout = None
+    # On CPU, JAX's own does not run in float16.
+    if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation
+        )
+    if mask is None:
+        mask = jnp.tril(jnp.ones((1, 1, query.shape[1], key.shape[1]), bool))
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
+    scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1)
+    weights = weights.astype(value.dtype)
+    if dropout is not None:
+        weights = dropout(weights, key=dropout_key)
+    return rearrange(jnp.einsum("bkgts,bskd->btkgd", weights, value), "b t k g d -> b t (k g) d")

@@ -1,0 +1,135 @@
+"""Reading a `config.json` into a small frozen dataclass, and writing it back."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
+
+from redco_eqx.models._blocks.layers import ACTIVATIONS
+
+C = TypeVar("C", bound="Config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What all families have. Field names are those of `config.json`.
+
+    A field may also be a dataclass that stands for several entries of the file (its `entries`), with a
+    `from_json` and a `to_json` of its own: `Rope` is one. A family checks its values in `__post_init__`.
+
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them; several tokens may end a
+        text.
+    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """The names that most families use, under which an entry may be found in a file too: its own name."""
+    only: ClassVar[Mapping[str, Any]] = {}
+    """The one value that is supported, of entries of which another one would change the logits."""
+
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    rest: str = "{}"
+
+    def entry(self, name: str) -> Any:
+        """The entry that most families call `name`."""
+        return getattr(self, self.aliases.get(name, name))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.entry("num_hidden_layers")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.entry("num_attention_heads")
+
+    @property
+    def head_size(self) -> int:
+        """Features of one head."""
+        return self.entry("hidden_size") // self.entry("num_attention_heads")
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back, itself included, a token may see; `None` for all."""
+        return None
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many positions the model has a table for; `None` for none, as with rotary embeddings."""
+        return None
+
+    @classmethod
+    def from_json(cls: type[C], raw: Mapping[str, Any]) -> C:
+        """The configuration in a parsed `config.json`.
+
+        Raises `ValueError` naming an entry that is missing, or whose value is not supported.
+        """
+        for name, value in cls.only.items():
+            if name in raw and raw[name] != value:
+                raise ValueError(
+                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. Logits would be "
+                    "wrong."
+                )
+        raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
+        values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
+        for field in dataclasses.fields(cls):
+            if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+                part: Any = field.type
+                values[field.name] = part.from_json(raw)
+                read |= set(part.entries)
+            elif field.name in raw and field.name != "rest":
+                values[field.name] = _read(field, raw[field.name])
+                read.add(field.name)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                missing.append(field.name)
+        if missing:
+            raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
+        rest = {name: x for name, x in raw.items() if name not in read}
+        return cls(**values, rest=json.dumps(rest, sort_keys=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """The entries of `config.json`."""
+        entries: dict[str, Any] = json.loads(self.rest)
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if dataclasses.is_dataclass(x):
+                part: Any = x
+                entries |= part.to_json()
+            elif field.name != "rest":
+                entries[field.name] = list(x) if isinstance(x, tuple) else x
+        return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
+
+
+def _read(field: dataclasses.Field, value: Any) -> Any:
+    """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
+    kinds: tuple[Any, ...] = tuple(get_origin(k) or k for k in get_args(field.type) or (field.type,))
+    if isinstance(value, list):
+        value = tuple(value)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"config.json: {field.name}={value!r}, but it must be: {expected}.")
+    return value
+
+
+def check_divides(config: Config, size: str, heads: str) -> None:
+    """Refuses, by `ValueError`, a size that is not a multiple of the number of heads."""
+    features, number = getattr(config, size), getattr(config, heads)
+    if number <= 0 or features % number:
+        raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
+
+
+def check_activation(config: Config, entry: str) -> None:
+    """Refuses, by `ValueError`, an activation function that is not known."""
+    name = getattr(config, entry)
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"{type(config).__name__}: {entry}={name!r} is not supported, only {', '.join(ACTIVATIONS)}."
+        )

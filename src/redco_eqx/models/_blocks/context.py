@@ -1,0 +1,161 @@
+"""What a layer is given besides its input: positions, masks, the cache, and how the stream is split."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int
+
+from redco_eqx._parallel.linear import column, row
+from redco_eqx._parallel.vocabulary import embed
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.attention import Implementation, attend
+from redco_eqx.models._blocks.layers import Embedding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far. Slots are filled from the left, in all rows alike.
+
+    - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
+    - `mask`: `(batch, slots)`, false where a slot is empty or padding.
+    - `length`: number of slots filled, int32.
+    """
+
+    key: Any
+    value: Any
+    mask: Any
+    length: Any
+
+    @classmethod
+    def empty(
+        cls, *, num_layers: int, batch_size: int, num_slots: int, num_heads: int, head_size: int, dtype: Any
+    ) -> "Cache":
+        """A cache with room for `num_slots` tokens in each row."""
+        zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
+        return cls(zeros, zeros, jnp.zeros((batch_size, num_slots), bool), jnp.zeros((), jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer needs to know about the tokens besides their activations, and what it does with it.
+
+    - `positions`: `(batch, t)`, counted from the first token that is not padding.
+    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where causality says it all.
+    - `length`: number of slots filled before these tokens; `None` without a cache.
+    - `implementation`: of `jax.nn.dot_product_attention`.
+    - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
+    """
+
+    positions: Int[Array, "b t"]
+    mask: Bool[Array, "b 1 t s"] | None
+    length: Int[Array, ""] | None
+    implementation: Implementation | None = dataclasses.field(metadata={"static": True})
+    sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
+        """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
+        return embed(table.weight, ids, sequence_parallel=self.sequence_parallel)
+
+    def column(self, x: Float[Array, "b t in"], *layers: Any, unit: int = 1) -> tuple[Array, ...]:
+        """The outputs of sibling projections, by `redco_eqx.column`."""
+        return column(x, *layers, unit=unit, sequence_parallel=self.sequence_parallel)
+
+    def row(self, x: Any, layer: Any, *, unit: int = 1) -> Float[Array, "b t out"]:
+        """The projection that closes them, or a sum of several, by `redco_eqx.row`."""
+        return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
+
+    def attend(
+        self,
+        query: Float[Array, "b t h d"],
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k d"],
+        cache: tuple[Array, Array, Array] | None,
+        *,
+        scale: float | None = None,
+        dropout: eqx.nn.Dropout | None = None,
+        dropout_key: Key | None = None,
+    ) -> tuple[Float[Array, "b t width"], tuple[Array, Array, Array] | None]:
+        """Attention of these tokens over themselves and the cache, heads side by side, and the cache with them
+        added: the keys and values of all layers, and the number of this one. Options as for `attend`.
+        """
+        if cache is not None:
+            keys, values, layer = cache
+            at = [jnp.asarray(i, jnp.int32) for i in (layer, 0, self.length, 0, 0)]
+            keys, values = (
+                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), at)
+                for old, new in ((keys, key), (values, value))
+            )
+            cache = (keys, values, layer)
+            key, value = (
+                jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(query.dtype)
+                for x in (keys, values)
+            )
+        output = attend(
+            query, key, value,
+            mask=self.mask, scale=scale, implementation=self.implementation,
+            dropout=dropout, dropout_key=dropout_key,
+        )  # fmt: skip
+        return rearrange(output, "b t h d -> b t (h d)"), cache
+
+
+def check_tokens(input_ids: Any, attention_mask: Any, max_positions: int | None) -> None:
+    """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
+    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
+            "A single text is input_ids[None]."
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
+            f"{input_ids.shape}: 1 for each token, 0 for padding."
+        )
+    if max_positions is not None and input_ids.shape[1] > max_positions:
+        raise ValueError(
+            f"input_ids has {input_ids.shape[1]} tokens a row, but the model has a table of {max_positions} "
+            "positions. Cut the texts, or pass them in parts."
+        )
+
+
+def make_context(
+    input_ids: Int[Array, "b t"],
+    attention_mask: Array | None,
+    positions: Int[Array, "b t"] | None,
+    cache: Cache | None,
+    *,
+    window: int | None,
+    implementation: Implementation | None,
+    sequence_parallel: bool = False,
+) -> tuple[Context, Bool[Array, "b s"] | None]:
+    """The context of some tokens, and the cache's mask with these tokens added.
+
+    **Arguments:**
+
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side.
+    - `positions`: given by the caller, or counted from the mask.
+    - `window`: how many tokens back, itself included, a token may see.
+    """
+    size, num_tokens = input_ids.shape
+    given = jnp.ones((size, num_tokens), bool) if attention_mask is None else attention_mask.astype(bool)
+    if cache is None:
+        valid, length, first = given, None, jnp.zeros((), jnp.int32)
+    else:
+        first = length = cache.length
+        valid = jax.lax.dynamic_update_slice_in_dim(cache.mask, given, first, axis=1)
+    counted = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+    own = jax.lax.dynamic_slice_in_dim(counted, first, num_tokens, axis=1)
+    if cache is None and attention_mask is None and window is None:
+        mask = None
+    else:
+        causal = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+        mask = causal[None, None] & valid[:, None, None, :]
+        if window is not None:  # by position: padding may lie between two slots
+            mask &= counted[:, None, None, :] > own[:, None, :, None] - window
+    context = Context(own if positions is None else positions, mask, length, implementation, sequence_parallel)
+    return context, None if cache is None else valid

@@ -1,0 +1,123 @@
+"""Decoder-only language models: from tokens through the layers to logits, with or without a cache."""
+
+import abc
+from operator import attrgetter
+from typing import Any, Unpack
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from redco_eqx._tree import is_array
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.context import Cache, Context, check_tokens, make_context
+from redco_eqx.models._blocks.layers import split
+from redco_eqx.models._blocks.model import Model, Options, run_layers
+
+
+class DecoderLM(Model):
+    """A decoder-only language model. A family says how it embeds, what its layers are, and how it ends.
+
+    Its layers lie at the one path of `stacks`. `lm_head` is `None` where the head is the embedding table, which
+    `tied` names. The other fields are those of `Model`.
+    """
+
+    lm_head: eqx.AbstractVar[Any]
+
+    def __init__(self, config: Any, **options: Unpack[Options]):  # or type checkers make one of the field
+        super().__init__(config, **options)
+
+    @abc.abstractmethod
+    def embed(
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        """What enters the first layer."""
+
+    @abc.abstractmethod
+    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+        """What the head reads, from what leaves the last layer."""
+
+    @property
+    def layers(self) -> Any:
+        """The layers: a list, or one whose arrays have a leading dim that numbers them."""
+        return attrgetter(*self.stacks)(self)
+
+    @property
+    def head(self) -> Any:
+        """The layer that gives the logits, or the table of the embedding that is the head too.
+
+        For a loss that need not hold all logits: `cross_entropy(model.hidden_states(ids)[0], model.head,
+        labels)`.
+        """
+        return attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
+
+    def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+        """What the head gives for `hidden_states`."""
+        return jnp.einsum("...i,oi->...o", hidden, self.head) if is_array(self.head) else self.head(hidden)
+
+    def hidden_states(
+        self,
+        input_ids: Int[Array, "b t"],
+        *,
+        attention_mask: Array | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        cache: Cache | None = None,
+        key: Key | None = None,
+    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+        """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
+        check_tokens(input_ids, attention_mask, self.config.max_positions)
+        context, mask = make_context(
+            input_ids, attention_mask, positions, cache,
+            window=self.config.window, implementation=self.attention,
+            sequence_parallel=self.sequence_parallel and cache is None,
+        )  # fmt: skip
+        embed_key, layers_key = split(key, 2)
+        x = self.embed(input_ids, context, embed_key)
+        x, pieces = run_layers(
+            self.layers, x, context, cache,
+            num_layers=self.config.num_layers, remat=self.remat, key=layers_key,
+        )  # fmt: skip
+        if cache is not None:
+            cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
+        return self.finish(x), cache
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "b t"],
+        *,
+        attention_mask: Array | None = None,
+        positions: Int[Array, "b t"] | None = None,
+        cache: Cache | None = None,
+        key: Key | None = None,
+    ) -> Any:
+        """The logits of the next token after each token.
+
+        **Arguments:**
+
+        - `input_ids`: tokens.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
+        - `positions`: by default counted from 0 at the first token that is not padding.
+        - `cache`: of the tokens before these, from `init_cache` or an earlier call.
+        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
+            mode (`eqx.nn.inference_mode`).
+
+        **Returns:**
+
+        Logits of shape `(batch, t, vocab)`; with a cache, the pair of them and the new cache.
+        """
+        hidden, new = self.hidden_states(
+            input_ids, attention_mask=attention_mask, positions=positions, cache=cache, key=key
+        )
+        return self.logits(hidden) if cache is None else (self.logits(hidden), new)
+
+    def init_cache(self, batch_size: int, num_slots: int, dtype: Any = jnp.float32) -> Cache:
+        """An empty cache with room for `num_slots` tokens in each row."""
+        config = self.config
+        return Cache.empty(
+            num_layers=config.num_layers,
+            batch_size=batch_size,
+            num_slots=num_slots,
+            num_heads=config.kv_heads,
+            head_size=config.head_size,
+            dtype=dtype,
+        )

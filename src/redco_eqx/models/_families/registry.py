@@ -1,0 +1,47 @@
+"""Which classes a `model_type` stands for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
+from redco_eqx.models._families.llama import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    config.model_type: (config, model)
+    for config, model in (
+        (GPT2Config, GPT2LMHeadModel),
+        (GPTJConfig, GPTJForCausalLM),
+        (LlamaConfig, LlamaForCausalLM),
+        (MistralConfig, LlamaForCausalLM),
+        (OPTConfig, OPTForCausalLM),
+        (Qwen2Config, LlamaForCausalLM),
+        (Qwen3Config, LlamaForCausalLM),
+    )
+}
+"""`{model_type: (class of its configuration, class of its model)}`."""
+
+
+def read_family(raw: Mapping[str, Any], family: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """The configuration in a parsed `config.json`, and the class of the model that it describes.
+
+    `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
+    is not known, or an entry that is not supported.
+    """
+    model_type = raw.get("model_type", "")
+    families = FAMILIES if family is None else {family[0].model_type: family}
+    if model_type not in families:
+        raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}.")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."
+        )
+    config_class, model_class = families[model_type]
+    return config_class.from_json(raw), model_class

@@ -1,0 +1,1 @@
+"""Directories of Hugging Face: read and written."""

@@ -1,0 +1,197 @@
+"""The files of a checkpoint directory: which are in force, and how one checkpoint takes another's place.
+
+Readers prefer `model.safetensors` to `model.safetensors.index.json`. So the weights change with one rename
+(or one removal) of either, after all files that the new one needs are there under names that the old one
+does not use. A configuration that changes with them waits beside as `config.json.<tag>.part`; it is in
+force as soon as the weights are, which carry its tag.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redco_eqx.models._files.safetensors import read_metadata
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_OURS = r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors"
+_SHARD = re.compile(_OURS)
+_PART = re.compile(rf"({_OURS}|model\.safetensors(\.index\.json)?|config\.json(\.[0-9a-f]{{16}})?)\.part")
+
+
+def part(file: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return file.with_name(f"{file.name}.part")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises `ValueError`, naming the file, for anything else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must be a JSON object, but is a {type(value).__name__}.")
+    return value
+
+
+def config_file(directory: Path) -> Path:
+    """The configuration in force."""
+    tag = _tag(directory)
+    waiting = directory / f"{CONFIG}.{tag}.part"
+    return waiting if tag and waiting.exists() else directory / CONFIG
+
+
+def weight_files(directory: Path) -> Path | dict[str, Path]:
+    """The one file of weights, or the file of each key as the index says.
+
+    **Raises:**
+
+    - `FileNotFoundError` if there are none, or the index names an absent file.
+    - `ValueError` if there are only pickles, or the index is not one.
+    """
+    source = _source(directory)
+    if source is None:
+        raise _no_weights(directory)
+    if source.name == SINGLE:
+        return source
+    weight_map = read_json(source).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{source} has no weight_map, an object that names the file of each key.")
+    files = {}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{source} puts {key} into {name!r}, which is not the name of a file beside it.")
+        files[key] = directory / name
+    absent = sorted({file.name for file in files.values() if not file.is_file()})
+    if absent:
+        raise FileNotFoundError(f"{source} names {', '.join(absent)}, but there is no such file beside it.")
+    return files
+
+
+def _no_weights(directory: Path) -> Exception:
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if pickles:
+        return ValueError(
+            f"{directory} holds weights only as a pickle, {pickles[0]}. It is not opened, because that could "
+            "run any code that its author put in. Convert it once where you trust it: "
+            "transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
+        )
+    return FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}.")
+
+
+def _source(directory: Path) -> Path | None:
+    """Which file says what the weights are."""
+    return next((directory / name for name in (SINGLE, INDEX) if (directory / name).is_file()), None)
+
+
+def _tag(directory: Path) -> str:
+    source = _source(directory)
+    if source is None:
+        return ""
+    if source.name == SINGLE:
+        return read_metadata(source).get("config", "")
+    try:
+        return read_json(source).get("metadata", {}).get("config", "")
+    except (ValueError, AttributeError):
+        return ""
+
+
+def prepare(directory: Path, num_files: int, config: str) -> tuple[list[Path], str]:
+    """Makes room for a new checkpoint: names for its files, and the tag of its configuration.
+
+    The files are to be written as `part(file)`; the tag, if there is one, into their metadata.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tidy(directory)
+    present = directory / CONFIG
+    if not present.exists():
+        _write(present, config)
+        os.replace(part(present), present)
+        tag = ""
+    elif present.read_bytes() == config.encode():
+        tag = ""
+    else:
+        tag = secrets.token_hex(8)
+        _write(directory / f"{CONFIG}.{tag}", config)
+    if num_files == 1:
+        return [directory / SINGLE], tag
+    used = _files_in_force(directory)
+    for stem in itertools.chain(["model"], (f"model-{i}" for i in itertools.count(2))):
+        files = [directory / f"{stem}-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+        if not used.intersection(files):
+            return files, tag
+    raise AssertionError
+
+
+def commit(directory: Path, files: list[Path], tag: str, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Puts the files that were written in force, then removes those of the checkpoint before."""
+    old = _files_in_force(directory)
+    index = directory / INDEX
+    if len(files) > 1:
+        metadata = {"total_size": num_bytes, **({"config": tag} if tag else {})}
+        _write(index, json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2) + "\n")
+        for file in files:
+            os.replace(part(file), file)
+        _sync(directory)  # what the index names is there before it
+        os.replace(part(index), index)
+        _sync(directory)
+        if (directory / SINGLE).exists():
+            os.unlink(directory / SINGLE)
+    else:
+        os.replace(part(files[0]), files[0])
+    _sync(directory)
+    if tag:
+        os.replace(directory / f"{CONFIG}.{tag}.part", directory / CONFIG)
+        _sync(directory)
+    stale = {file for file in directory.iterdir() if _SHARD.fullmatch(file.name)} | old
+    if len(files) == 1 and index.exists():
+        os.unlink(index)
+    for file in sorted(stale.difference(files)):
+        os.unlink(file)
+
+
+def tidy(directory: Path) -> None:
+    """Finishes what an interrupted save left, if its weights are in force, and removes it if not."""
+    waiting = config_file(directory)
+    if waiting.name != CONFIG:
+        os.replace(waiting, directory / CONFIG)
+        _sync(directory)
+    for file in list(directory.iterdir()):
+        if _PART.fullmatch(file.name):
+            os.unlink(file)
+
+
+def _files_in_force(directory: Path) -> set[Path]:
+    """The files that the index in force names; none if there is a single file, or a broken index."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        files = weight_files(directory)
+        return set() if isinstance(files, Path) else set(files.values())
+    return set()
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes `part(file)`, and waits until it is on the disk."""
+    with part(file).open("w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Waits until the names in a directory are on the disk, where the system can do so."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(directory, os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,180 @@
+"""`load_pretrained`: a sharded model from a directory in the format of Hugging Face."""
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from redco_eqx._parallel.linear import Remat
+from redco_eqx._sharding.mesh import one_device_mesh
+from redco_eqx._sharding.rules import Overrides, shard_rules
+from redco_eqx._tree import is_array, leaves_with_paths, to_paths
+from redco_eqx.models._blocks.attention import Implementation
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.model import Model, Options
+from redco_eqx.models._families.registry import read_family
+from redco_eqx.models._files.directory import config_file, read_json, weight_files
+from redco_eqx.models._files.names import Entry, entries_of, match_keys
+from redco_eqx.models._files.safetensors import NAMES, Reader, Stored
+from redco_eqx.models._files.slices import place
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    family: tuple[type[Config], type[Model]] | None = None,
+    dtype: Any = None,
+    stacked: bool = False,
+    remat: Remat = "none",
+    attention: Implementation | None = None,
+    sequence_parallel: bool = False,
+    overrides: Overrides = (),
+) -> Any:
+    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
+
+    Nothing is computed, and no array is ever whole on the host unless a device holds it whole: each slice is
+    read once in each process, straight for the devices that need it. Weights lie in `model.safetensors`, or in
+    the files that `model.safetensors.index.json` names.
+
+    Accepted besides: files of the bare model, norms with `gamma` and `beta`, masks and frequencies among the
+    keys (which are ignored), and a head that the configuration ties to the embedding table, instead of the
+    table or beside it; then it must be equal to it bit for bit, and is not kept.
+
+    **Arguments:**
+
+    - `directory`: with `config.json` and weights.
+    - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
+    - `family`: the classes of the configuration and of the model, for a `model_type` of your own. By default
+        the family of this library that `config.json` names.
+    - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
+    - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
+        (compile time does not grow with depth), instead of a list.
+    - `remat`: what the backward pass recomputes, see `scan_layers`.
+    - `attention`: implementation of `jax.nn.dot_product_attention`.
+    - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
+        `scan_layers`.
+    - `overrides`: as for `shard_rules`.
+
+    **Raises:**
+
+    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file named in the index is not
+        there.
+    - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
+        supported, keys that are missing or unexpected, a wrong shape, a file that is cut short, an index that
+        is wrong, weights that are only there as a pickle, or a dtype that is not floating. What concerns
+        arguments and `config.json` is raised before any weight is read.
+    - `ImportError` without the package safetensors.
+    """
+    directory = Path(directory)
+    kind = None if dtype is None else _check_dtype(dtype)
+    config, make_model = _read_config(directory, family)
+    options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
+    model = eqx.filter_eval_shape(
+        lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
+    )
+    if mesh is None:
+        mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
+    layout = to_paths(
+        shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
+    )
+    entries = entries_of(model)
+    with Reader() as reader:
+        found = _find(directory, reader, entries, make_model)
+        arrays = {entry.path: place(entry, found, layout[entry.path], reader, kind) for entry in entries}
+    leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves)
+
+
+def _check_dtype(dtype: Any) -> np.dtype:
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"load_pretrained: dtype={dtype!r} is not a dtype.") from error
+    if kind.name not in NAMES:
+        raise ValueError(f"load_pretrained: dtype={kind.name}, but it must be one of {', '.join(NAMES)}.")
+    if jax.dtypes.canonicalize_dtype(kind) != kind:
+        raise ValueError("load_pretrained: dtype=float64 needs jax.config.update('jax_enable_x64', True).")
+    return kind
+
+
+def _read_config(directory: Path, family: Any) -> tuple[Config, Any]:
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
+            "huggingface_hub.snapshot_download(name), which returns its directory."
+        )
+    file = config_file(directory)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"load_pretrained: {directory} has no config.json, which says what the model is."
+        )
+    try:
+        return read_family(read_json(file), family)
+    except ValueError as error:
+        raise ValueError(f"load_pretrained: {directory}: {error}") from error
+
+
+def _find(directory: Path, reader: Reader, entries: list[Entry], family: type[Model]) -> dict[str, Stored]:
+    """What is stored for each key of the model."""
+    stored = _open(directory, reader)
+    shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
+    match = match_keys(stored, shapes, family)
+    found = {key: stored[name] for key, name in match.found.items()}
+    problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
+        ("missing", [f"{key} {list(shape)}" for key, shape in shapes.items() if key not in found]),
+        ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
+        ("of a wrong shape", [
+            f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
+            for key, x in found.items() if x.shape != shapes[key]
+        ]),
+        ("of an unsupported dtype", [f"{x.key} {x.dtype}" for x in found.values() if x.dtype not in NAMES]),
+        ("there twice", [f"{key} as {one} and as {two}" for key, one, two in match.twice]),
+        ("different from the table that config.json ties it to", [
+            f"{key} and {table}" for key, table in match.tied.items()
+            if table in found and not _equal(reader, stored[key], found[table])
+        ]),
+    ) if names]  # fmt: skip
+    if problems:
+        raise ValueError(
+            f"load_pretrained: the keys in {directory} do not fit the {family.__name__} of its config.json.\n  "
+            + "\n  ".join(problems)
+        )
+    return found
+
+
+def _open(directory: Path, reader: Reader) -> dict[str, Stored]:
+    """Everything stored in the directory's weights, by key."""
+    files = weight_files(directory)
+    if isinstance(files, Path):
+        return reader.open(files)
+    contents = {file: reader.open(file) for file in sorted(set(files.values()))}
+    lacking = [f"{key} ({file.name})" for key, file in files.items() if key not in contents[file]]
+    if lacking:
+        raise ValueError(
+            f"load_pretrained: the index in {directory} puts keys into files without them: {_shorten(lacking)}."
+        )
+    return {key: contents[file][key] for key, file in files.items()}
+
+
+def _equal(reader: Reader, one: Stored, other: Stored) -> bool:
+    """Whether two matrices are the same bit for bit, of which a few rows are held at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    rows = max(1, 2**22 // math.prod(one.shape[1:]))
+    parts = [slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)]
+    return all(reader.read(one, (p,)).tobytes() == reader.read(other, (p,)).tobytes() for p in parts)
+
+
+def _shorten(names: Iterable[str], most: int = 10) -> str:
+    """Names in a line, of which only the first are said."""
+    names = list(names)
+    rest = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,48 @@
+"""One of the two processes of `test_pretrained.py::test_two_processes`; arguments: port, process, directory."""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+
+from redco_eqx import make_mesh  # noqa: E402
+from redco_eqx._tree import to_arrays  # noqa: E402
+from redco_eqx.models import load_pretrained, save_pretrained  # noqa: E402
+from redco_eqx.models._files.safetensors import Reader  # noqa: E402
+
+process, directory = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+read, log = Reader.read, []
+
+
+def counting(self, stored, index):
+    array = read(self, stored, index)
+    log.append(array.nbytes)
+    return array
+
+
+Reader.read = counting
+
+# The split goes over all four devices, so each process needs half of what is split.
+for form in ("list", "stacked"):
+    log.clear()
+    model = load_pretrained(directory / "old", make_mesh(tensor=4), stacked=form == "stacked")
+    held = 0
+    for x in to_arrays(model).values():
+        shards = {str(shard.index): shard.data.nbytes for shard in x.addressable_shards}
+        held += sum(shards.values())
+    (directory / f"{form}{process}.json").write_text(json.dumps({"read": sum(log), "held": held}))
+    save_pretrained(model, directory / form)
+
+if process == 0:
+    (directory / "taken").write_text("a file, where the directory should be")
+try:
+    save_pretrained(model, directory / "taken")
+except Exception as error:
+    (directory / f"error{process}.txt").write_text(repr(error))

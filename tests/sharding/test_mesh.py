@@ -1,0 +1,186 @@
+"""`make_mesh`, `batch_sharding`, and the meshes that are refused."""
+
+import math
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from redco_eqx import batch_sharding, make_mesh
+from redco_eqx._sharding.mesh import (
+    AXES,
+    axis_size,
+    check_mesh,
+    num_batch_shards,
+    one_device_mesh,
+    put,
+    replicated,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({}, (8, 1, 1)),
+        ({"tensor": 8}, (1, 1, 8)),
+        ({"fsdp": 8}, (1, 8, 1)),
+        ({"tensor": 2, "fsdp": 2}, (2, 2, 2)),
+        ({"tensor": 4}, (2, 1, 4)),
+        ({"tensor": 2, "fsdp": 2, "data": 2}, (2, 2, 2)),
+        ({"data": 1}, (1, 1, 1)),
+        ({"data": 3}, (3, 1, 1)),
+        ({"tensor": 3, "data": 2}, (2, 1, 3)),
+    ],
+    ids=str,
+)
+def test_sizes(sizes, shape):
+    mesh = make_mesh(**sizes)
+    assert mesh.devices.shape == shape
+    assert mesh.axis_names == AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    # The first devices, each once.
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()[: math.prod(shape)]}
+    check_mesh(mesh)
+
+
+def test_given_devices_are_used_in_their_order():
+    devices = jax.devices()[2:6]
+    mesh = make_mesh(tensor=2, devices=devices)
+    assert mesh.devices.shape == (2, 1, 2)
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in devices}
+    assert make_mesh(data=1, devices=devices).devices.item() == devices[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 0}, "tensor=0"),
+        ({"fsdp": -2}, "fsdp=-2"),
+        ({"data": 0}, "data=0"),
+        ({"data": -2}, "data=-2"),
+        ({"tensor": 16}, "tensor=16 needs 16 devices, but there are 8"),
+        ({"data": 4, "tensor": 4}, "data=4, fsdp=1, tensor=4 needs 16 devices, but there are 8"),
+        ({"tensor": 3}, r"fsdp \* tensor = 3 must divide the number of devices, but there are 8"),
+        ({"tensor": 3, "fsdp": 2}, r"fsdp \* tensor = 6 must divide"),
+        ({"devices": []}, "there are none"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**sizes)
+
+
+def test_too_few_devices_says_how_to_make_virtual_ones():
+    with pytest.raises(ValueError, match=r"jax\.config\.update.*jax_num_cpu_devices"):
+        make_mesh(tensor=9)
+
+
+# Which meshes are taken.
+
+
+@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+def test_explicit_axes_are_refused_with_the_fix(kind):
+    types = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types)
+    mesh = mesh if kind == "concrete" else mesh.abstract_mesh
+    with pytest.raises(ValueError, match=r"mesh axes \('tensor',\) are not of AxisType.Auto") as error:
+        check_mesh(mesh)
+    assert "axis_types=(AxisType.Auto,) * number_of_axes" in str(error.value)
+    assert "make_mesh(tensor=..., fsdp=...)" in str(error.value)
+    with pytest.raises(ValueError, match=r"AxisType\.Auto"):
+        batch_sharding(mesh)
+
+
+def test_the_mesh_of_plain_jax_is_refused():
+    # Explicit is what `jax.make_mesh` gives.
+    with pytest.raises(ValueError, match=r"'data'.*'tensor'.*are not of AxisType.Auto"):
+        check_mesh(jax.make_mesh((2, 4), ("data", "tensor")))
+
+
+@pytest.mark.parametrize("axes", [("x",), ("dp", "tp")])
+def test_foreign_axes_are_refused_with_the_fix(axes):
+    mesh = jax.make_mesh((8,) + (1,) * (len(axes) - 1), axes, axis_types=(AxisType.Auto,) * len(axes))
+    with pytest.raises(ValueError, match=r"at least one of \('data', 'fsdp', 'tensor'\) is needed") as error:
+        check_mesh(mesh)
+    assert repr(axes) in str(error.value)
+    assert "make_mesh(tensor=..., fsdp=...)" in str(error.value)
+
+
+@pytest.mark.parametrize("axes", [("data",), ("tensor",), ("fsdp", "other"), ("tensor", "data")])
+def test_some_of_the_axes_are_enough(axes):
+    sizes = (4, 2)[: len(axes)]
+    mesh = AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
+    check_mesh(mesh)
+    assert num_batch_shards(mesh) == math.prod(n for n, a in zip(sizes, axes) if a in ("data", "fsdp"))
+
+
+# Sizes of axes.
+
+
+def test_a_missing_axis_is_of_size_one():
+    mesh = jax.make_mesh((2, 4), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
+    assert axis_size(mesh, None) == 1
+    assert axis_size(mesh, ()) == 1
+    assert axis_size(mesh, "tensor") == 1
+    assert axis_size(mesh, "data") == 2
+    assert axis_size(mesh, ("data", "fsdp")) == 2
+    assert axis_size(mesh, ("data", "other", "tensor")) == 8
+    assert axis_size(mesh.abstract_mesh, ("data", "other")) == 8
+
+
+# How a batch lies.
+
+
+@pytest.mark.parametrize("name", helpers.MESHES)
+def test_a_batch_is_split_over_data_and_fsdp_only(name):
+    mesh = helpers.mesh_of(name)
+    shards = num_batch_shards(mesh)
+    assert shards * mesh.shape["tensor"] == mesh.size
+    x = jax.device_put(np.arange(16 * 3).reshape(16, 3), batch_sharding(mesh))
+    assert {shard.data.shape for shard in x.addressable_shards} == {(16 // shards, 3)}
+    assert len({shard.index[0].start for shard in x.addressable_shards}) == shards
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [(("data",), P(("data",))), (("tensor",), P(None)), (("fsdp", "tensor"), P(("fsdp",)))],
+)
+def test_batch_sharding_names_only_axes_that_exist(axes, spec):
+    mesh = AbstractMesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+    assert batch_sharding(mesh).spec == spec
+
+
+# Placing.
+
+
+@pytest.mark.parametrize("spec", [P(), P("tensor"), P(None, ("data", "fsdp"))], ids=str)
+def test_put_keeps_values(spec):
+    mesh = make_mesh(tensor=2, fsdp=2)
+    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    for value in (x, jnp.asarray(x)):
+        result = put(value, NamedSharding(mesh, spec))
+        assert result.sharding == NamedSharding(mesh, spec)
+        np.testing.assert_array_equal(result, x)
+
+
+def test_put_takes_keys():
+    key = jax.random.key(3)
+    result = put(key, replicated(make_mesh()))
+    assert result.is_fully_replicated
+    assert len(result.devices()) == 8
+    helpers.assert_identical(result, key)
+
+
+def test_one_device_mesh_is_a_mesh_like_any_other():
+    device = jax.devices()[3]
+    mesh = one_device_mesh(device)
+    assert isinstance(mesh, Mesh)
+    assert mesh.axis_names == AXES
+    assert mesh.devices.item() == device
+    check_mesh(mesh)
+    assert mesh == make_mesh(data=1, devices=[device])

@@ -1,0 +1,322 @@
+"""The layout of every model of the zoo: as written by hand, clean in communication, the same in value."""
+
+import functools
+import itertools
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from zoo import ZOO, Entry, goldens
+from zoo._entry import strip
+
+import redco_eqx as rx
+from redco_eqx._compiled.collectives import collectives
+from redco_eqx._sharding.rules import FSDP_MIN_SIZE, decide
+
+P = PartitionSpec
+WHOLE = P()
+TENSOR = 4
+
+
+def abstract_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+    return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract(entry: Entry):
+    return eqx.filter_eval_shape(entry.make, jax.random.key(0))
+
+
+each_entry = pytest.mark.parametrize("entry", ZOO, ids=lambda entry: entry.name)
+
+
+@each_entry
+def test_layout_is_the_golden_one(entry):
+    decisions = decide(abstract(entry), abstract_mesh(data=2, tensor=TENSOR))
+    expected = goldens(entry)
+    found = {path: strip(d.spec) for path, d in decisions.items() if expected[path] is not ...}
+    assert found == {path: spec for path, spec in expected.items() if spec is not ...}
+    assert all(d.reason and d.role for d in decisions.values())
+
+
+@each_entry
+def test_concrete_model_gets_the_layout_of_the_abstract_one(entry):
+    mesh = abstract_mesh(data=1, fsdp=2, tensor=TENSOR)
+    model = abstract(entry)
+
+    def fill(x):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.split(jax.random.key(0), x.shape) if is_key else np.zeros(x.shape, x.dtype)
+
+    assert decide(jax.tree.map(fill, model), mesh) == decide(model, mesh)
+
+
+@each_entry
+def test_specs_are_well_formed_on_every_mesh(entry):
+    model = abstract(entry)
+    for tensor, fsdp in itertools.product((1, 2, 3, 8), (1, 2, 4)):
+        mesh = abstract_mesh(fsdp=fsdp, tensor=tensor)
+        for d in decide(model, mesh).values():
+            check_decision(d, mesh)
+            assert tensor > 1 or "tensor" not in d.spec
+
+
+def check_decision(d, mesh):
+    axes = [axis for entry in d.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    assert len(axes) == len(set(axes)), d
+    for size, entry in zip(d.shape, d.spec):
+        assert entry is None or size % mesh.shape[entry] == 0, d
+    assert d.bytes_per_device * int(np.prod([mesh.shape[a] for a in axes], dtype=int)) == (
+        np.prod(d.shape, dtype=int) * getattr(d.dtype, "itemsize", 4)
+    )
+
+
+def shard(model, mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rx.ShardingWarning)
+        return eqx.filter_shard(model, rx.shard_rules(model, mesh))
+
+
+@each_entry
+def test_sharded_equals_unsharded_with_clean_collectives(entry):
+    """Loss and gradients on data 2 x tensor 4; all-reduces of the forward pass as the entry says."""
+    mesh = rx.make_mesh(data=2, tensor=TENSOR)
+    model, batch = entry.make(jax.random.key(0)), entry.inputs(4)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, batch):
+        return entry.loss(eqx.combine(params, static), batch)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    expected = step(params, batch)
+    placed = shard(params, mesh)
+    placed_batch = jax.device_put(batch, rx.batch_sharding(mesh))
+    found = step(placed, placed_batch)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        # Sums over 4 shards in another order: float32 rounding of sums of up to 64 terms.
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+    if entry.activation_all_reduces is None:
+        return
+    forward = jax.jit(loss).lower(placed, placed_batch).compile()
+    found = collectives(forward, mesh)
+    rows = len(jax.tree.leaves(batch)[0]) // mesh.shape["data"]
+    sizes = {rows * size for size in entry.activation_sizes}
+    elements = [
+        int(np.prod([int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n]))
+        for c in found
+        if c.kind == "all-reduce" and "tensor" in c.axes
+        for shape in c.shapes
+        for _ in range(c.count)
+    ]
+    assert sum(n in sizes for n in elements) == entry.activation_all_reduces
+    gathered = {shape for c in found if "tensor" in c.axes and c.kind != "all-reduce" for shape in c.shapes}
+    weights = {f"f32[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(params) if x.ndim > 1}
+    assert not gathered & weights, "no weight is gathered"
+
+
+# Widths that all divide: alternation is held by the best of all layouts.
+
+
+class Block(eqx.Module):
+    layers: list
+
+
+def chain_cost(mesh, widths, specs):
+    """Bytes of collectives of the gradient of a chain of Linears that reads and feeds a whole stream."""
+
+    def loss(params, x):
+        whole = NamedSharding(mesh, P())
+        y = jax.lax.with_sharding_constraint(x * params["scale"], whole)
+        for i in range(len(widths) - 1):
+            y = jnp.einsum("btd,od->bto", y, params[f"w{i}"])
+            y = jax.nn.gelu(y) if i < len(widths) - 2 else y
+        y = jax.lax.with_sharding_constraint(y, whole)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+        return jnp.mean(jnp.einsum("btd,vd->btv", y, params["next"]) ** 2)
+
+    def array(*shape, spec=WHOLE):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    params = {f"w{i}": array(o, n, spec=specs[i]) for i, (n, o) in enumerate(itertools.pairwise(widths))}
+    params |= {"scale": array(widths[0]), "next": array(8, widths[-1])}
+    out = (NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, params))
+    step = jax.jit(jax.value_and_grad(loss), out_shardings=out)
+    compiled = step.lower(params, array(4, 16, widths[0])).compile()
+    return sum(c.total_bytes for c in collectives(compiled, mesh))
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        (64, 128, 64),
+        (96, 64, 96),
+        (64, 64, 64, 64),
+        (128, 32, 96, 128),
+        (64, 128, 128, 64),
+        (32, 96, 64, 128, 32),
+    ],
+    ids=str,
+)
+def test_alternation_is_within_5_percent_of_the_best_layout(widths):
+    """An oracle: every way to split each Linear by column or by row, compiled."""
+    mesh = rx.make_mesh(data=1, tensor=TENSOR)
+    layers = [eqx.nn.Linear(n, o, key=jax.random.key(0)) for n, o in itertools.pairwise(widths)]
+    specs = [d.spec for path, d in decide(Block(layers), mesh).items() if path.endswith("weight")]
+    assert all("tensor" in spec for spec in specs)
+    choices = [P("tensor"), P(None, "tensor")]
+    costs = {
+        layout: chain_cost(mesh, widths, layout) for layout in itertools.product(choices, repeat=len(layers))
+    }
+    ours = costs[tuple(specs)]
+    assert ours <= 1.05 * min(costs.values())
+    assert ours < max(costs.values()), "an oracle that cannot tell layouts apart holds nothing"
+
+
+# Properties of generated models.
+
+
+@st.composite
+def models(draw, depth=2):
+    """Nested containers of Linears, MLPs, attentions, norms and tables, abstract."""
+    sizes = st.sampled_from([6, 8, 16, 32, 48])
+    kind = draw(st.sampled_from(["linear", "mlp", "mha", "norm", "table", "list", "dict", "vmapped"]))
+    key = jax.random.key(0)
+    a, b, c = draw(sizes), draw(sizes), draw(sizes)
+    if kind in ("list", "dict") and depth:
+        items = draw(st.lists(models(depth=depth - 1), min_size=1, max_size=3))
+        return items if kind == "list" else {f"part{i}": item for i, item in enumerate(items)}
+    match kind:
+        case "mlp":
+            return eqx.filter_eval_shape(lambda: eqx.nn.MLP(a, b, c, draw(st.integers(1, 3)), key=key))
+        case "mha":
+            return eqx.filter_eval_shape(lambda: eqx.nn.MultiheadAttention(4, 4 * a, key=key))
+        case "norm":
+            return eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(a))
+        case "table":
+            return eqx.filter_eval_shape(lambda: eqx.nn.Embedding(a, b, key=key))
+        case "vmapped":
+            make = lambda key: eqx.nn.MLP(a, a, b, 1, key=key)  # noqa: E731
+            return eqx.filter_eval_shape(lambda: eqx.filter_vmap(make)(jax.random.split(key, 6)))
+    return eqx.filter_eval_shape(lambda: eqx.nn.Linear(a, b, use_bias=draw(st.booleans()), key=key))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
+def test_generated_models_are_split_wherever_they_can_be(model, tensor, fsdp):
+    mesh = abstract_mesh(fsdp=fsdp, tensor=tensor)
+    decisions = decide(model, mesh)
+    layout = rx.to_arrays(model)
+    assert list(decisions) == list(layout)
+    for path, d in decisions.items():
+        check_decision(d, mesh)
+        matrix = path.endswith("weight") and d.role not in ("norm", "position")
+        stack = len(d.shape) - 2
+        if matrix and stack >= 0 and all(n % tensor == 0 for n in d.shape[stack:]):
+            assert "tensor" in d.spec, d
+        assert all(entry is None for entry in d.spec[: max(stack, 0)]), "stacked dims are never split"
+        if matrix and stack >= 0 and np.prod(d.shape) >= FSDP_MIN_SIZE and fsdp > 1:
+            free = [n for n, e in zip(d.shape[stack:], (*d.spec[stack:], None, None)) if e in (None, "fsdp")]
+            assert "fsdp" in d.spec or all(n % fsdp for n in free), d
+
+
+# `shard_rules`, overrides, `explain`.
+
+
+@functools.cache
+def small_model():
+    return eqx.filter_eval_shape(lambda: eqx.nn.MLP(32, 32, 64, 3, key=jax.random.key(0)))
+
+
+def test_shard_rules_has_a_sharding_for_each_array_and_none_elsewhere():
+    mesh = abstract_mesh(data=2, tensor=4)
+    result = rx.shard_rules(small_model(), mesh)
+    assert result.activation is None
+    assert result.layers[0].weight == NamedSharding(mesh, P("tensor"))
+    assert result.layers[1].weight == NamedSharding(mesh, P(None, "tensor"))
+    assert result.layers[1].bias == NamedSharding(mesh, P())
+
+
+def test_first_matching_override_decides_alone():
+    mesh = abstract_mesh(data=1, fsdp=2, tensor=2)
+    decisions = decide(
+        small_model(), mesh, [("layers.0.weight", P(None, "fsdp")), ("layers.*.weight", P(("fsdp", "tensor")))]
+    )
+    assert decisions["layers.0.weight"].spec == P(None, "fsdp")
+    assert decisions["layers.2.weight"].spec == P(("fsdp", "tensor"))
+    assert decisions["layers.2.weight"].role == "override"
+    assert decisions["layers.2.weight"].bytes_per_device == 64 * 64 * 4 // 4
+    assert decisions["layers.0.bias"].role == "column"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("layers.9.*", P()), r"'layers\.9\.\*' matches no array.*layers\.0\.weight"),
+        (("layers.0.weight", P("model")), r"'layers\.0\.weight'.*no axis 'model'.*data"),
+        (("layers.0.weight", P("tensor", "tensor")), r"layers\.0\.weight.*'tensor' appears twice"),
+        (("layers.0.weight", P(("fsdp", "fsdp"))), r"'fsdp' appears twice"),
+        (("layers.0.bias", P(None, "tensor")), r"layers\.0\.bias.*2 entries for 1 dims"),
+        (("layers.3.weight", P("third")), r"dim 0 of size 32 does not divide by 3"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else str(x),
+)
+def test_bad_overrides_are_refused_by_path_and_pattern(override, message):
+    mesh = AbstractMesh((1, 2, 2, 3), ("data", "fsdp", "tensor", "third"), axis_types=(AxisType.Auto,) * 4)
+    with pytest.raises(ValueError, match=message):
+        rx.shard_rules(small_model(), mesh, overrides=[override])
+    with pytest.raises(ValueError, match=message):
+        rx.explain(small_model(), mesh, overrides=[override])
+
+
+def test_explicit_and_foreign_meshes_are_refused():
+    with pytest.raises(ValueError, match=r"AxisType\.Auto.*make_mesh\(tensor="):
+        rx.shard_rules(small_model(), jax.make_mesh((8,), ("tensor",)))
+    foreign = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"axes \('x',\)"):
+        rx.shard_rules(small_model(), foreign)
+
+
+def test_large_replicated_arrays_are_listed_in_one_warning():
+    class Raw(eqx.Module):
+        w_q: jax.Array
+        w_k: jax.Array
+        small: jax.Array
+        norm: eqx.nn.LayerNorm
+
+    make = lambda: Raw(  # noqa: E731
+        jnp.zeros((512, 8, 64)), jnp.zeros((512, 8, 64)), jnp.zeros((8, 8)), eqx.nn.LayerNorm(2**19)
+    )
+    model = eqx.filter_eval_shape(make)
+    with pytest.warns(rx.ShardingWarning) as caught:
+        rx.shard_rules(model, abstract_mesh(tensor=4))
+    (message,) = [str(w.message) for w in caught]
+    assert "2 large arrays" in message
+    assert "w_q: float32[512, 8, 64], 1.0 MiB on every device" in message
+    assert "small" not in message
+    assert "norm" not in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rx.shard_rules(model, abstract_mesh(data=4))  # nothing was asked to be split
+        rx.shard_rules(model, abstract_mesh(fsdp=4))  # and here both are
+        rx.shard_rules(model, abstract_mesh(tensor=4), overrides=[("w_*", P(None, "tensor"))])
+
+
+def test_explain_is_a_table_with_alike_layers_in_one_row():
+    model = eqx.filter_eval_shape(lambda: [eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(i)) for i in range(12)])
+    explanation = rx.explain(model, abstract_mesh(data=2, tensor=4))
+    lines = str(explanation).splitlines()
+    assert len(lines) == 1 + 4 + 1
+    assert lines[1].split()[:4] == ["[0-11].layers.0.weight", "float32[64,32]", "(tensor,", "-)"]
+    assert "2.0 KiB x12" in lines[1]
+    assert lines[-1].endswith("48 arrays on data=2 x fsdp=1 x tensor=4")
+    one = 2048 + 64 + 2048 + 128  # bytes on a device: weight, bias, weight, and a whole bias
+    assert explanation.bytes_per_device == 12 * one
+    assert explanation.decisions["3.layers.1.weight"].spec == P(None, "tensor")
