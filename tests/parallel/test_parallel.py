@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.collectives import Collective, collectives
-from redco_eqx._parallel.fsdp import marked
 from redco_eqx._parallel.scan import check_remat
 from redco_eqx.models import (
     GPT2Config,
@@ -599,36 +598,6 @@ def test_a_carry_goes_from_layer_to_layer(stacked, with_inputs):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # float32; sums in another order
 
 
-# What a step leaves to the layers.
-
-
-def test_a_cast_does_not_hide_who_gathers():
-    mesh = mesh_of("fsdp8")
-    layers = layers_of(True, 8)
-    shardings = rx.shard_rules(layers, mesh)
-    placed = jax.device_put(layers, shardings)
-
-    def use(layers: Any, other: Any) -> Any:
-        half = rx.cast(layers, jnp.bfloat16)
-        x = rx.scan_layers(lambda layer, x: layer(x), half, rx.cast(stream(), jnp.bfloat16))
-        return jnp.sum(x) + jnp.sum(other @ jnp.ones(SIZE)) + jnp.sum(other**2)
-
-    arrays = jax.tree.leaves(placed)
-    program = jax.make_jaxpr(use)(placed, placed.up.weight).jaxpr
-    split = {i for i, x in enumerate(arrays) if "fsdp" in x.sharding.spec}
-    assert split
-    assert marked(program) == split  # not the last, which is also used otherwise
-
-    def tied(table: Any, head: bool) -> Any:
-        hidden = rx.embed(table, tokens()[0])
-        return jnp.sum(hidden @ table.T) if head else jnp.sum(hidden) + jnp.sum(table**2)
-
-    table = jax.device_put(ends(True)["embedding"].weight, NamedSharding(mesh, PartitionSpec("fsdp")))
-    for head in (False, True):  # a product would have to gather it, a sum of squares would not
-        program = jax.make_jaxpr(functools.partial(tied, head=head))(table).jaxpr
-        assert marked(program) == (set() if head else {0})
-
-
 # Bad input.
 
 
@@ -654,10 +623,6 @@ def test_bad_input_is_refused_by_name():
         rx.row(placed, on_mesh.attention.output, sequence_parallel=True)
     with pytest.raises(ValueError, match="row: 1 inputs for 2 layers"):
         rx.row([x], [layer.up, layer.gate])
-    fsdp = mesh_of("fsdp8")
-    stack = jax.device_put(layers, rx.shard_rules(layers, fsdp))
-    with pytest.raises(ValueError, match=r"shardings has no NamedSharding for attention.query.weight"):
-        rx.scan_layers(apply, stack, x, shardings=jax.tree.map(lambda _: None, layers))
     table = jnp.zeros((ROWS_OF_TABLE, SIZE))
     with pytest.raises(ValueError, match="num_chunks=3 does not divide the length, 16"):
         rx.cross_entropy(x, table, jnp.zeros((8, 16), jnp.int32), num_chunks=3)

@@ -189,7 +189,7 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
         )
         return jnp.mean(inside(model, x) ** 2)
 
-    with pytest.raises(ValueError, match=r"test_program\.py:\d+ \(.*__call__\): a grouped convolution"):
+    with pytest.raises(ValueError, match=r"test_partitioned\.py:\d+ \(.*__call__\): a grouped convolution"):
         partitioned(jax.grad(f), mesh)(model, x)
 
 

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._parallel.fsdp import gather_tree, mark
 from redco_eqx._parallel.linear import Remat, check_sequence
 from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
 from redco_eqx._parallel.remat import Policy, keep_nothing, keep_products_and_row_out, keep_row_out
 from redco_eqx._sharding.mesh import axis_size
-from redco_eqx._sharding.rules import decide
 from redco_eqx._tree import is_array, leaves_with_paths
 
 
@@ -28,15 +26,15 @@ def scan_layers(
     remat: Remat = "none",
     batched: bool = True,
     sequence_parallel: bool = False,
-    shardings: PyTree | None = None,
 ) -> Any:
     """Applies layers one after another: `x = layer_fn(layer, x)`.
 
     Between layers `x` is held split over the batch and whole over its features, so that the compiler moves
-    weights, which are small, and not activations. Where the weights are split over `fsdp`, each layer's are
-    gathered when the layer begins, forward and again backward, and its gradients are reduced and scattered:
-    three times the bytes of the weights, and no more than one layer is whole at a time (ZeRO-3). Over `tensor`
-    nothing is communicated here; [`column`][] and [`row`][] say what the layers do.
+    weights, which are small, and not activations. Under `train_step`, `eval_step` and `predict_step` weights
+    that are split over `fsdp` are gathered when their layer begins, forward and again backward, and gradients
+    are reduced and scattered: three times the bytes of the weights, and no more than one layer is whole at a
+    time (ZeRO-3). Without a step, what is gathered when is left to the compiler, which gathers a stack whole.
+    Over `tensor` nothing is communicated here; [`column`][] and [`row`][] say what the layers do.
 
     **Arguments:**
 
@@ -56,9 +54,6 @@ def scan_layers(
     - `batched`: whether the leading dim of `x` is the batch. Pass `False` under a `vmap` over examples.
     - `sequence_parallel`: between layers `x` is also split over `tensor`, along its dim 1, `(batch, length,
         features)`: activations that are kept take that much less memory. Give it to `column` and `row` too.
-    - `shardings`: the layout of `layers`, the same part of what `shard_rules` returned. By default the rules
-        are asked again; pass it if the model was laid out with `overrides` about `fsdp`.
-
     **Returns:**
 
     `x`, then with `inputs` the outputs, stacked, and with `carry` that of the last layer.
@@ -73,38 +68,26 @@ def scan_layers(
     is_list = isinstance(layers, list | tuple)
     mesh = mesh_of(layers, x)
     hold = _hold(x, mesh, batched, sequence_parallel)
-    layout = _layout(layers, mesh, shardings)
-    layers = layers if layout is None else mark(layers, layout)
-
-    policy = _policy(remat, layout is not None)
+    policy = _policy(remat, mesh is not None and axis_size(mesh, "fsdp") > 1)
     has_inputs, has_carry = inputs is not None, carry is not None
 
-    def applied(shardings: PyTree | None) -> Callable[..., tuple[Any, Any, Any]]:
-        def apply(layer: Any, x: Any, given: Any, carry: Any) -> tuple[Any, Any, Any]:
-            if shardings is not None:
-                layer = gather_tree(layer, shardings)
-            x, output, carry = call(layer, hold(x), given, carry)
-            return hold(x), output, carry
-
-        # Inside a scan nothing can be merged with the forward pass, so nothing has to be kept apart.
-        return apply if policy is None else eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
-
-    def call(layer: Any, x: Any, given: Any, carry: Any) -> tuple[Any, Any, Any]:
+    def apply(layer: Any, x: Any, given: Any, carry: Any) -> tuple[Any, Any, Any]:
         further = [extra for extra, there in ((given, has_inputs), (carry, has_carry)) if there]
-        returned = layer_fn(layer, x, *further)
+        returned = layer_fn(layer, hold(x), *further)
         x, *rest = returned if further else (returned,)
-        return x, rest[0] if has_inputs else None, rest[-1] if has_carry else None
+        return hold(x), rest[0] if has_inputs else None, rest[-1] if has_carry else None
 
+    if policy is not None:
+        # Inside a scan nothing can be merged with the forward pass, so nothing has to be kept apart.
+        apply = eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
     if is_list:
         outputs = []
         for i in range(num_layers):
-            apply = applied(None if layout is None else layout[i])
             x, output, carry = apply(layers[i], x, jax.tree.map(lambda a, i=i: a[i], inputs), carry)
             outputs.append(output)
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
     else:
         arrays, static = eqx.partition(layers, eqx.is_array)
-        apply = applied(jax.tree.map(_of_one_layer, layout))
 
         def body(flow: tuple[Any, Any], piece: tuple[Any, Any]) -> tuple[Any, Any]:
             x, output, carry = apply(eqx.combine(piece[0], static), flow[0], piece[1], flow[1])
@@ -121,13 +104,13 @@ def check_remat(remat: str) -> None:
         raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
 
 
-def _policy(remat: Remat, gathers: bool) -> Policy | None:
+def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
     if remat == "full":
         return keep_nothing
     if remat == "row_out":
         return keep_row_out
     # Weights that were gathered count as activations: what is kept has to be named otherwise.
-    return keep_products_and_row_out if gathers else None
+    return keep_products_and_row_out if has_fsdp else None
 
 
 def _hold(x: Any, mesh: AbstractMesh | None, batched: bool, sequence_parallel: bool) -> Callable[[Any], Any]:
@@ -146,31 +129,6 @@ def _hold(x: Any, mesh: AbstractMesh | None, batched: bool, sequence_parallel: b
         for leaf in jax.tree.leaves(x):
             check_sequence("scan_layers", leaf, mesh)
     return lambda x: jax.tree.map(one, x)
-
-
-def _layout(layers: PyTree, mesh: AbstractMesh | None, shardings: PyTree | None) -> PyTree | None:
-    """The layout of `layers` if the mesh has `fsdp`: a tree like them, `None` for what is not an array."""
-    if mesh is None or axis_size(mesh, "fsdp") == 1:
-        return None
-    if shardings is None:
-        specs = {path: decision.spec for path, decision in decide(layers, mesh).items()}
-    else:
-        given = leaves_with_paths(shardings)
-        specs = {path: s.spec for path, s in given if isinstance(s, NamedSharding)}
-    leaves = leaves_with_paths(layers)
-    missing = [path for path, x in leaves if is_array(x) and path not in specs]
-    if missing:
-        raise ValueError(
-            f"scan_layers: shardings has no NamedSharding for {missing[0]}. Pass the part for these layers of "
-            "what shard_rules(model, mesh) returned."
-        )
-    found = [NamedSharding(mesh, specs[path]) if is_array(x) else None for path, x in leaves]
-    return jax.tree.unflatten(jax.tree.structure(layers), found)
-
-
-def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
-    """A stack's layout without the dim that numbers the layers."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 def _num_layers(layers: PyTree | Sequence[Any], inputs: PyTree) -> int:

@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from redco_eqx._parallel.fsdp import gather_tree, is_split, mark
 from redco_eqx._parallel.linear import check_sequence
 from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
-from redco_eqx._parallel.split import apply
+from redco_eqx._parallel.split import Split, apply, split_layer
 from redco_eqx._sharding.mesh import axes_of, axis_size
-from redco_eqx._sharding.rules import decide
-from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
 
 
@@ -48,13 +46,13 @@ def embed(
     if sequence_parallel:
         check_sequence("embed", ids[..., None], mesh)
     rows = batch_axes(mesh, ids.shape[0]) if ids.ndim == 2 else None
-    sharding = NamedSharding(mesh, decide(eqx.nn.Embedding(weight=table), mesh)["weight"].spec)
-    is_cut = _dim_of(sharding.spec, "tensor") is not None
-    if not sequence_parallel and (rows is None or not (is_cut or is_split(sharding))):
-        return jnp.take(gather_tree(mark(table, sharding), sharding), ids, axis=0)
+    is_cut = tensor_size(mesh) > 1 and table.shape[0] % tensor_size(mesh) == 0
+    if not sequence_parallel and (rows is None or not (is_cut or axis_size(mesh, "fsdp") > 1)):
+        return jnp.take(table, ids, axis=0)
+    spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
 
     def body(table: Array, ids: Array) -> Array:
-        table = _whole(table, sharding.spec)
+        table = _vary(table, spec, rows or ())  # its gradient is summed over the devices once, at the end
         if not is_cut:
             found = jnp.take(table, ids, axis=0)
             return _own_part(found, mesh) if sequence_parallel else found
@@ -69,9 +67,9 @@ def embed(
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(sharding.spec, PartitionSpec(rows)),
+        in_specs=(spec, PartitionSpec(rows)),
         out_specs=PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows),
-    )(mark(table, sharding), ids)
+    )(table, ids)
 
 
 def cross_entropy(
@@ -131,34 +129,29 @@ def cross_entropy(
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
-    shardings, is_cut = _head_layout(head, mesh)
+    split = _split_head(head, tensor_size(mesh))
     rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
-    if rows is None or (not is_cut and tensor_size(mesh) > 1):
-        head = gather_tree(mark(head, shardings), shardings)
+    if rows is None or split is None:
         return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
-
-    arrays, static = eqx.partition(mark(head, shardings), is_array)
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    specs = jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(specs))
-    axis = "tensor" if is_cut else None
+    axis = "tensor" if tensor_size(mesh) > 1 else None
     axes = (*rows, axis) if axis else rows
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
 
-    def body(hidden: Array, labels: Array, weights: Array, arrays: Any) -> tuple[Array, Array]:
+    def body(hidden: Array, labels: Array, weights: Array, arrays: list[Array]) -> tuple[Array, Array]:
         # Varying from here on: gradients add up over the chunks first, and then over the devices, once.
-        arrays = jax.tree.map(lambda x, spec: _vary(_whole(x, spec), spec, axes), arrays, specs)
+        arrays = [_vary(x, spec, axes) for x, spec in zip(arrays, split.specs)]
         if sequence_parallel:
             hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
         hidden = _vary(hidden, of_hidden, axes)
-        sums = _chunked(hidden, _function(eqx.combine(arrays, static)), labels, weights, num_chunks, axis)
+        sums = _chunked(hidden, split.build(arrays), labels, weights, num_chunks, axis)
         return jax.lax.psum(sums, rows)
 
     total, weight = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(of_hidden, PartitionSpec(rows), PartitionSpec(rows), specs),
+        in_specs=(of_hidden, PartitionSpec(rows), PartitionSpec(rows), split.specs),
         out_specs=(PartitionSpec(), PartitionSpec()),
-    )(hidden, labels, weights, arrays)
+    )(hidden, labels, weights, split.arrays)
     return Mean(total, weight)
 
 
@@ -212,28 +205,20 @@ def _function(head: Any) -> Callable[[Array], Array]:
     return lambda x: apply(head, x)
 
 
-def _head_layout(head: Any, mesh: AbstractMesh) -> tuple[Any, bool]:
-    """The layout that `shard_rules` gives a head, and whether it splits the vocabulary over `tensor`."""
-    model = eqx.nn.Embedding(weight=head) if is_array(head) else {"lm_head": head}
-    decisions = decide(model, mesh)
-    leaves = [
-        NamedSharding(mesh, decisions[path].spec) if is_array(x) else None
-        for path, x in leaves_with_paths(model)
-    ]
-    is_cut = tensor_size(mesh) > 1 and any(
-        d.role == "vocabulary" and _dim_of(d.spec, "tensor") is not None for d in decisions.values()
-    )
-    return jax.tree.unflatten(jax.tree.structure(head), leaves), is_cut
+def _split_head(head: Any, num_shards: int) -> Split | None:
+    """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
+    if num_shards > 1 and not is_array(head):
+        return split_layer(head, "out", num_shards, 1)
+    if num_shards > 1 and head.shape[0] % num_shards:
+        return None
+    arrays, static = eqx.partition(head, is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
 
+    def build(leaves: list[Array]) -> Callable[[Array], Array]:
+        return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
 
-def _dim_of(spec: PartitionSpec, axis: str) -> int | None:
-    return next((i for i, entry in enumerate(spec) if entry == axis), None)
-
-
-def _whole(x: Array, spec: PartitionSpec) -> Array:
-    """A device's part of `x`, gathered over `fsdp`."""
-    dim = _dim_of(spec, "fsdp")
-    return x if dim is None else jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+    return Split(leaves, [spec] * len(leaves), build)
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:

@@ -1,22 +1,24 @@
 """`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch, not jitted."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import optax
 from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._parallel.fsdp import gather, is_split, marked
 from redco_eqx._parallel.mesh import mesh_of
 from redco_eqx._parallel.remat import keep_products
-from redco_eqx._program.partitioned import partitioned
+from redco_eqx._program.gather import gather_where_used
+from redco_eqx._program.partitioned import for_partitioner
+from redco_eqx._program.trace import Program, trace
+from redco_eqx._program.unused import zero_outputs
 from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
@@ -32,6 +34,9 @@ from redco_eqx._types import (
     as_mean,
 )
 
+Layout: TypeAlias = dict[str, NamedSharding]
+"""The sharding of each parameter, by path."""
+
 
 def train_step(
     state: TrainState,
@@ -46,14 +51,14 @@ def train_step(
 
     Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
 
-    Where `shardings` splits parameters over `fsdp`, what [`scan_layers`][] is given is left to it: each layer
-    is gathered when it runs, forward and backward, so that at most one is whole (ZeRO-3). A model that uses
-    neither it nor `embed` nor `cross_entropy` is gathered before the loss, and again for its gradient, which
-    keeps the results of matrix products and convolutions only and computes the rest again: so the compiler can
-    free a weight after its layer, if the layers are written one after another. A `lax.scan` of your own gathers
-    its whole stack. What else is not left to `scan_layers` is gathered once, and kept until the gradient is
-    done. To find out, the loss is traced once more. The gathers have no forward-mode derivative (`jax.jvp`,
-    `jax.hessian`).
+    Where `shardings` splits parameters over `fsdp`, each is gathered where the loss uses it first, in a
+    `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as [`scan_layers`][]
+    makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no checkpoint that
+    reads weights, all of it is one, which keeps the results of matrix products and convolutions. If it has
+    some, what is read outside of them is gathered once, and kept until the gradient is done. The gathers have
+    no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+
+    `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
 
     **Arguments:**
 
@@ -79,22 +84,19 @@ def train_step(
     layout = None if shardings is None else _layout(shardings, state.params)
     params = _constrain(state.params, layout)
     key = stream(state, TRAIN)
-    split = _split_outside(state, layout, lambda model: loss_fn(model, batch, key))
 
-    def loss_of(
-        params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key
-    ) -> tuple[Array, tuple[Mean, Metrics, dict[str, Array]]]:
-        output = loss_fn(state.build(_gather(params, split), model_state), batch, key)
+    def loss_of(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
+        output = loss_fn(state.build(params, model_state), batch, key)
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
-    if split and len(split) == sum(map(is_split, (layout or {}).values())):
-        loss_of = jax.checkpoint(loss_of, policy=keep_products)
-    gradient = partitioned(jax.value_and_grad(loss_of, has_aux=True), _mesh(state, batch, layout))
     if num_microbatches == 1:
+        gradient = _gradient(loss_of, (params, state.model_state, batch, key), layout)
         (_, (loss, metrics, model_state)), grads = gradient(params, state.model_state, batch, key)
     else:
         parts = _microbatches(batch, num_microbatches, layout)
+        first = jax.tree.map(lambda x: x[0], parts)
+        gradient = _gradient(loss_of, (params, state.model_state, first, key), layout)
 
         def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
@@ -172,43 +174,55 @@ def predict_step(
     return outputs
 
 
-def unused_parameters(state: TrainState, batch: Batch, loss_fn: LossFn) -> list[str]:
-    """Paths of the parameters on which the loss cannot depend: their gradient is a constant zero."""
-
-    def loss_of(params: dict[str, Array], batch: Batch) -> Array:
-        output = loss_fn(state.build(params, state.model_state), batch, stream(state, TRAIN))
-        return _unpack_loss(state, output, 1.0)[0].value
-
-    program = jax.make_jaxpr(jax.grad(loss_of))(state.params, batch).jaxpr
-    zeros = {
-        equation.outvars[0]
-        for equation in program.eqns
-        if equation.primitive.name == "broadcast_in_dim"
-        and isinstance(equation.invars[0], jex_core.Literal)
-        and equation.invars[0].val == 0
-    }
-    constant = [isinstance(var, jex_core.Literal) or var in zeros for var in program.outvars]
-    return [path for path, is_zero in zip(sorted(state.params), constant) if is_zero]
-
-
 def _infer(
     state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
 ) -> Any:
     """`use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else _layout(shardings, state.params)
-    split = _split_outside(state, layout, lambda model: use(eqx.nn.inference_mode(model), batch, key))
 
     def run(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
-        model = state.build(_gather(params, split), model_state)
-        return use(eqx.nn.inference_mode(model), batch, key)
+        return use(eqx.nn.inference_mode(state.build(params, model_state)), batch, key)
 
-    run = partitioned(run, _mesh(state, batch, layout))
-    return run(state.params, state.model_state, batch, key)
+    arguments = (state.params, state.model_state, batch, key)
+    program, _ = _program(run, arguments, layout)
+    return for_partitioner(program, _mesh(arguments, layout))(*arguments)
 
 
-def _mesh(state: TrainState, batch: Batch, layout: dict[str, NamedSharding] | None) -> Any:
+def _gradient(loss_of: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout | None) -> Program:
+    """The program of `jax.value_and_grad(loss_of, has_aux=True)`; `loss_of` itself is traced once."""
+    program, keeps_weights = _program(loss_of, arguments, layout)
+    loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
+    gradient = trace(jax.value_and_grad(loss, has_aux=True), *arguments)
+    _warn_unused(gradient, sorted(arguments[0]))
+    return for_partitioner(gradient, _mesh(arguments, layout))
+
+
+def _program(
+    function: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout | None
+) -> tuple[Program, bool]:
+    """A function of parameters and more, traced, with [`gather_where_used`][]."""
+    program = trace(function, *arguments)
+    of_params = [] if layout is None else [layout[path] for path in sorted(layout)]  # as JAX sorts a dict
+    num_others = len(program.closed.jaxpr.invars) - len(of_params)
+    return gather_where_used(program, [*of_params, *[None] * num_others])
+
+
+def _mesh(arguments: tuple[Any, ...], layout: Layout | None) -> Any:
     """The mesh of the layout, or else that on which the arrays lie."""
-    return next(iter(layout.values())).mesh if layout else mesh_of(state, batch)
+    return next(iter(layout.values())).mesh if layout else mesh_of(arguments)
+
+
+def _warn_unused(gradient: Program, paths: list[str]) -> None:
+    """Warns of parameters on which the loss does not depend."""
+    first = gradient.results.num_leaves - len(paths)
+    unused = [paths[i - first] for i in zero_outputs(gradient) if i >= first]
+    if unused:
+        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
+        warnings.warn(
+            f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
+            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
+            stacklevel=4,
+        )
 
 
 def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
@@ -233,7 +247,7 @@ def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Met
     return loss, metrics, model_state
 
 
-def _layout(shardings: PyTree, params: dict[str, Any]) -> dict[str, NamedSharding]:
+def _layout(shardings: PyTree, params: dict[str, Any]) -> Layout:
     found = to_paths(shardings, lambda x: isinstance(x, NamedSharding))
     missing = [path for path in params if path not in found]
     if missing:
@@ -244,37 +258,11 @@ def _layout(shardings: PyTree, params: dict[str, Any]) -> dict[str, NamedShardin
     return {path: found[path] for path in params}
 
 
-def _constrain(tree: dict[str, Array], layout: dict[str, NamedSharding] | None) -> dict[str, Array]:
+def _constrain(tree: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
     return tree if layout is None else jax.lax.with_sharding_constraint(tree, layout)
 
 
-def _split_outside(
-    state: TrainState, layout: dict[str, NamedSharding] | None, use: Callable[[Any], Any]
-) -> dict[str, NamedSharding]:
-    """The layouts of the parameters that have to be gathered over `fsdp` before `use` gets the model.
-
-    All that are split, but for those which `scan_layers` gathers layer by layer: a first trace finds them.
-    The compiler left alone moves activations instead.
-    """
-    split = {path: sharding for path, sharding in (layout or {}).items() if is_split(sharding)}
-    if not split:
-        return {}
-    paths = list(state.params)
-
-    def traced(arrays: list[Array]) -> list[Array]:
-        output = use(state.build(dict(zip(paths, arrays)), state.model_state))
-        return [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)]
-
-    later = marked(jax.make_jaxpr(traced)([state.params[path] for path in paths]).jaxpr)
-    return {path: split[path] for i, path in enumerate(paths) if path in split and i not in later}
-
-
-def _gather(params: dict[str, Array], split: dict[str, NamedSharding]) -> dict[str, Array]:
-    """Parameters as layers use them: whole over `fsdp`."""
-    return {path: gather(x, split[path]) if path in split else x for path, x in params.items()}
-
-
-def _microbatches(batch: Batch, number: int, layout: dict[str, NamedSharding] | None) -> Batch:
+def _microbatches(batch: Batch, number: int, layout: Layout | None) -> Batch:
     """`(number, size / number, ...)`: example i goes to microbatch i % number.
 
     Taking neighbours instead would put each microbatch on a part of the devices only.

@@ -8,9 +8,8 @@ import optax
 
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState
-from redco_eqx._step.steps import unused_parameters
 from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch, LossFn
+from redco_eqx._types import Batch
 
 
 def check_positive(function: str, **counts: int | None) -> None:
@@ -90,18 +89,6 @@ def check_batch_sizes(
         if size < 1 or size % (number * num_shards) != 0:
             times = f"num_microbatches={number} times " if number > 1 else ""
             raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
-
-
-def warn_unused(state: TrainState, batch: Batch, loss_fn: LossFn) -> None:
-    """Warns of parameters on which the loss does not depend."""
-    unused = unused_parameters(state, batch, loss_fn)
-    if unused:
-        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
-        warnings.warn(
-            f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
-            stacklevel=3,
-        )
 
 
 class BatchShapes:

@@ -20,6 +20,7 @@ from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter, say
+from redco_eqx._program.trace import traced_once
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.jit import on_its_mesh
 from redco_eqx._step.state import ORDER, TrainState, step_of
@@ -32,7 +33,6 @@ from redco_eqx._training.checks import (
     check_no_evaluation,
     check_positive,
     check_state,
-    warn_unused,
 )
 from redco_eqx._training.evaluate import mesh_of
 from redco_eqx._training.evaluation import Evaluation, MetricFn
@@ -172,6 +172,7 @@ def fit(
             num_microbatches=num_microbatches,
             shardings=_layout(state),
         )
+    step = traced_once(step)
     body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
     total = num_steps
     if num_epochs is not None and not callable(train_examples):
@@ -213,10 +214,7 @@ def fit(
         stack.enter_context(contextlib.closing(stream))
 
         def begin_window(state: TrainState, batch: Batch) -> Window:
-            window = empty_window(step, state, batch)
-            if step_fn is None:
-                warn_unused(state, batch, loss_fn)
-            return window
+            return empty_window(step, state, batch)
 
         training = Training(state, run, body=body, begin_window=begin_window, reporter=reporter, mesh=mesh)
         del state  # `training` has it; a second name would keep the first one's memory

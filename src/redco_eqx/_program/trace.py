@@ -1,0 +1,61 @@
+"""A function of arrays as a program: traced once, looked at, changed, and run or differentiated."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function of PyTrees of arrays. To call it adds its operations to the trace around it.
+
+    - `closed`: its operations; inputs and outputs are the leaves of arguments and result.
+    - `results`: the structure of the result.
+    """
+
+    closed: Any
+    results: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        outputs = jex_core.jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+        # A constant output is a plain number here.
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outputs]
+        return jax.tree.unflatten(self.results, arrays)
+
+    def replace(self, jaxpr: Any) -> "Program":
+        """The same, of other operations."""
+        return dataclasses.replace(self, closed=self.closed.replace(jaxpr=jaxpr))
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> Program:
+    """`function` as it is for arguments of these shapes and dtypes, which may be abstract."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return Program(closed, jax.tree.structure(shapes))
+
+
+def traced_once(function: F) -> F:
+    """`function`, traced once for each combination of shapes and dtypes, under whatever other traces."""
+    programs: dict[Any, Program] = {}
+
+    def run(*arguments: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(arguments)
+        avals = [jax.typeof(x) for x in leaves]
+        key = (treedef, *((x.shape, x.dtype, x.weak_type) for x in avals))
+        if key not in programs:
+            # Abstract, so that the program does not belong to the trace that this call may be in.
+            abstract = [
+                jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, weak_type=x.weak_type, sharding=None if x.sharding.mesh.empty else x.sharding
+                )
+                for x in avals
+            ]
+            programs[key] = trace(function, *jax.tree.unflatten(treedef, abstract))
+        return programs[key](*arguments)
+
+    return run  # pyright: ignore[reportReturnType]
