@@ -1,5 +1,5 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, test_examples, examples, faults,
-hosts, aot, lint, types, bench."""
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples,
+faults, hosts, aot, lint, types, bench."""
 
 import nox
 
@@ -33,6 +33,13 @@ def parity(session: nox.Session) -> None:
     """The models against torch and transformers, and their files opened there."""
     session.install("-e", ".[hf]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
+
+
+@nox.session
+def gradients(session: nox.Session) -> None:
+    """Gradients of generated programs on every mesh against one device (more: `GRADIENTS_SHARES=10`)."""
+    session.install("-e", ".", *group("tests"))
+    session.run("pytest", "tests/gradients", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session

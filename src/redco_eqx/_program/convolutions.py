@@ -5,13 +5,14 @@ Seen in jaxlib 0.10.2 on CPU, and in what the TPU compiler of that version makes
 - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the examples
   are whole: it is too large by their size.
 - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a weight
-  gradient), results are wrong, or the compiler raises or aborts.
+  gradient), or a kernel is split, results are wrong, or the compiler raises or aborts.
 
-Inside a `shard_map` over the axes of the batch nothing is left to partition along examples.
+Inside a `shard_map` over all axes nothing is left to partition.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -21,44 +22,54 @@ from jaxtyping import Array
 
 from redco_eqx._parallel.sums import psum, vary
 from redco_eqx._program.rewrite import manual_axes, source_line
-from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
+from redco_eqx._sharding.mesh import BATCH_AXES
 
 
-def replace_convolution(equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
+def replace_convolution(
+    equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh, split_sizes: Collection[int]
+) -> Callable[..., Array] | None:
     """What takes the place of `equation` in a program on `mesh`, if it is a grouped convolution.
 
-    Raises `ValueError`, naming the line, in a `shard_map` that leaves the axes of the batch to the compiler.
+    - `split_sizes`: how many numbers the kernels have whose channels `tensor` splits. It only decides what is
+        communicated: with a kernel of that size, channels are taken to be split already.
+
+    Raises `ValueError`, naming the line, in a `shard_map` that leaves axes of the mesh to the compiler.
     """
     params = equation.params
-    if equation.primitive.name != "conv_general_dilated" or axis_size(mesh, BATCH_AXES) == 1:
+    if equation.primitive.name != "conv_general_dilated":
         return None
     if params["batch_group_count"] == params["feature_group_count"] == 1:
         return None
     manual = manual_axes(equation)
-    left = [axis for axis in BATCH_AXES if axis not in manual and axis_size(mesh, axis) > 1]
+    left = [axis for axis, size in mesh.shape.items() if axis not in manual and size > 1]
     if manual and left:
         raise ValueError(
             f"{source_line(equation)}: a grouped convolution in a shard_map over {sorted(manual)} leaves the "
             f"mesh axes {left} to the compiler, which gets its gradients wrong. Make the shard_map manual over "
             "them too (axis_names=)."
         )
-    return None if manual else functools.partial(_cut, params, mesh)
+    if manual:
+        return None
+    kernel: Any = equation.outvars[0] if params["batch_group_count"] > 1 else equation.invars[1]
+    return functools.partial(_cut, params, mesh, math.prod(kernel.aval.shape) in split_sizes)
 
 
-def _cut(params: dict[str, Any], mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
+def _cut(
+    params: dict[str, Any], mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array
+) -> Array:
     """The convolution, cut over the axes of the batch: along its examples, or else its groups.
 
-    The examples are what a weight gradient contracts, and its sum over devices is written out. How channels
-    are split over `tensor` is left to the compiler.
+    The examples are what a weight gradient contracts, and its sum over devices is written out. `tensor` cuts
+    the groups if channels are split; else, along `tensor`, each device does the same.
     """
     dims, contracts = params["dimension_numbers"], params["batch_group_count"] > 1
     count = "batch_group_count" if contracts else "feature_group_count"
     examples_dim, groups_dim = reversed(dims.lhs_spec[:2]) if contracts else dims.lhs_spec[:2]
     left = {"examples": lhs.shape[examples_dim], "groups": params[count]}
     cuts: dict[str, list[str]] = {"examples": [], "groups": []}
-    for axis in BATCH_AXES:
-        size = axis_size(mesh, axis)
-        kind = next((kind for kind in left if left[kind] % size == 0), None)
+    for axis, size in mesh.shape.items():
+        kinds = ["examples", "groups"] if axis in BATCH_AXES else ["groups"] if split_channels else []
+        kind = next((kind for kind in kinds if left[kind] % size == 0), None)
         if kind is not None and size > 1:
             left[kind] //= size
             cuts[kind].append(axis)
@@ -79,14 +90,11 @@ def _cut(params: dict[str, Any], mesh: Mesh | AbstractMesh, lhs: Array, rhs: Arr
     else:
         of_rhs = {dims.rhs_spec[0]: groups}
         of_out = {dims.out_spec[0]: examples, dims.out_spec[1]: groups}
-    free = any(size > 1 for axis, size in mesh.shape.items() if axis not in BATCH_AXES)
     return jax.shard_map(
         part,
         mesh=mesh,
         in_specs=(spec({examples_dim: examples, groups_dim: groups}), spec(of_rhs)),
         out_specs=spec(of_out),
-        # Axes of size 1 are not left to the compiler: on CPU it cannot take them.
-        axis_names={axis for axis in BATCH_AXES if axis in mesh.shape} if free else set(mesh.axis_names),
     )(lhs, rhs)
 
 

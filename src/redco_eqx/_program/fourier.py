@@ -1,27 +1,42 @@
-"""Fourier transforms along whole dims: a split one makes the CPU compiler's program fail when it runs."""
+"""Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.
+
+In jaxlib 0.10.2 an FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order
+of dims in memory), or the partitioner aborts (`fft_handler.cc`).
+"""
 
 from collections.abc import Callable
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._program.rewrite import manual_axes
+from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
 
 def replace_fft(equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """What takes the place of `equation`, if it is an FFT: the same, of whole dims.
+    """What takes the place of `equation`, if it is an FFT: the same, of dims that are whole on each device.
 
-    Over a split dim the compiler's program ends in an internal error on CPU (jaxlib 0.10.2: `fft_thunk.cc`), or
-    the partitioner aborts (`fft_handler.cc`). In a `shard_map` nothing is done.
+    The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`
+    nothing is done.
     """
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
     num_dims = len(equation.params["fft_lengths"])  # the last ones
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
-    def whole(x: Array) -> Array:
-        entries = [PartitionSpec.UNCONSTRAINED] * (x.ndim - num_dims) + [None] * num_dims
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    def in_order(x: Array) -> Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
-    return lambda x: whole(equation.primitive.bind(whole(x), **equation.params))
+    def part(x: Array) -> Array:
+        # Alike from both ends, because the transpose of an FFT is one too.
+        return in_order(equation.primitive.bind(in_order(x), **equation.params))
+
+    def transform(x: Array) -> Array:
+        is_split = axes and x.ndim > num_dims and x.shape[0] % axis_size(mesh, axes) == 0
+        spec = PartitionSpec(axes if is_split else None)
+        return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return transform

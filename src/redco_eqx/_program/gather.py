@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._parallel.fsdp import gather, is_split
-from redco_eqx._program.trace import Program
+from redco_eqx._program.trace import Program, abstract
 
 Layout: TypeAlias = Sequence[NamedSharding | None]
 """For each of some arrays how it is split over `fsdp`; `None` for one that is not."""
@@ -233,6 +233,4 @@ def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _traced(function: Callable[[Array], Array], aval: Any) -> Any:
     """The program of a function of one array; its variables are new ones each time."""
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    operand = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-    return jax.make_jaxpr(function)(operand).jaxpr
+    return jax.make_jaxpr(function)(abstract(aval)).jaxpr

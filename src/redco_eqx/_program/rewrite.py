@@ -8,6 +8,8 @@ import jax.extend.core as jex_core
 from jax.sharding import AxisType
 from jaxtyping import Array
 
+from redco_eqx._program.trace import abstract
+
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn], Callable[..., Array] | None]
 """What is to be computed in place of an operation, from the same operands; `None` leaves it as it is."""
 
@@ -34,7 +36,7 @@ def _rewritten(equation: jex_core.JaxprEqn, rule: Rule) -> jex_core.JaxprEqn:
         return equation
     new = rule(equation)
     if new is not None:
-        operands = [_abstract(atom.aval) for atom in equation.invars]
+        operands = [abstract(atom.aval) for atom in equation.invars]
 
         # Under `jit` the whole replacement is one operation, which takes the place of the old one.
         def replaced(*operands: Array) -> Array:
@@ -55,11 +57,6 @@ def _rewritten_parameter(value: Any, rule: Rule) -> Any:
         branches = tuple(_rewritten_parameter(x, rule) for x in value)
         return branches if any(new is not old for new, old in zip(branches, value)) else value
     return value
-
-
-def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def manual_axes(equation: jex_core.JaxprEqn) -> set[str]:

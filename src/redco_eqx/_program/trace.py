@@ -39,6 +39,12 @@ def trace(function: Callable[..., Any], *arguments: Any) -> Program:
     return Program(closed, jax.tree.structure(shapes))
 
 
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """What stands for an array of this type; it keeps the mesh that arrays inside a trace know."""
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
 def traced_once(function: F) -> F:
     """`function`, traced once for each combination of shapes and dtypes, under whatever other traces."""
     programs: dict[Any, Program] = {}
@@ -49,13 +55,7 @@ def traced_once(function: F) -> F:
         key = (treedef, *((x.shape, x.dtype, x.weak_type) for x in avals))
         if key not in programs:
             # Abstract, so that the program does not belong to the trace that this call may be in.
-            abstract = [
-                jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, weak_type=x.weak_type, sharding=None if x.sharding.mesh.empty else x.sharding
-                )
-                for x in avals
-            ]
-            programs[key] = trace(function, *jax.tree.unflatten(treedef, abstract))
+            programs[key] = trace(function, *jax.tree.unflatten(treedef, map(abstract, avals)))
         return programs[key](*arguments)
 
     return run  # pyright: ignore[reportReturnType]

@@ -1,6 +1,9 @@
 """What a program's results cannot depend on."""
 
+from typing import Any
+
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from redco_eqx._program.trace import Program
 
@@ -10,12 +13,13 @@ def zero_outputs(program: Program) -> list[int]:
     zeros = {
         equation.outvars[0]
         for equation in program.closed.jaxpr.eqns
-        if equation.primitive.name == "broadcast_in_dim"
-        and isinstance(equation.invars[0], jex_core.Literal)
-        and equation.invars[0].val == 0
+        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
     }
-    return [
-        i
-        for i, atom in enumerate(program.closed.jaxpr.outvars)
-        if isinstance(atom, jex_core.Literal) or atom in zeros
-    ]
+    outputs = enumerate(program.closed.jaxpr.outvars)
+    return [i for i, atom in outputs if isinstance(atom, jex_core.Literal) or atom in zeros]
+
+
+def _is_zero(atom: Any) -> bool:
+    # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
+    is_literal = isinstance(atom, jex_core.Literal)
+    return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)

@@ -115,6 +115,14 @@ def without_axis(entry: str | tuple[str, ...] | None, axis: str) -> str | tuple[
     return None if entry == axis else entry
 
 
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
+    entries: list[Any] = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh
+from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import describe, is_array, to_arrays
 
@@ -117,9 +117,7 @@ def _spec(shape: tuple[int, ...], role: Role, tensor: int, fsdp: int) -> tuple[P
             entries[max(dims, key=lambda d: shape[d])] = "fsdp"
         else:
             reason += f"; no dim divides by fsdp={fsdp}"
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries), role.name, reason
+    return trimmed(PartitionSpec(*entries)), role.name, reason
 
 
 def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:

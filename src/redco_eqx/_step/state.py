@@ -7,8 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from redco_eqx._sharding.mesh import trimmed
 from redco_eqx._step.structure import Structure
 from redco_eqx._types import Key
 
@@ -63,6 +65,14 @@ def step_of(state: TrainState) -> int:
     """`state.step` as a number. It is read from a copy: JAX 0.11 on CPU donates no array that was read."""
     step = state.step
     return int(jnp.copy(step.addressable_data(0)) if isinstance(step, jax.Array) else step)
+
+
+def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
+    """How the parameters lie, by path; `None` if not all of them were laid out on a mesh."""
+    layout = {path: x.sharding for path, x in state.params.items()}
+    if not all(isinstance(sharding, NamedSharding) for sharding in layout.values()):
+        return None
+    return {path: NamedSharding(s.mesh, trimmed(s.spec)) for path, s in layout.items()}
 
 
 def check_alive(state: TrainState) -> None:

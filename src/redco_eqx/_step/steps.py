@@ -1,6 +1,7 @@
 """`train_step`, `eval_step`, `predict_step`: pure functions of a state and a batch, not jitted."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.partitioned import for_partitioner
 from redco_eqx._program.trace import Program, trace
 from redco_eqx._program.unused import zero_outputs
-from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
+from redco_eqx._sharding.mesh import axes_of, batch_sharding, num_batch_shards
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
 from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
@@ -185,7 +186,7 @@ def _infer(
 
     arguments = (state.params, state.model_state, batch, key)
     program, _ = _program(run, arguments, layout)
-    return for_partitioner(program, _mesh(arguments, layout))(*arguments)
+    return _for_mesh(program, arguments, layout)(*arguments)
 
 
 def _gradient(loss_of: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout | None) -> Program:
@@ -194,7 +195,7 @@ def _gradient(loss_of: Callable[..., Any], arguments: tuple[Any, ...], layout: L
     loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
     gradient = trace(jax.value_and_grad(loss, has_aux=True), *arguments)
     _warn_unused(gradient, sorted(arguments[0]))
-    return for_partitioner(gradient, _mesh(arguments, layout))
+    return _for_mesh(gradient, arguments, layout)
 
 
 def _program(
@@ -207,9 +208,14 @@ def _program(
     return gather_where_used(program, [*of_params, *[None] * num_others])
 
 
-def _mesh(arguments: tuple[Any, ...], layout: Layout | None) -> Any:
-    """The mesh of the layout, or else that on which the arrays lie."""
-    return next(iter(layout.values())).mesh if layout else mesh_of(arguments)
+def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | None) -> Program:
+    """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
+    if not layout:
+        return for_partitioner(program, mesh_of(arguments))
+    shapes = [(arguments[0][path].shape, sharding) for path, sharding in layout.items()]
+    split = [shape for shape, sharding in shapes if "tensor" in axes_of(sharding.spec)]
+    sizes = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or of a stack
+    return for_partitioner(program, next(iter(layout.values())).mesh, sizes)
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._data.batches import batches
 from redco_eqx._sharding.mesh import check_mesh, one_device_mesh
-from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_alive
+from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_alive, layout_of
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.throttle import lagging
 from redco_eqx._types import Batch, CollateFn, LossFn, Metrics, PredictFn
@@ -51,7 +51,7 @@ def evaluate(
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
     mesh = mesh_of(state)
-    step = _jitted_eval_step(_ByIdentity(loss_fn))
+    step = _jitted_eval_step(_ByIdentity(loss_fn), _layout(state))
     stream = batches(
         examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="split", prefetch=prefetch
     )
@@ -90,7 +90,7 @@ def predict(
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
     mesh = mesh_of(state)
-    step = _jitted_predict_step(_ByIdentity(predict_fn))
+    step = _jitted_predict_step(_ByIdentity(predict_fn), _layout(state))
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad", prefetch=prefetch)
     rows: list[Any] = []
     outputs = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
@@ -128,20 +128,33 @@ class _ByIdentity:
         return id(self.function)
 
 
+_Layout = tuple[tuple[str, NamedSharding], ...]
+
+
 @functools.lru_cache(maxsize=32)
-def _jitted_eval_step(loss_fn: _ByIdentity) -> Callable[..., Metrics]:
+def _jitted_eval_step(loss_fn: _ByIdentity, layout: _Layout) -> Callable[..., Metrics]:
+    shardings = dict(layout) or None
+
     def step(state: TrainState, batch: Batch, index: Any) -> Metrics:
-        return eval_step(_reseed(state, EVALUATE, index), batch, loss_fn=loss_fn.function)
+        state = _reseed(state, EVALUATE, index)
+        return eval_step(state, batch, loss_fn=loss_fn.function, shardings=shardings)
 
     return jax.jit(step)
 
 
 @functools.lru_cache(maxsize=32)
-def _jitted_predict_step(predict_fn: _ByIdentity) -> Callable[..., PyTree]:
+def _jitted_predict_step(predict_fn: _ByIdentity, layout: _Layout) -> Callable[..., PyTree]:
+    shardings = dict(layout) or None
+
     def step(state: TrainState, batch: Batch, index: Any) -> PyTree:
-        return predict_step(_reseed(state, PREDICT, index), batch, predict_fn=predict_fn.function)
+        state = _reseed(state, PREDICT, index)
+        return predict_step(state, batch, predict_fn=predict_fn.function, shardings=shardings)
 
     return jax.jit(step)
+
+
+def _layout(state: TrainState) -> _Layout:
+    return tuple(sorted((layout_of(state) or {}).items(), key=lambda item: item[0]))
 
 
 def _reseed(state: TrainState, tag: int, index: Any) -> TrainState:

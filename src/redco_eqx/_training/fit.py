@@ -11,7 +11,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._data.batches import batches
@@ -23,7 +22,7 @@ from redco_eqx._logging.report import Reporter, say
 from redco_eqx._program.trace import traced_once
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.jit import on_its_mesh
-from redco_eqx._step.state import ORDER, TrainState, step_of
+from redco_eqx._step.state import ORDER, TrainState, layout_of, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import StepFn, Window, empty_window, loop_body
 from redco_eqx._training.checks import (
@@ -170,7 +169,7 @@ def fit(
             loss_fn=loss_fn,
             optimizer=optimizer,
             num_microbatches=num_microbatches,
-            shardings=_layout(state),
+            shardings=layout_of(state),
         )
     step = traced_once(step)
     body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
@@ -277,11 +276,6 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
             "batch_size."
         )
     return num_examples // batch_size * num_epochs
-
-
-def _layout(state: TrainState) -> dict[str, Any] | None:
-    layout = {path: x.sharding for path, x in state.params.items()}
-    return layout if all(isinstance(s, NamedSharding) for s in layout.values()) else None
 
 
 def _begin(

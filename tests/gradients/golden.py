@@ -1,0 +1,103 @@
+"""Programs whose gradients, or whose compilation, were wrong when they were found."""
+
+from typing import Any
+
+from programs import MESHES, OPERATIONS, Spec
+
+GEOMETRY: Spec = {
+    "size": 3,
+    "stride": 1,
+    "padding": "same",
+    "lhs_dilation": 1,
+    "rhs_dilation": 1,
+    "channels_first": False,
+}
+DEPTHWISE: Spec = {"name": "convolution", "groups": "depthwise", "width": 1, "bias": False, **GEOMETRY}
+PER_EXAMPLE: Spec = {
+    "name": "per_example_convolution",
+    "shots": 1,
+    "groups": 1,
+    "width": 1,
+    "given": False,
+    **GEOMETRY,
+}
+BATCH_GROUPS: Spec = {
+    "name": "batch_group_convolution",
+    "groups": 2,
+    "width": 4,
+    "size": 3,
+    "channels_first": False,
+}
+SEPARABLE: Spec = {"name": "separable_convolution", "width": 1, "multiplier": 1, **GEOMETRY}
+ADAPTED: Spec = {"name": "adapted_convolution", "groups": 1, "width": 1, "rate": 0.1, "size": 3}
+
+
+def program(*operations: Spec, **other: Any) -> Spec:
+    """On all meshes, with all parameters whole."""
+    return {
+        "batch": 8,
+        "spatial": [8],
+        "channels": 8,
+        "operations": [{"wrapper": "none", **operation} for operation in operations],
+        "objective": "loss",
+        "mode": "step",
+        "num_microbatches": 1,
+        "layouts": [[mesh, "whole"] for mesh in MESHES],
+    } | other
+
+
+def split(seed: int) -> list[list[Any]]:
+    """Parameters split over any axes, on the meshes that have more than one kind."""
+    return [[mesh, seed] for mesh in ("data2xtensor4", "fsdp2xtensor4", "2x2x2")]
+
+
+GOLDEN: dict[str, Spec] = {
+    # XLA sums the gradient of a grouped convolution over axes that do not split the batch.
+    "depthwise": program(DEPTHWISE),
+    "depthwise in 2-D, by the rules": program(
+        {**DEPTHWISE, "channels_first": True}, spatial=[4, 4], layouts=[[mesh, "rules"] for mesh in MESHES]
+    ),
+    "depthwise, two tasks": program({**DEPTHWISE, "wrapper": "tasks"}, batch=16),
+    "depthwise, ensemble of states": program(DEPTHWISE, mode="ensemble"),
+    "depthwise, accumulated": program({**DEPTHWISE, "wrapper": "checkpoint"}, batch=16, num_microbatches=2),
+    "depthwise, derivative of a step": program(DEPTHWISE, mode="outer"),
+    "depthwise, gradient penalty": program(DEPTHWISE, objective="gradient_penalty"),
+    "depthwise, inner step": program(DEPTHWISE, objective="inner_step"),
+    "depthwise in a scan": program(
+        {"name": "stacked_convolutions", "layers": 2, "size": 3, "groups": "depthwise"}
+    ),
+    # Gradients of each example: values were wrong on meshes whose every axis splits the batch.
+    "adapted convolution": program(ADAPTED),
+    "adapted convolution in 2-D": program(ADAPTED, spatial=[4, 4], batch=16),
+    "adapted grouped convolution": program({**ADAPTED, "groups": 2}, mode="outer"),
+    # Pointwise kernels that differ by example: wrong values, an error or a crash of the partitioner.
+    "pointwise by example": program({**PER_EXAMPLE, "size": 1}),
+    "pointwise by task": program({**PER_EXAMPLE, "size": 1, "shots": 4, "width": 2}, batch=16),
+    "grouped pointwise by example": program({**PER_EXAMPLE, "size": 1, "groups": 2, "width": 2}, batch=16),
+    "depthwise pointwise by example": program({**PER_EXAMPLE, "size": 1, "groups": "depthwise"}, batch=16),
+    "dilated pointwise by example": program(
+        {**PER_EXAMPLE, "size": 1, "groups": 2, "width": 2, "lhs_dilation": 2, "channels_first": True},
+        batch=16,
+        spatial=[4, 4],
+    ),
+    "pointwise adapted by example": program({**ADAPTED, "size": 1, "groups": 2, "width": 8}, batch=16),
+    # Fourier transforms over a split dim: a crash over the batch, an error over channels.
+    "fft over the batch": program({"name": "fft", "axis": 0, "how": "real"}, batch=16),
+    "fft over split channels": program(
+        {"name": "fft", "axis": 2, "how": "imag"}, layouts=[["2x2x2", 71], ["data2xtensor4", 32]]
+    ),
+    "fft of a split weight, derivative of a step": program(
+        {"name": "fft_of_weight", "axis": 1, "inverse": False}, mode="outer", layouts=split(2)
+    ),
+    # Kernels of grouped convolutions that are split: a crash, an error or wrong second derivatives.
+    "groups of the batch, kernel split": program(BATCH_GROUPS, layouts=split(50)),
+    "depthwise kernel split, inner step": program(SEPARABLE, objective="inner_step", layouts=split(2)),
+    "adapted grouped kernel split, inner step": program(
+        {**ADAPTED, "groups": 2}, objective="inner_step", layouts=split(82)
+    ),
+    # jax.checkpoint has no reduce_precision of complex numbers.
+    "complex parameters": program(
+        {"name": "complex_linear", "width": 8, "how": "abs"}, layouts=[["fsdp2xtensor4", 17], ["fsdp8", 1]]
+    ),
+}
+assert all(entry["name"] in OPERATIONS for spec in GOLDEN.values() for entry in spec["operations"])

@@ -1,0 +1,183 @@
+"""Runs programs, one line of JSON each on stdin, and answers each with one on stdout: `python worker.py`.
+
+An answer holds, for each layout, how far loss and gradients through `train_step` are from those of plain JAX on
+one device, or the error that was raised. A crash of the compiler ends this process: the layout
+that it was at is the last one named on stderr.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from programs import MESHES, Program, Spec, build, make_batch, make_model  # noqa: E402
+
+import redco_eqx as rx  # noqa: E402
+
+RATE = 0.1
+NUM_MEMBERS = 2  # of an ensemble
+
+Gradients = dict[str, np.ndarray]
+"""By path; the loss under the name `loss`."""
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """`{"layouts": [...]}`, each with `differences` or an `error`.
+
+    Or `{"unsupported": error}`, where plain JAX on one device has no such gradient.
+    """
+    fault = spec.get("fault")
+    if fault == "abort":
+        os.abort()
+    if fault == "hang":
+        time.sleep(3600)
+    program, batch = build(spec), make_batch(spec)
+    models = [make_model(program, seed) for seed in range(NUM_MEMBERS if spec["mode"] == "ensemble" else 1)]
+    try:
+        expected = on_one_device(program, models, batch, spec)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return {"unsupported": describe(error)}
+    layouts = []
+    for mesh, kind in spec["layouts"]:
+        print(f"layout {mesh} {kind}", file=sys.stderr, flush=True)
+        answer: dict[str, Any] = {"mesh": mesh, "layout": kind}
+        try:
+            found = through_train_step(program, models, batch, spec, mesh, kind)
+            if fault == "scaled":
+                found = {path: 4 * x for path, x in found.items()}
+            answer["differences"] = differences(found, expected)
+        except Exception as error:
+            answer["error"] = describe(error)
+        layouts.append(answer)
+    return {"layouts": layouts}
+
+
+def describe(error: Exception) -> str:
+    at = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {str(error)[:1000]} ({', '.join(at[-4:])})"
+
+
+def on_one_device(program: Program, models: list[Any], batch: Any, spec: Spec) -> Gradients:
+    """By plain JAX; members of an ensemble are stacked."""
+    k = spec["num_microbatches"]
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        parts = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
+        return sum(program.loss(model, part) for part in parts) / k
+
+    def after_a_step(model: Any, batch: Any) -> Any:
+        gradients = jax.grad(loss_of)(model, batch)
+        return program.loss(jax.tree.map(lambda p, g: p - RATE * g, model, gradients), batch)
+
+    function = jax.value_and_grad(after_a_step if spec["mode"] == "outer" else loss_of)
+    model = models[0]
+    if spec["mode"] == "ensemble":
+        function = jax.vmap(function, (0, None))
+        model = jax.tree.map(lambda *members: np.stack(members), *models)
+    loss, gradients = jax.jit(function)(*jax.device_put((model, batch), jax.devices()[0]))
+    return jax.device_get({"loss": loss, **rx.to_arrays(gradients)})
+
+
+def through_train_step(
+    program: Program, models: list[Any], batch: Any, spec: Spec, mesh_name: str, kind: str | int
+) -> Gradients:
+    """By `train_step` on a mesh, and `eval_step` after it in the mode `outer`."""
+    mesh = rx.make_mesh(**MESHES[mesh_name])
+    shardings = layout_of(models[0], mesh, kind)
+    batch = jax.device_put(batch, rx.batch_sharding(mesh))
+    # A trace of decay 0 is the gradient itself: old less new parameters would round it.
+    optimizer = optax.sgd(RATE) if spec["mode"] == "outer" else optax.trace(0.0)
+    states = [
+        rx.init_state(jax.device_put(model, shardings), optimizer, key=jax.random.key(0)) for model in models
+    ]
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return program.loss(model, batch)
+
+    def step(state: rx.TrainState, batch: Any) -> Any:
+        return rx.train_step(
+            state,
+            batch,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            num_microbatches=spec["num_microbatches"],
+            shardings=shardings,
+        )
+
+    def loss_after(params: Any, state: rx.TrainState, batch: Any) -> Any:
+        state, _ = step(dataclasses.replace(state, params=params), batch)
+        return rx.eval_step(state, batch, loss_fn=loss_fn, shardings=shardings)["loss"].value
+
+    def loss_and_gradients(state: rx.TrainState, batch: Any) -> Any:
+        if spec["mode"] == "outer":
+            return jax.value_and_grad(loss_after)(state.params, state, batch)
+        new, metrics = step(state, batch)
+        return metrics["loss"].value, new.opt_state.trace
+
+    if spec["mode"] == "ensemble":
+        stacked = jax.tree.map(lambda *members: jnp.stack(members), *states)
+        loss, gradients = jax.jit(jax.vmap(loss_and_gradients, (0, None)))(stacked, batch)
+    else:
+        loss, gradients = jax.jit(loss_and_gradients)(states[0], batch)
+    return jax.device_get({"loss": loss, **gradients})
+
+
+def layout_of(model: Any, mesh: Any, kind: str | int) -> Any:
+    """By the rules, all whole, or (a number) dims that divide split over any axes, drawn by that seed."""
+    if kind == "rules":
+        return rx.shard_rules(model, mesh)
+    if kind == "whole":
+        return rx.shard_rules(model, mesh, overrides=[("*", PartitionSpec())])
+    rng = np.random.default_rng(int(kind))
+
+    def one(x: np.ndarray) -> NamedSharding:
+        entries: list[tuple[str, ...]] = [()] * x.ndim
+        rest = list(x.shape)
+        for axis in ("tensor", "fsdp"):
+            dim = rng.integers(-1, x.ndim)
+            if dim >= 0 and rest[dim] % mesh.shape[axis] == 0:
+                entries[dim] = (*entries[dim], axis)
+                rest[dim] //= mesh.shape[axis]
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    return jax.tree.map(one, model)
+
+
+def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """The largest difference by path, over the largest number expected there.
+
+    A gradient that cancels to zero (of a bias before a norm) leaves rounding errors of the others' size, so
+    nothing is compared at less than 1e-5 of the largest gradient. What is not a number is 1e30.
+    """
+    largest = {path: float(np.abs(x).max(initial=0)) for path, x in expected.items()}
+    floor = 1e-5 * max(size for path, size in largest.items() if path != "loss")
+    worst = {}
+    for path, x in expected.items():
+        difference = float(np.abs(found[path] - x).max(initial=0)) / max(largest[path], floor, 1e-30)
+        worst[path] = difference if np.isfinite(difference) else 1e30
+    return worst
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", rx.ShardingWarning)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else is written among the answers
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line))) + "\n")
+        answers.flush()
+        jax.clear_caches()
