@@ -1,5 +1,6 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
+from redco_eqx._birth.init_model import init_model
 from redco_eqx._checkpoint.directory import checkpoints
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
 from redco_eqx._checkpoint.restore import restore
@@ -13,7 +14,6 @@ from redco_eqx._parallel.vocabulary import cross_entropy, embed
 from redco_eqx._sharding.explain import Explanation, explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
 from redco_eqx._sharding.rules import Decision, ShardingWarning, shard_rules
-from redco_eqx._step.birth import init_model
 from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState

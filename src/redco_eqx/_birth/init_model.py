@@ -1,0 +1,197 @@
+"""Sharded birth of a model: of its traced program, what makes a leaf is compiled with the leaf's sharding."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from redco_eqx._birth.flat import Canonical, FlatProgram, flatten, is_key, run_jaxpr, run_stepwise
+from redco_eqx._birth.plan import Birth, is_small, plan
+from redco_eqx._birth.unstack import stack_layers
+from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.rules import Overrides, shard_rules
+from redco_eqx._step.state import is_pair
+from redco_eqx._tree import leaves_with_paths
+from redco_eqx._types import Key
+
+M = TypeVar("M")
+
+
+def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> M:
+    """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
+
+    Each array is computed where it lies: a device makes its own shard of it and nothing larger, also of a
+    stack of layers (`eqx.filter_vmap` over keys). This holds for the usual initialisers: constants, and draws
+    from threefry keys (JAX's default) that are changed element by element (uniform, normal, truncated normal,
+    and their scaled forms).
+
+    Other arrays are made whole on one device, one at a time, and then placed; a stack, one layer at a time.
+    They are: orthogonal matrices and other decompositions; sorts and permutations; what is normalised by a sum
+    over the array; a part of a larger draw, or what is put together of several (slice, concatenation,
+    reshape, `.at[...].set`); what a loop draws (`jax.random.gamma`); draws from keys of other kinds (`rbg`), or
+    with `jax_threefry_partitionable` off; and what is computed from a large array outside of `make_model`. Of
+    these, a stack is made whole, too, where its layers cannot be told apart: it is one draw (from one key for
+    all layers; or from `rbg` keys, which JAX draws together under `vmap`), or made by a loop or `.at[...].set`.
+    If anything in `make_model` has an effect (`jax.debug.print`), all of it is run one operation at a time.
+
+    The values do not depend on the mesh. They are those of `make_model(key)` up to the last bit of a fused
+    operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that
+    are made alike share their compiled programs, so depth does not add to the compilation.
+
+    **Arguments:**
+
+    - `make_model`: makes the model from a key. Its arrays must not depend on anything outside.
+    - `mesh`, `overrides`: as for `shard_rules`.
+    - `key`: a PRNG key.
+
+    **Returns:**
+
+    The model, or what else `make_model` returns (the pair of `eqx.nn.make_with_state`, say).
+
+    **Raises:**
+
+    `ValueError` as `shard_rules` does, before anything is computed.
+    """
+    traced = trace(make_model, mesh, key=key, overrides=overrides)
+    if any(equation.effects for equation in traced.program.equations):
+        arrays = _one_by_one(traced)  # in order
+    else:
+        births = plan(traced.program)
+        small = compute_small(traced.program, births)
+        arrays = [make(birth, small, sharding) for birth, sharding in zip(births, traced.shardings)]
+    return eqx.combine(jax.tree.unflatten(traced.treedef, arrays), traced.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What `make_model` computes, where each of its arrays is to lie, and the rest of the model."""
+
+    program: FlatProgram
+    paths: list[str]
+    shardings: list[NamedSharding]
+    treedef: Any
+    static: Any
+
+
+def trace(make_model: Callable[[Key], Any], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> Traced:
+    """Traces `make_model` and asks the rules. Raises `ValueError` if one array is two leaves."""
+    statics = []
+
+    def make_arrays(key: Key) -> list[Any]:
+        made = make_model(key)
+        dynamic, static = eqx.partition(made, lambda x: isinstance(x, jax.Array))
+        statics.append((jax.tree.structure(dynamic), static))
+        return jax.tree.leaves(dynamic)
+
+    key = _on_this_process(key)
+    closed = jax.make_jaxpr(make_arrays)(key)
+    treedef, static = statics[-1]
+    program = flatten(closed, [key])
+    paths = [path for path, _ in leaves_with_paths(jax.tree.unflatten(treedef, range(treedef.num_leaves)))]
+    first: dict[Var, str] = {}
+    for path, var in zip(paths, program.outputs):
+        if first.setdefault(var, path) != path:
+            raise ValueError(
+                f"init_model: {first[var]} and {path} are one and the same array, which would be updated "
+                "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+            )
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
+    abstract = eqx.combine(jax.tree.unflatten(treedef, abstract), static)
+    if is_pair(abstract):
+        model, model_state = abstract
+        layout = shard_rules(model, mesh, overrides=overrides)
+        layout = (layout, jax.tree.map(lambda _: replicated(mesh), model_state))
+    else:
+        layout = shard_rules(abstract, mesh, overrides=overrides)
+    # NumPy constants are not part of the program: they stay as they are.
+    layout = eqx.filter(layout, jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract))
+    return Traced(program, paths, jax.tree.leaves(layout), treedef, static)
+
+
+def _on_this_process(key: Key) -> Key:
+    """A copy of `key` on the default device, wherever it lies."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.array(key))
+    data = jnp.asarray(np.array(jax.random.key_data(key)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """The small values that leaves are made of: as JAX made them, and on the host (of a key, its data)."""
+
+    values: dict[Var, Any]
+    host: dict[Var, Any]
+
+
+def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
+    """Computes what the programs of the leaves take, and the leaves that are given."""
+    inputs = list(dict.fromkeys(var for birth in births for var in birth.inputs))
+    given = [birth.leaf for birth in births if birth.way == "given"]
+    values: dict[Var, Any] = {}
+    run_stepwise(program, [*inputs, *given], values.__setitem__)
+    # One transfer for all. Programs take NumPy arrays: those are the same for every process, and lie nowhere.
+    fetched = [var for var in inputs if is_small(var)]
+    data = [jax.random.key_data(values[var]) if is_key(var) else values[var] for var in fetched]
+    return Small(values, {**values, **dict(zip(fetched, jax.device_get(data)))})
+
+
+def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
+    """The array of one leaf, in its place."""
+    if birth.way == "given":
+        return put(small.values[birth.leaf], sharding)
+    run = compiled(birth, small, sharding)
+    if birth.way == "spread":
+        return run(*operands(birth, small))
+    if birth.way == "whole":
+        value = put(run(*operands(birth, small)), sharding)
+    else:
+        aval: Any = birth.leaf.aval
+        layers = (run(*operands(birth, small, layer)) for layer in range(aval.shape[0]))
+        value = stack_layers(layers, aval.shape, aval.dtype, sharding)
+    return jax.block_until_ready(value)  # or the next would be made, whole, beside this one
+
+
+def operands(birth: Birth, small: Small, layer: int = 0) -> list[Any]:
+    """What the program of a leaf takes; for this layer, if it makes one."""
+    values = [small.host[var] for var in birth.inputs]
+    return [x[layer : layer + 1] if split else x for x, split in zip(values, birth.per_layer)]
+
+
+def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..., Array]:
+    """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
+    impls = [jax.random.key_impl(small.values[var]) if is_key(var) else None for var in birth.inputs]
+    return _jit(Canonical(birth.program), sharding if birth.way == "spread" else None, tuple(impls))
+
+
+@functools.lru_cache(maxsize=128)
+def _jit(program: Canonical, sharding: NamedSharding | None, impls: tuple[Any, ...]) -> Callable[..., Array]:
+    """A program of NumPy arrays; where there is a PRNG implementation, the array is the data of its key."""
+
+    def wrap(x: Any, impl: Any) -> Any:
+        return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+
+    def run(*operands: Any) -> Array:
+        return run_jaxpr(program.jaxpr, [wrap(x, impl) for x, impl in zip(operands, impls)])[0]
+
+    return jax.jit(run, out_shardings=sharding)
+
+
+def _one_by_one(traced: Traced) -> list[Array]:
+    """The arrays, of a program that is run one equation at a time, each placed as soon as it is computed."""
+    shardings = dict(zip(traced.program.outputs, traced.shardings))
+    arrays: dict[Var, Array] = {}
+
+    def place(var: Var, value: Any) -> None:
+        arrays[var] = put(value, shardings[var])
+
+    run_stepwise(traced.program, traced.program.outputs, place)
+    return [arrays[var] for var in traced.program.outputs]

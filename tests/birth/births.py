@@ -1,0 +1,128 @@
+"""Models to be born, for the tests of `init_model` on one process and on two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from redco_eqx import models
+
+LAYERS = 3
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": LAYERS}
+
+
+def stacked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda key: eqx.filter_vmap(make)(jax.random.split(key, LAYERS))
+
+
+class Block(eqx.Module):
+    """Layers of Equinox, with biases, in a dtype."""
+
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, *, dtype: Any = jnp.float32, key: Array):
+        keys = jax.random.split(key, 3)
+        self.attention = eqx.nn.MultiheadAttention(8, 64, use_query_bias=True, dtype=dtype, key=keys[0])
+        self.norm = eqx.nn.LayerNorm(64, dtype=dtype)
+        self.up = eqx.nn.Linear(64, 2048, dtype=dtype, key=keys[1])
+        self.down = eqx.nn.Linear(2048, 64, dtype=dtype, key=keys[2])
+
+
+def make_initialised(key: Any) -> dict[str, Array]:
+    """By the initialisers of JAX, each in a dtype."""
+    given = jax.nn.initializers
+    makers: dict[str, Any] = {
+        "constant": (given.constant(0.3), jnp.float32),
+        "glorot": (given.glorot_uniform(), jnp.float32),
+        "he": (given.he_normal(), jnp.bfloat16),
+        "normal": (given.normal(), jnp.bfloat16),
+        "zeros": (given.zeros, jnp.bfloat16),
+    }
+    keys = jax.random.split(key, len(makers))
+    return {name: make(key, (64, 128), dtype) for (name, (make, dtype)), key in zip(makers.items(), keys)}
+
+
+def make_llama(key: Any) -> Any:
+    config = models.LlamaConfig(intermediate_size=256, num_attention_heads=8, **SIZES)
+    return models.LlamaForCausalLM(config, stacked=True, key=key)
+
+
+def make_gpt2(key: Any) -> Any:
+    config = models.GPT2Config(n_layer=LAYERS, n_head=8, n_embd=64, vocab_size=512, n_positions=64)
+    return models.GPT2LMHeadModel(config, stacked=True, key=key)
+
+
+# Elementwise after their draw.
+SPREAD: dict[str, Callable[[Any], Any]] = {
+    "block": lambda key: Block(key=key),
+    "block stacked": stacked(lambda key: Block(key=key)),
+    "block bfloat16 stacked": stacked(lambda key: Block(dtype=jnp.bfloat16, key=key)),
+    "initialisers": make_initialised,
+    "initialisers stacked": stacked(make_initialised),
+    "embedding": lambda key: eqx.nn.Embedding(512, 64, key=key),
+    "conv": lambda key: eqx.nn.Conv2d(32, 64, 3, key=key),
+    "lstm": lambda key: eqx.nn.LSTMCell(64, 64, key=key),
+    "llama stacked": make_llama,
+    "gpt2 stacked": make_gpt2,
+    "jitted": eqx.filter_jit(lambda key: eqx.nn.Linear(64, 2048, key=key)),
+    "changed": lambda key: jnp.tril(2 * jax.random.normal(key, (128, 64)).T) / jnp.sqrt(3.0),
+}
+
+
+def normalised(key: Any) -> Array:
+    weight = jax.random.normal(key, (64, 64))
+    return weight / jnp.linalg.norm(weight)
+
+
+def mixed(key: Any) -> Array:
+    """Much of what else a layer's initialisation may do."""
+    first, second = jax.random.split(key)
+    weight = jnp.cumsum(jnp.sort(jax.random.normal(first, (64, 64)), axis=1), axis=0)
+    weight = jnp.where(jnp.tril(jnp.ones((64, 64), bool)), weight, jnp.tanh(weight.T) @ jnp.ones((64, 64)))
+    parts = jnp.split(jax.random.permutation(second, weight), 2)
+    return jnp.concatenate([parts[1], parts[0][::-1]]).reshape(32, 2, 64)
+
+
+orthogonal = jax.nn.initializers.orthogonal()
+
+# Not elementwise: the way in which the one leaf is made, and its maker.
+OTHERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "orthogonal": ("whole", lambda key: orthogonal(key, (64, 64))),
+    "normalised": ("whole", normalised),
+    "mixed": ("whole", mixed),
+    "rbg": ("whole", lambda key: jax.random.normal(rbg(key), (64, 64))),
+    "orthogonal stacked": ("layers", stacked(lambda key: orthogonal(key, (32, 64)))),
+    "normalised stacked": ("layers", stacked(normalised)),
+    "mixed stacked": ("layers", stacked(mixed)),
+    "scaled stacked": (
+        "layers",
+        lambda key: jax.vmap(lambda key, scale: scale * orthogonal(key, (64, 64)))(
+            jax.random.split(key, LAYERS), jnp.arange(1.0, LAYERS + 1)
+        ),
+    ),
+    # All layers share a table that is as long as there are layers.
+    "table stacked": (
+        "layers",
+        stacked(lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 512))) * jnp.arange(3.0)[:, None]),
+    ),
+    "one draw": ("whole", lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 64, 64)))),
+    "rbg stacked": (
+        "whole",
+        lambda key: jax.vmap(lambda key: jax.random.normal(key, (64, 64)))(jax.random.split(rbg(key), LAYERS)),
+    ),
+    "loop": (
+        "whole",
+        lambda key: jax.lax.map(lambda key: jax.random.normal(key, (64, 64)), jax.random.split(key, LAYERS)),
+    ),
+}
+
+
+def rbg(key: Any) -> Any:
+    data = jax.random.key_data(key)
+    return jax.random.wrap_key_data(jnp.concatenate([data, data]), impl="rbg")
