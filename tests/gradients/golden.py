@@ -95,6 +95,10 @@ GOLDEN: dict[str, Spec] = {
     "adapted grouped kernel split, inner step": program(
         {**ADAPTED, "groups": 2}, objective="inner_step", layouts=split(82)
     ),
+    # A kernel that is split along its window: second derivatives.
+    "kernel split along its window, inner step": program(
+        {**SEPARABLE, "size": 2}, spatial=[8, 6], objective="inner_step", layouts=[["fsdp2xtensor4", 17]]
+    ),
     # jax.checkpoint has no reduce_precision of complex numbers.
     "complex parameters": program(
         {"name": "complex_linear", "width": 8, "how": "abs"}, layouts=[["fsdp2xtensor4", 17], ["fsdp8", 1]]

@@ -143,7 +143,7 @@ def test_channels_that_are_split_stay_so():
         hidden = jnp.sin(convolve(hidden, weights["each"], feature_group_count=32))
         return jnp.mean(convolve(hidden, weights["down"]) ** 2)
 
-    compiled = jax.jit(partitioned(jax.grad(loss), mesh, {32 * 3 * 3})).lower(weights, x).compile()
+    compiled = jax.jit(partitioned(jax.grad(loss), mesh, {32 * 3 * 3: ["tensor"]})).lower(weights, x).compile()
     counts = summarize(collectives(compiled, mesh)).counts
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 

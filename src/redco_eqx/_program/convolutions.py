@@ -12,36 +12,43 @@ Inside a `shard_map` over all axes nothing is left to partition.
 
 import functools
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._parallel.sums import psum, vary
 from redco_eqx._program.rewrite import manual_axes, source_line
 from redco_eqx._sharding.mesh import BATCH_AXES
 
+Kernels: TypeAlias = Mapping[int, Collection[str]]
+"""For the number of elements of each kernel that is split, the axes which split it. Two kernels of one size are
+taken for split alike, which costs communication at worst."""
+
 
 def replace_convolution(
-    equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh, split_sizes: Collection[int]
+    equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """What takes the place of `equation` in a program on `mesh`, if it is a grouped convolution.
+    """What takes the place of `equation` in a program on `mesh`, if it is a convolution to be replaced.
 
-    - `split_sizes`: how many numbers the kernels have whose channels `tensor` splits. It only decides what is
-        communicated: with a kernel of that size, channels are taken to be split already.
+    That is a grouped one, and one that reads or makes a kernel which is split: of that, only channels may be.
+    In a `shard_map` over all axes nothing is done.
 
-    Raises `ValueError`, naming the line, in a `shard_map` that leaves axes of the mesh to the compiler.
+    Raises `ValueError`, naming the line, for a grouped one in a `shard_map` that leaves axes to the compiler.
     """
     params = equation.params
     if equation.primitive.name != "conv_general_dilated":
         return None
-    if params["batch_group_count"] == params["feature_group_count"] == 1:
-        return None
     manual = manual_axes(equation)
     left = [axis for axis, size in mesh.shape.items() if axis not in manual and size > 1]
+    arrays: list[Any] = [equation.invars[1], equation.outvars[0]]
+    sizes = [math.prod(x.aval.shape) for x in arrays]
+    if params["batch_group_count"] == params["feature_group_count"] == 1:
+        is_split = not manual and any(size in kernels for size in sizes)
+        return functools.partial(_with_whole_windows, params, mesh) if is_split else None
     if manual and left:
         raise ValueError(
             f"{source_line(equation)}: a grouped convolution in a shard_map over {sorted(manual)} leaves the "
@@ -50,8 +57,24 @@ def replace_convolution(
         )
     if manual:
         return None
-    kernel: Any = equation.outvars[0] if params["batch_group_count"] > 1 else equation.invars[1]
-    return functools.partial(_cut, params, mesh, math.prod(kernel.aval.shape) in split_sizes)
+    kernel_size = sizes[1 if params["batch_group_count"] > 1 else 0]
+    return functools.partial(_cut, params, mesh, "tensor" in kernels.get(kernel_size, ()))
+
+
+def _with_whole_windows(params: dict[str, Any], mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
+    """The convolution, whose kernel, and whose result, is not split along its window: that went wrong as well.
+
+    Of a weight gradient the result is a kernel.
+    """
+
+    def whole(x: Array, spec: tuple[int, ...]) -> Array:
+        free: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        for dim in spec[2:]:
+            free[dim] = None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*free)))
+
+    dims = params["dimension_numbers"]
+    return whole(_convolve(params, lhs, whole(rhs, dims.rhs_spec)), dims.out_spec)
 
 
 def _cut(

@@ -212,10 +212,13 @@ def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | Non
     """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
     if not layout:
         return for_partitioner(program, mesh_of(arguments))
-    shapes = [(arguments[0][path].shape, sharding) for path, sharding in layout.items()]
-    split = [shape for shape, sharding in shapes if "tensor" in axes_of(sharding.spec)]
-    sizes = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or of a stack
-    return for_partitioner(program, next(iter(layout.values())).mesh, sizes)
+    kernels: dict[int, set[str]] = {}
+    for path, sharding in layout.items():
+        shape = arguments[0][path].shape
+        for part in (shape, shape[1:]):  # alone, or of a stack
+            if len(part) > 2 and axes_of(sharding.spec):
+                kernels.setdefault(math.prod(part), set()).update(axes_of(sharding.spec))
+    return for_partitioner(program, next(iter(layout.values())).mesh, kernels)
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
