@@ -9,8 +9,9 @@ import pytest
 from comparison import TOLERANCE, distance, logits, positions, reconfigured, texts, torch_logits
 from references import REFERENCES
 
-from redco_eqx.models import _gptj, _llama, _opt, load_pretrained
+from redco_eqx.models import load_pretrained
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._families import gptj, llama, opt
 
 FAR = 3 * TOLERANCE  # the two forms of gelu differ by 7 times the tolerance, all else by far more
 
@@ -87,15 +88,15 @@ TRAPS = {
         "approximate gelu": configured(activation_function="gelu_new"),
     },
     "gptj": {
-        "rotary halves, not neighbours": patched(_gptj, "rotate", halves),
+        "rotary halves, not neighbours": patched(gptj, "rotate", halves),
         "rotary over the whole head": configured(rotary_dim=8),
-        "MLP after attention": patched(_gptj.GPTJBlock, "__call__", sequential),
+        "MLP after attention": patched(gptj.GPTJBlock, "__call__", sequential),
         "head without bias": lambda model, patch: eqx.tree_at(
             lambda m: m.lm_head.bias, model, replace_fn=jnp.zeros_like
         ),
     },
     "opt_125m": {
-        "positions from row 0": patched(_opt, "POSITION_OFFSET", 0),
+        "positions from row 0": patched(opt, "POSITION_OFFSET", 0),
         "gelu": configured(activation_function="gelu"),
         "no final norm": lambda model, patch: eqx.tree_at(
             lambda m: m.model.decoder.final_layer_norm, model, replace=None
@@ -106,7 +107,7 @@ TRAPS = {
     },
     "llama": {
         "default theta": default_rope,
-        "rotary neighbours, not halves": patched(_llama, "rotate", neighbours),
+        "rotary neighbours, not halves": patched(llama, "rotate", neighbours),
         "another epsilon": configured(rms_norm_eps=1e-6),
     },
     "llama_gqa": {"heads of keys and values swapped": swapped_kv_heads},
