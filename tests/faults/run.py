@@ -369,8 +369,8 @@ def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
     cases = [
         (number, where, at)
         for number in (signal.SIGTERM, signal.SIGINT)
-        # The first calls are those of the rehearsal.
-        for where, at in (("training", 9), ("compilation", 3), ("evaluation", 6), ("prediction", 2))
+        # The first calls are those of the rehearsal; the second trace is that of training.
+        for where, at in (("training", 9), ("compilation", 2), ("evaluation", 6), ("prediction", 2))
     ]
     for number, where, at in cases[:tries]:
         directory, log = base / f"{number.name}-{where}", base / f"{number.name}-{where}.jsonl"
