@@ -3,10 +3,6 @@
 import math
 import pathlib
 import re
-import socket
-import subprocess
-import sys
-import time
 from typing import Any
 
 import births
@@ -16,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_two_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -241,24 +238,4 @@ def test_a_second_model_compiles_nothing():
 
 
 def test_two_processes(tmp_path):
-    script = pathlib.Path(__file__).with_name("_two_process_birth.py")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    logs = [tmp_path / f"{i}.log" for i in range(2)]
-    workers = []
-    for i, log in enumerate(logs):
-        with log.open("w") as output:
-            command = [sys.executable, str(script), str(port), str(i)]
-            workers.append(subprocess.Popen(command, stdout=output, stderr=output))
-    try:
-        end = time.monotonic() + 120
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
-            if any(worker.poll() for worker in workers):  # the other would wait for it
-                break
-            time.sleep(0.05)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(x.read_text() for x in logs)
+    run_two_processes(pathlib.Path(__file__).with_name("_two_process_birth.py"), tmp_path)

@@ -5,8 +5,6 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_two_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -248,26 +247,7 @@ def free_port():
 
 
 def test_two_processes(tmp_path):
-    script = pathlib.Path(__file__).with_name("_two_process_data.py")
-    port = free_port()
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    logs = [tmp_path / f"{i}.log" for i in range(2)]
-    workers = []
-    for i, log in enumerate(logs):
-        command = [sys.executable, str(script), str(port), str(i), str(tmp_path)]
-        with log.open("w") as output:
-            workers.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    try:
-        end = time.monotonic() + 120
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
-            if any(worker.poll() for worker in workers):  # the other would wait for it
-                break
-            time.sleep(0.05)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(x.read_text() for x in logs)
+    run_two_processes(pathlib.Path(__file__).with_name("_two_process_data.py"), tmp_path, str(tmp_path))
     results = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
 
     order = epoch_order(29, jax.random.key(5), 2).tolist()

@@ -11,10 +11,7 @@ import os
 import pathlib
 import re
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from typing import Any, cast
 
 import equinox as eqx
@@ -22,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_two_processes
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -795,27 +793,7 @@ def test_without_safetensors(tmp_path, monkeypatch):
 def test_two_processes(tmp_path):
     arrays = make_arrays("gpt2")
     write(tmp_path / "old", "gpt2", arrays, num_files=2)
-    script = pathlib.Path(__file__).with_name("_two_process_pretrained.py")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    logs = [tmp_path / f"{i}.log" for i in range(2)]
-    workers = []
-    for i, log in enumerate(logs):
-        command = [sys.executable, str(script), str(port), str(i), str(tmp_path)]
-        with log.open("w") as output:
-            workers.append(subprocess.Popen(command, stdout=output, stderr=output))
-    try:
-        end = time.monotonic() + 120
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
-            if any(worker.poll() for worker in workers):  # the other would wait for it
-                break
-            time.sleep(0.05)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(x.read_text() for x in logs)
+    run_two_processes(pathlib.Path(__file__).with_name("_two_process_pretrained.py"), tmp_path, str(tmp_path))
     for form in ("list", "stacked"):
         assert_same(load_file(tmp_path / form / SINGLE), arrays)
         results = [json.loads((tmp_path / f"{form}{i}.json").read_text()) for i in range(2)]
