@@ -18,6 +18,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if getattr(report, "failed", False):
                 failed.add(report.nodeid)
     if tests:
-        names = ("programs", "layouts", "refused", "refused by XLA", "not in JAX")
+        names = ("programs", "layouts", "refused", "refused by JAX", "not in JAX")
         parts = [f"{total[name]} {name}" for name in names]
         terminalreporter.write_line(f"gradients: {', '.join(parts)}, {len(tests & failed)} failures")

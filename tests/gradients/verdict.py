@@ -7,17 +7,18 @@ from typing import Any
 PROPERTY = "gradients"  # of a test's report: its counts
 
 # float64 has 1e-16; sums of some thousand terms in another order, solves and second derivatives lose two digits
-# (the largest of 300 layouts that are right was 2e-14), and more where a random matrix is ill-conditioned.
-# A gradient summed over a device too many, or over a wrong one, was off by 2e-4 or more.
-TOLERANCE = 1e-9
+# (the largest of 300 layouts that are right was 2e-14). Some programs amplify rounding: of one, a change of the
+# parameters by 1e-15 moves the gradients by 2e-9 on one device. A gradient summed over a device too many, or over
+# a wrong one, was off by 2e-4 or more.
+TOLERANCE = 1e-8
 
 # Errors that the library raises by intent, before compilation, naming the line. None arises here so far.
 REFUSALS: tuple[str, ...] = ()
 
 
-# Errors of XLA's own, raised when it compiles, of programs that are none of the library's business: the second
-# derivative of a shift along a split batch, in plain JAX as well.
-BY_XLA = ("during context [hlo verifier]",)
+# Errors that plain JAX raises on a mesh as well, before anything is run: XLA's, of the second derivative of a
+# shift along a split batch, and JAX's, of some convolutions under several `vmap`s whose kernel lies on a mesh.
+BY_JAX = ("during context [hlo verifier]", "NotImplementedError: ")
 
 
 class WrongGradient(AssertionError):
@@ -33,7 +34,7 @@ class Died(AssertionError):
 
 
 class Counts(collections.Counter[str]):
-    """Of `programs`, `layouts`, layouts `refused` and `refused by XLA`, programs `not in JAX`."""
+    """Of `programs`, `layouts`, layouts `refused` and `refused by JAX`, programs `not in JAX`."""
 
     def judge(self, answer: dict[str, Any]) -> None:
         """Counts, and raises for a failure."""
@@ -49,8 +50,8 @@ class Counts(collections.Counter[str]):
             error = layout.get("error")
             if error is not None and is_refusal(error):
                 self["refused"] += 1
-            elif error is not None and any(kind in error for kind in BY_XLA):
-                self["refused by XLA"] += 1
+            elif error is not None and any(kind in error for kind in BY_JAX):
+                self["refused by JAX"] += 1
             elif error is not None:
                 raise Raised(f"{where}: {error}")
             elif max(layout["differences"].values()) > TOLERANCE:
