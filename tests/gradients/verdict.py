@@ -7,9 +7,9 @@ from typing import Any
 PROPERTY = "gradients"  # of a test's report: its counts
 
 # float64 has 1e-16; sums of some thousand terms in another order, solves and second derivatives lose two digits
-# (the largest of 300 layouts that are right was 2e-14). Some programs amplify rounding: of one, a change of the
-# parameters by 1e-15 moves the gradients by 2e-9 on one device. A gradient summed over a device too many, or over
-# a wrong one, was off by 2e-4 or more.
+# (the largest of 300 layouts that are right was 2e-14). Some programs amplify rounding: of one, a change of
+# the parameters by 1e-15 moves the gradients by 2e-9 on one device. A gradient summed over a device too many,
+# or over a wrong one, was off by 2e-4 or more.
 TOLERANCE = 1e-8
 
 # Errors that the library raises by intent, before compilation, naming the line. None arises here so far.
