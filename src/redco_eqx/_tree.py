@@ -5,7 +5,7 @@ and errors.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -34,6 +34,12 @@ def is_trainable(x: Any) -> bool:
 def describe(x: Any) -> str:
     """An array's dtype and shape, `float32[4,8]`, for messages."""
     return f"{x.dtype}[{','.join(str(n) for n in x.shape)}]"
+
+
+def listed(names: Sequence[str], limit: int = 1, *, separator: str = ", ") -> str:
+    """The first names, and how many more there are, for messages: `a, b and 3 more`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
 
 
 def join(*parts: str) -> str:

@@ -1,12 +1,14 @@
 """The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from redco_eqx._pytree import pytree_dataclass
 
 Key: TypeAlias = PRNGKeyArray
 """A typed PRNG key, as made by `jax.random.key`."""
@@ -15,8 +17,18 @@ Batch: TypeAlias = PyTree
 """A PyTree of arrays that share their leading dim."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+Examples: TypeAlias = Any
+"""Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
+
+
+AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+"""An array of JAX or NumPy, concrete, traced or abstract."""
+
+Number: TypeAlias = AnyArray | float | int
+"""A scalar: such an array without dims, or a number of Python."""
+
+
+@pytree_dataclass
 class Mean:
     """A weighted mean that can still be added to: the sum and the weight it is over.
 
@@ -30,8 +42,8 @@ class Mean:
     - `weight`: the sum of weights (tokens, say), a scalar.
     """
 
-    total: Any
-    weight: Any
+    total: Number
+    weight: Number
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)

@@ -16,6 +16,7 @@ from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import put
 from redco_eqx._step.state import TrainState
+from redco_eqx._tree import listed
 
 
 def restore(
@@ -103,10 +104,8 @@ def select(
     )
     names, problems = choose(wanted, found, new=new, unused=unused)
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(
-            f"the state does not fit the checkpoint {info.path}.\n  " + "\n  ".join(problems[:20]) + more
-        )
+        found = listed(problems, 20, separator="\n  ")
+        raise ValueError(f"the state does not fit the checkpoint {info.path}.\n  {found}")
     for name, x in own.items():
         if name not in names and not has_value(x):
             raise ValueError(
@@ -125,8 +124,7 @@ def read(info: CheckpointInfo, like: TrainState, names: Sequence[str]) -> TrainS
     damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise CheckpointError(
-            f"{info.path} is damaged: the checksum of {damaged[0]} and of {len(damaged) - 1} more arrays is "
-            "not the one that was written"
+            f"{info.path} is damaged: the checksum of {listed(damaged)} is not the one that was written"
         )
     for name in names:
         x = stored[name] if name in stored else _empty(targets[name])

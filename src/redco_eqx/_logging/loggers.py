@@ -40,16 +40,24 @@ def _format_row(row: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger(_Closing):
-    """Prints one line per row, its columns aligned, above a progress bar if there is one."""
+    """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from."""
 
-    def __init__(self, stream: Any = None):
-        """**Arguments:** `stream`: the text stream to print to, `sys.stderr` by default."""
+    def __init__(self, stream: Any = None, *, progress: bool | None = None):
+        """**Arguments:**
+
+        - `stream`: the text stream to print to, `sys.stderr` by default.
+        - `progress`: whether `fit` shows a bar; `None` does so on a terminal.
+        """
         self._stream = stream
+        self.progress = progress
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         columns = [f"{name} {float(value):<10.4g}" for name, value in row.items()]
-        line = "  ".join([f"step {step:>8}", *columns]).rstrip()
-        tqdm.write(line, file=self._stream or sys.stderr)
+        self.say("  ".join([f"step {step:>8}", *columns]).rstrip())
+
+    def say(self, message: str) -> None:
+        """Prints a line, above a bar if there is one."""
+        tqdm.write(message, file=self._stream or sys.stderr)
 
 
 class JSONLLogger(_Closing):

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import join, path_of
@@ -33,7 +34,12 @@ def init_optimizer(
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return jax.jit(init, out_shardings=shardings)(params)
+    compiled = kept(
+        (optimizer,),
+        ("init_optimizer", signature(params)),
+        lambda: jax.jit(init, out_shardings=shardings).lower(params).compile(),
+    )
+    return compiled(params)
 
 
 def like_params(

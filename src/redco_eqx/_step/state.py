@@ -7,19 +7,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int, PyTree
 
-from redco_eqx._sharding.mesh import trimmed
+from redco_eqx._pytree import pytree_dataclass
+from redco_eqx._sharding.mesh import check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
-from redco_eqx._types import Key
+from redco_eqx._types import AnyArray, Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class TrainState:
     """Everything that a training step reads and writes. All leaves are arrays; made by `init_state`.
 
@@ -36,12 +36,12 @@ class TrainState:
     - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
     """
 
-    params: dict[str, Any]
-    frozen: dict[str, Any]
-    model_state: dict[str, Any]
+    params: dict[str, AnyArray]
+    frozen: dict[str, AnyArray]
+    model_state: dict[str, AnyArray]
     opt_state: PyTree
-    key: Any
-    step: Any
+    key: Key | jax.ShapeDtypeStruct
+    step: Int[AnyArray, "..."]
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -49,7 +49,7 @@ class TrainState:
         """The model, or the pair `(model, eqx.nn.State)` if it was given as one."""
         return self.build(self.params, self.model_state)
 
-    def build(self, params: dict[str, Any], model_state: dict[str, Any]) -> Any:
+    def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
         """The model with these arrays in place of the state's own."""
         structure, state_structure = self.structure
         model = structure.build({**params, **self.frozen})
@@ -59,6 +59,11 @@ class TrainState:
 def stream(state: TrainState, tag: int) -> Key:
     """The key of one stream of randomness at this step."""
     return jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
+
+
+def order_key(state: TrainState, begin: int) -> Key:
+    """The key from which `fit` draws the order of the examples, in a run that began at step `begin`."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
 
 
 def step_of(state: TrainState) -> int:
@@ -73,6 +78,19 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     if not all(isinstance(sharding, NamedSharding) for sharding in layout.values()):
         return None
     return {path: NamedSharding(s.mesh, trimmed(s.spec)) for path, s in layout.items()}
+
+
+def state_mesh(state: TrainState) -> Mesh:
+    """The mesh that a state lies on.
+
+    Raises `ValueError` if the state was donated or deleted, or if the mesh is not of a kind that can be used.
+    """
+    check_alive(state)
+    sharding = state.step.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        check_mesh(sharding.mesh)
+        return sharding.mesh
+    return one_device_mesh(next(iter(state.step.devices())))
 
 
 def check_alive(state: TrainState) -> None:

@@ -23,7 +23,7 @@ from redco_eqx._program.unused import zero_outputs
 from redco_eqx._sharding.mesh import axes_of, batch_sharding, num_batch_shards
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
-from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
+from redco_eqx._tree import leaves_with_paths, listed, to_arrays, to_paths
 from redco_eqx._types import (
     RESERVED_METRICS,
     Batch,
@@ -125,7 +125,8 @@ def train_step(
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
         opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, state.params, layout))
-    report = {"loss": loss, **metrics, "grad_norm": as_mean(_global_norm(grads), 1.0, "grad_norm")}
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
     learning_rate = _learning_rate(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
@@ -226,10 +227,9 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     first = gradient.results.num_leaves - len(paths)
     unused = [paths[i - first] for i in zero_outputs(gradient) if i >= first]
     if unused:
-        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
+            f"{listed(unused, 10)}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=4,
         )
 
@@ -261,8 +261,8 @@ def _layout(shardings: PyTree, params: dict[str, Any]) -> Layout:
     missing = [path for path in params if path not in found]
     if missing:
         raise ValueError(
-            f"shardings has no NamedSharding for {missing[0]} and {len(missing) - 1} more parameters. Pass "
-            "shard_rules(model, mesh) of the same model."
+            f"shardings has no NamedSharding for {listed(missing)}. Pass shard_rules(model, mesh) of the same "
+            "model."
         )
     return {path: found[path] for path in params}
 
@@ -293,14 +293,6 @@ def _microbatches(batch: Batch, number: int, layout: Layout | None) -> Batch:
 
     leaves = [one(path, x) for path, x in leaves_with_paths(batch)]
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
-
-def _global_norm(grads: dict[str, Array]) -> Array:
-    # Leaf by leaf: flattening a gradient into a vector would gather every column-split one.
-    squares = [
-        jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, jnp.float32))))) for g in grads.values()
-    ]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def _learning_rate(opt_state: PyTree) -> Array | None:
