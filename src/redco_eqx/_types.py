@@ -1,7 +1,7 @@
 """The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,14 @@ Examples: TypeAlias = Any
 """Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
 
 
-AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-"""An array of JAX or NumPy, concrete, traced or abstract."""
+if (
+    TYPE_CHECKING
+):  # an array for those who write code, and what may stand for one for those who check at run time
+    AnyArray: TypeAlias = Array
+else:
+    AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
-Number: TypeAlias = AnyArray | float | int
+Number: TypeAlias = AnyArray | np.ndarray | np.generic | float | int
 """A scalar: such an array without dims, or a number of Python."""
 
 

@@ -16,8 +16,9 @@ from helpers import QUICK_COMPILE, assert_close, filled, mesh_of
 from jax.sharding import PartitionSpec
 from published import PUBLISHED
 
-from redco_eqx import batch_sharding, cast, cross_entropy, from_arrays, models, shard_rules, to_arrays
+from redco_eqx import batch_sharding, cast, from_arrays, models, shard_rules, to_arrays
 from redco_eqx._compiled.collectives import collectives
+from redco_eqx.layers import cross_entropy
 from redco_eqx.models._blocks.attention import attend
 from redco_eqx.models._families.registry import read_family
 

@@ -152,7 +152,7 @@ def test_adafactor_keeps_what_is_left_of_a_split():
     mesh = helpers.mesh_of("2x2x2")
     model, _ = helpers.place(helpers.make_mlp(), mesh)
     state = init_state(model, OPTIMIZERS["adafactor"](), key=KEY)
-    weight = state.params["layers.0.weight"]
+    weight: Any = state.params["layers.0.weight"]
     assert weight.shape == (128, 64)
     assert weight.sharding.spec == P("tensor", "fsdp")
     factors = {x.shape: x for path, x in moments(state.opt_state, state.params) if path == "layers.0.weight"}

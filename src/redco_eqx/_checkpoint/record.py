@@ -39,6 +39,20 @@ class RunRecord:
     evaluations: tuple[dict[str, Any], ...] = ()
     window: dict[str, Any] | None = None
 
+    @classmethod
+    def begin_at(cls, step: int, *, batch_size: int, num_examples: int) -> "RunRecord":
+        """A run that begins at this step."""
+        return cls(step, 0, 0, 0, batch_size, num_examples)
+
+    def advanced(self, epoch: int, batch: int) -> "RunRecord":
+        """One step later, which has led to this place."""
+        num_steps = self.num_steps + 1
+        return dataclasses.replace(self, num_steps=num_steps, epoch=epoch, batch=batch, window=None)
+
+    def evaluated(self, row: Mapping[str, float]) -> "RunRecord":
+        """With the results of an evaluation at this step."""
+        return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
+
     @property
     def step(self) -> int:
         """The step of the state."""

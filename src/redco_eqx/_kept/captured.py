@@ -58,6 +58,7 @@ class Captured:
     - `variables`: the value of each variable, default, attribute or entry, by where it was found; equal for
         what would be traced alike. Functions compare by their code and what they capture in turn.
     - `objects`: all that is compared by identity.
+    - `has_tracer`: whether there is a value of a trace among it, which may be over.
     """
 
     def __init__(self, functions: tuple[Any, ...], on_death: Callable[[], None] = lambda: None):
@@ -67,6 +68,7 @@ class Captured:
         """
         self.variables: dict[str, Hashable] = {}
         self.objects: list[Same] = []
+        self.has_tracer = False
         self._on_death = on_death
         self._seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no id is used twice
         self._num_values = 0
@@ -85,6 +87,7 @@ class Captured:
             return type(x), x
         if isinstance(x, float | complex):
             return type(x), repr(x)  # NaN is like NaN, and 0.0 not like -0.0
+        self.has_tracer = self.has_tracer or isinstance(x, jax.core.Tracer)
         if isinstance(x, jax.Array | type | types.ModuleType | types.BuiltinFunctionType):
             return self._same(x)
         if isinstance(x, np.ndarray | np.generic) and x.dtype != object:

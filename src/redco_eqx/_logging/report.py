@@ -77,8 +77,10 @@ class Reporter:
         self._bar.advance()
         pending = self._pending
         # A look, not a wait: the time of a window is not that of its fetch, which is a window later.
-        if pending is not None and pending.finished_at is None and pending.window.ok.is_ready():
-            pending.finished_at = time.perf_counter()
+        if pending is not None and pending.finished_at is None:
+            ok = pending.window.ok
+            if isinstance(ok, jax.Array) and ok.is_ready():
+                pending.finished_at = time.perf_counter()
 
     def push(self, step: int, epoch: float, window: Window) -> bool:
         """Takes the window that ends at `step`, after so many epochs, and reports the one before.

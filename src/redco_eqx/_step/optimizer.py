@@ -5,9 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._kept.captured import Captured
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
@@ -34,12 +36,12 @@ def init_optimizer(
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    compiled = kept(
-        (optimizer,),
-        ("init_optimizer", signature(params)),
-        lambda: jax.jit(init, out_shardings=shardings).lower(params).compile(),
-    )
-    return compiled(params)
+    jitted = jax.jit(init, out_shardings=shardings)
+    # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
+    if any(isinstance(x, Tracer) for x in params.values()) or Captured((optimizer,)).has_tracer:
+        return jitted(params)
+    key = "init_optimizer", signature(params)
+    return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
 
 
 def like_params(

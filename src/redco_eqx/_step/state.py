@@ -40,7 +40,7 @@ class TrainState:
     frozen: dict[str, AnyArray]
     model_state: dict[str, AnyArray]
     opt_state: PyTree
-    key: Key | jax.ShapeDtypeStruct
+    key: AnyArray
     step: Int[AnyArray, "..."]
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
 

@@ -29,9 +29,9 @@ class Window:
     """
 
     metrics: Metrics
-    num_steps: Int[AnyArray, ""]
-    num_skipped: Int[AnyArray, ""]
-    ok: Bool[AnyArray, ""]
+    num_steps: Int[AnyArray | np.ndarray, ""]
+    num_skipped: Int[AnyArray | np.ndarray, ""]
+    ok: Bool[AnyArray | np.ndarray, ""]
 
 
 def guarded(

@@ -55,11 +55,11 @@ def check_batch_sizes(
     check_positive("fit", num_microbatches=num_microbatches)
     for name, size, number in (
         ("batch_size", batch_size, num_microbatches),
-        ("Evaluation(batch_size=)", eval_batch_size or num_shards, 1),
+        ("Evaluation's batch_size", eval_batch_size or num_shards, 1),
     ):
         if size < 1 or size % (number * num_shards) != 0:
             times = f"num_microbatches={number} times " if number > 1 else ""
-            raise ValueError(f"fit: {name} is {size}, but must be a positive multiple of {times}{shards}.")
+            raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
 
 
 class BatchShapes:

@@ -76,22 +76,22 @@ class Evaluation:
         try:
             batch_sizes(self.examples, self.batch_size or 1, "pad", state_mesh(state))
             first = [self.examples[i] for i in range(min(len(self.examples), self.batch_size or 1))]
-            row = dataclasses.replace(self, examples=first, predictions_directory=None)(state)
+            return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
         except Exception as error:
             error.add_note("This happened when fit tried the evaluation on the first batch of its examples.")
             raise
-        assert row is not None
-        return row
 
-    def __call__(
-        self, state: TrainState, *, stops: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
+    def __call__(self, state: TrainState) -> dict[str, float]:
         """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
-
-        `None`, and no file, once `stops()`, which is asked before each batch, is true.
 
         Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
         """
+        row = self.unless(lambda: False, state)
+        assert row is not None
+        return row
+
+    def unless(self, stops: Callable[[], bool], state: TrainState) -> dict[str, float] | None:
+        """The same; or `None`, and no file, once `stops()`, which is asked before each batch, is true."""
         collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
         if collate_fn is None or loss_fn is None or batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")

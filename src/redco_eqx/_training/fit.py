@@ -151,7 +151,7 @@ def fit(
         row = {} if evaluation is None else evaluation.rehearse(state)
         check_keep_best(checkpoints.keep_best if checkpoints else (), row)
         saver = stack.enter_context(Saver(checkpoints))
-        begin = RunRecord(step_of(state), 0, 0, 0, batch_size, epochs.num_examples)
+        begin = RunRecord.begin_at(step_of(state), batch_size=batch_size, num_examples=epochs.num_examples)
         state, run, source = saver.resume(state, begin, release=donate)
         if source is None and not donate:
             state = jax.tree.map(jnp.copy, state)

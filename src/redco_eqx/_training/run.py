@@ -70,9 +70,7 @@ class Training:
             self._window, self._num_in_window = program.window, 0
         self.state, self._window = program.compiled(self.state, self._window, batch)
         self._num_in_window += 1
-        self.run = dataclasses.replace(
-            self.run, num_steps=self.run.num_steps + 1, epoch=place.epoch, batch=place.batch, window=None
-        )
+        self.run = self.run.advanced(place.epoch, place.batch)
         self._throttle(self._window)
         if is_first:
             jax.block_until_ready(self._window)
@@ -99,12 +97,11 @@ class Training:
         """
         self.check()
         with self._reporter.paused():
-            row = evaluation(self.state, stops=stops)
+            row = evaluation.unless(stops, self.state)
         if row is None:
             return False
         self._reporter.row(self.run.step, row)
-        found = {"step": self.run.step, **row}
-        self.run = dataclasses.replace(self.run, evaluations=(*self.run.evaluations, found))
+        self.run = self.run.evaluated(row)
         return True
 
     def save(self, *, finished: bool) -> None:
