@@ -1,6 +1,7 @@
 """Frozen dataclasses as PyTrees, whose annotations may say what their leaves are."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -29,7 +30,7 @@ def pytree_dataclass(cls: C) -> C:
         children, auxiliary = flatten(x)
         return tuple(zip(keys, children)), auxiliary
 
-    def unflatten(auxiliary: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
+    def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Any:
         x = object.__new__(cls)
         x.__dict__.update(zip(dynamic, children))
         x.__dict__.update(zip(static, auxiliary))

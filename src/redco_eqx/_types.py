@@ -21,15 +21,13 @@ Examples: TypeAlias = Any
 """Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
 
 
-if (
-    TYPE_CHECKING
-):  # an array for those who write code, and what may stand for one for those who check at run time
+# For a type checker an array, and any number; at run time, all that may stand for one (abstract values, say).
+if TYPE_CHECKING:
     AnyArray: TypeAlias = Array
+    Number: TypeAlias = Any
 else:
     AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-
-Number: TypeAlias = AnyArray | np.ndarray | np.generic | float | int
-"""A scalar: such an array without dims, or a number of Python."""
+    Number: TypeAlias = AnyArray | float | int
 
 
 @pytree_dataclass

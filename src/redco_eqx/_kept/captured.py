@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 # Beyond so many values to compare (a table of words, say), compiling again is the better choice.
 _MOST = 20_000
@@ -87,7 +88,7 @@ class Captured:
             return type(x), x
         if isinstance(x, float | complex):
             return type(x), repr(x)  # NaN is like NaN, and 0.0 not like -0.0
-        self.has_tracer = self.has_tracer or isinstance(x, jax.core.Tracer)
+        self.has_tracer = self.has_tracer or isinstance(x, Tracer)
         if isinstance(x, jax.Array | type | types.ModuleType | types.BuiltinFunctionType):
             return self._same(x)
         if isinstance(x, np.ndarray | np.generic) and x.dtype != object:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -78,8 +79,8 @@ class Reporter:
         pending = self._pending
         # A look, not a wait: the time of a window is not that of its fetch, which is a window later.
         if pending is not None and pending.finished_at is None:
-            ok = pending.window.ok
-            if isinstance(ok, jax.Array) and ok.is_ready():
+            ok: Any = pending.window.ok
+            if ok.is_ready():
                 pending.finished_at = time.perf_counter()
 
     def push(self, step: int, epoch: float, window: Window) -> bool:

@@ -74,10 +74,12 @@ def step_of(state: TrainState) -> int:
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     """How the parameters lie, by path; `None` if not all of them were laid out on a mesh."""
-    layout = {path: x.sharding for path, x in state.params.items()}
-    if not all(isinstance(sharding, NamedSharding) for sharding in layout.values()):
-        return None
-    return {path: NamedSharding(s.mesh, trimmed(s.spec)) for path, s in layout.items()}
+    layout = {}
+    for path, x in state.params.items():
+        if not isinstance(x.sharding, NamedSharding):
+            return None
+        layout[path] = NamedSharding(x.sharding.mesh, trimmed(x.sharding.spec))
+    return layout
 
 
 def state_mesh(state: TrainState) -> Mesh:
