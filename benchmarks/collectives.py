@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._compiled.collectives import Collective, collectives, summarize
+from redco_eqx._compiled.collectives import Collective
 
 MIB = 2**20
 # Machine code is not wanted. These options act after the collectives are decided: the counts are equal.

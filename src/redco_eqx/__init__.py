@@ -5,6 +5,7 @@ from redco_eqx._checkpoint.directory import checkpoints
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
 from redco_eqx._checkpoint.restore import restore
 from redco_eqx._checkpoint.writer import CheckpointWriter, save
+from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
@@ -51,6 +52,7 @@ __all__ = [
     "cast",
     "checkpoints",
     "column",
+    "communication",
     "cross_entropy",
     "embed",
     "eval_step",

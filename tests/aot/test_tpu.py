@@ -7,6 +7,7 @@ each device's part, which it keeps throughout a scan.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +25,8 @@ import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._birth import init_model as making
 from redco_eqx._birth import plan as planning
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import communication
 
 SIZES = bench.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up
@@ -40,10 +42,10 @@ def compiled(
     case = bench.quickstart_case() if sizes is None else bench.shaped(case_name, sizes, **options)
     mesh = topology.mesh(name, fsdp=fsdp, tensor=tensor)
     program = bench.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
-    return case, mesh, collectives(program, mesh), program.memory_analysis()
+    return case, mesh, communication(program, mesh), program.memory_analysis()
 
 
-def over(found: list[Collective], axis: str) -> list[Collective]:
+def over(found: Iterable[Collective], axis: str) -> list[Collective]:
     return [c for c in found if any(axis in a for a in c.axes)]
 
 
@@ -113,7 +115,7 @@ def test_fsdp_of_a_users_own_layers_moves_and_keeps_what_zero_3_does():
         program = bench.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
     model = eqx.filter_eval_shape(make_model, jax.random.key(0))
     parameters, layer = num_bytes(model), num_bytes(model.layers[0])
-    sent = sum(c.sent_bytes for c in collectives(program, mesh)) / ((1 - 1 / mesh.size) * parameters)
+    sent = sum(c.sent_bytes for c in communication(program, mesh)) / ((1 - 1 / mesh.size) * parameters)
     assert 2.85 <= sent <= 3.15
     # With 8 layers one whole layer is a quarter of what is split.
     assert program.memory_analysis().peak_memory_in_bytes <= 4 * parameters / mesh.size + layer
@@ -144,7 +146,7 @@ def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone(
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
     batch = jax.ShapeDtypeStruct((16, 32, 8, 8), jnp.float32, sharding=rx.batch_sharding(mesh))
     step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    found = collectives(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
+    found = communication(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
     assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("data",))}
 
 

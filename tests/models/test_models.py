@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from published import PUBLISHED
 
 from redco_eqx import batch_sharding, cast, cross_entropy, from_arrays, models, shard_rules, to_arrays
-from redco_eqx._compiled.collectives import collectives
+from redco_eqx._compiled.communication import communication
 from redco_eqx.models._blocks.attention import attend
 from redco_eqx.models._families.registry import read_family
 
@@ -388,7 +388,7 @@ def forward_collectives(name: str, stacked: bool) -> tuple[tuple[str, tuple[str,
     ids = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=batch_sharding(mesh))
     forward = jax.jit(lambda arrays, ids: eqx.combine(arrays, static)(ids))
     compiled = forward.lower(arrays, ids).compile(compiler_options=QUICK_COMPILE)
-    found = collectives(compiled, mesh)
+    found = communication(compiled, mesh)
     return tuple((c.kind, c.axes) for c in found for _ in range(c.count * len(c.shapes)))
 
 
