@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 import redco_eqx as rx
 from redco_eqx._tree import to_arrays, to_paths
 from redco_eqx.models import load_pretrained, save_pretrained
-from redco_eqx.models._files.safetensors import Reader
+from redco_eqx.models._files.safetensors import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZE, VOCABULARY, LAYERS = 64, 128, 2  # so that some arrays are above the size at which fsdp splits
@@ -218,14 +218,14 @@ def test_options_reach_the_model(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """`[(key, index, bytes)]` of everything read from files."""
-    log, read = [], Reader.read
+    log, read = [], Stored.read
 
-    def counting(self, stored, index):
-        array = read(self, stored, index)
-        log.append((stored.key, index, array.nbytes))
+    def counting(self, index):
+        array = read(self, index)
+        log.append((self.key, index, array.nbytes))
         return array
 
-    monkeypatch.setattr(Reader, "read", counting)
+    monkeypatch.setattr(Stored, "read", counting)
     return log
 
 
