@@ -91,14 +91,12 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     arguments, for devices that are not there. Loops are multiplied out: the numbers are those of one call.
     Not counted: transfers to and from the host, and point-to-point `send` and `recv`.
 
-    !!! example
-
-        ```python
-        step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
-        found = rx.communication(step.lower(state, batch).compile(), mesh)
-        print(found)
-        assert set(found.by_axes) == {("data",), ("tensor",)}
-        ```
+    ```python
+    step = jit_step(partial(train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
+    found = communication(step.lower(state, batch).compile(), mesh)
+    print(found)
+    assert set(found.by_axes) == {("data",), ("tensor",)}
+    ```
 
     **Arguments:**
 
