@@ -1,4 +1,4 @@
-"""One of the two processes of `test_save_pretrained.py::test_two_processes`; arguments: port, process, directory."""
+"""One of the two processes of `test_save_pretrained.py`; arguments: port, process, directory."""
 
 import json
 import os
