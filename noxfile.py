@@ -5,6 +5,7 @@ import nox
 
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 

@@ -11,24 +11,20 @@ Only the ratios within one run mean something.
 
 import argparse
 import functools
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from workloads import quickstart
+
+import redco_eqx as rx
 
 jax.config.update("jax_num_cpu_devices", 8)
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import quickstart  # noqa: E402
-
-import redco_eqx as rx  # noqa: E402
 
 
 def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:

@@ -7,6 +7,7 @@ from redco_eqx._checkpoint.directory import list_checkpoints
 from redco_eqx._checkpoint.record import CheckpointError
 from redco_eqx._checkpoint.restore import restore
 from redco_eqx._checkpoint.writer import save
+from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
@@ -40,6 +41,7 @@ __all__ = [
     "batch_sharding",
     "batches",
     "cast",
+    "communication",
     "eval_step",
     "evaluate",
     "explain",

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,9 @@ from helpers import MESHES, filled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import Communication, communication
+from redco_eqx._compiled.shapes import num_elements
 from redco_eqx._parallel.scan import check_remat
 from redco_eqx.models import (
     GPT2Config,
@@ -45,18 +48,14 @@ def mesh_of(name: str) -> Mesh:
 def counted(compiled: Any, mesh: Mesh, *, larger_than: int = 0) -> Counter:
     """`{(kind, axes): number of arrays}` of more than so many elements on a device, loops multiplied out."""
     counts: Counter = Counter()
-    for c in collectives(compiled, mesh):
+    for c in communication(compiled, mesh):
         for shape in c.shapes:
-            if elements(shape) > larger_than:
+            if num_elements(shape) > larger_than:
                 counts[c.kind, c.axes] += c.count
     return counts
 
 
-def elements(shape: str) -> int:
-    return math.prod(int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n)
-
-
-def gathered_bytes(found: list[Collective], axis: str) -> int:
+def gathered_bytes(found: Iterable[Collective], axis: str) -> int:
     return sum(c.total_bytes for c in found if c.kind == "all-gather" and c.axes == (axis,))
 
 
@@ -393,7 +392,7 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
     for got, wanted in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
-    found = collectives(compiled, mesh)
+    found = communication(compiled, mesh)
     assert not [c for c in found if c.kind in KINDS]
     # Neither the batch nor the logits are gathered: over fsdp each table once, and over tensor the stream.
     assert {c.axes for c in found if c.kind == "all-gather"} <= {("fsdp",), ("tensor",)}
@@ -458,7 +457,7 @@ def model_loss(model: Any, batch: Any, key: Any) -> Any:
 @cache
 def step_of(
     name: str, mesh_name: str, *, train: bool = True, **more: Any
-) -> tuple[Any, list[Collective], dict[str, Any]]:
+) -> tuple[Any, Communication, dict[str, Any]]:
     """Mesh, collectives and abstract arrays of one step of a model, compiled and not run."""
     mesh = mesh_of(mesh_name)
     model = eqx.filter_eval_shape(lambda key: MODELS[name](**more, key=key), jax.random.key(0))
@@ -474,15 +473,15 @@ def step_of(
         step = functools.partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings)
     else:
         step = functools.partial(rx.eval_step, loss_fn=model_loss, shardings=shardings)
-    return mesh, collectives(jax.jit(step).lower(state, batch).compile(), mesh), rx.to_arrays(model)
+    return mesh, communication(jax.jit(step).lower(state, batch).compile(), mesh), rx.to_arrays(model)
 
 
-def over_tensor(mesh: Mesh, found: list[Collective]) -> Counter:
+def over_tensor(mesh: Mesh, found: Iterable[Collective]) -> Counter:
     """Arrays that cross the tensor axis (alone or with others), larger than one number for each token."""
     counts: Counter = Counter()
     for c in found:
         for shape in c.shapes if any("tensor" in axis for axis in c.axes) else ():
-            if elements(shape) > BATCH * LENGTH:
+            if num_elements(shape) > BATCH * LENGTH:
                 counts[c.kind, c.axes] += c.count
     return counts
 
@@ -542,7 +541,7 @@ def test_fsdp_and_tensor_add_up():
 def only_streams(c: Collective) -> Collective:
     """Of what the compiler combined, the arrays (batch, length, size)."""
     shapes = tuple(shape for shape in c.shapes if shape.count(",") == 2)
-    return dataclasses.replace(c, shapes=shapes, result_bytes=4 * sum(map(elements, shapes)))
+    return dataclasses.replace(c, shapes=shapes, result_bytes=4 * sum(map(num_elements, shapes)))
 
 
 @pytest.mark.parametrize(

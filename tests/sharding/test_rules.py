@@ -16,7 +16,8 @@ from zoo import ZOO, Entry, goldens
 from zoo._entry import strip
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives
+from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.shapes import num_elements
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE, decide
 
 P = PartitionSpec
@@ -106,11 +107,11 @@ def test_sharded_equals_unsharded_with_clean_collectives(entry):
     if entry.activation_all_reduces is None:
         return
     forward = jax.jit(loss).lower(placed, placed_batch).compile()
-    found = collectives(forward, mesh)
+    found = communication(forward, mesh)
     rows = len(jax.tree.leaves(batch)[0]) // mesh.shape["data"]
     sizes = {rows * size for size in entry.activation_sizes}
     elements = [
-        int(np.prod([int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n]))
+        num_elements(shape)
         for c in found
         if c.kind == "all-reduce" and "tensor" in c.axes
         for shape in c.shapes
@@ -150,7 +151,7 @@ def chain_cost(mesh, widths, specs):
     out = (NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, params))
     step = jax.jit(jax.value_and_grad(loss), out_shardings=out)
     compiled = step.lower(params, array(4, 16, widths[0])).compile()
-    return sum(c.total_bytes for c in collectives(compiled, mesh))
+    return sum(c.total_bytes for c in communication(compiled, mesh))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import communication
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.trace import trace
 
@@ -33,7 +34,7 @@ def gathers(function: Callable[..., Any], weight: Any) -> list[Collective]:
     program, keeps = gather_where_used(trace(function, weight, X), [weight.sharding, None])
     loss = jax.checkpoint(program, policy=lambda *_, **__: False) if keeps else program
     gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(WHOLE, weight.sharding))
-    found = collectives(gradient.lower(weight, X).compile(), MESH)
+    found = communication(gradient.lower(weight, X).compile(), MESH)
     assert {c.kind for c in found} <= {"all-gather", "all-reduce"}  # no activation was moved
     return [c for c in found if c.kind == "all-gather"]
 
@@ -125,7 +126,7 @@ def test_an_override_reaches_every_block(stacked):
         state = rx.init_state(model, optimizer, key=jax.random.key(1))
         batch = jax.ShapeDtypeStruct((16, 17), jnp.int32, sharding=rx.batch_sharding(MESH))
         step = partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings)
-        found = collectives(jax.jit(step).lower(state, batch).compile(), MESH)
+        found = communication(jax.jit(step).lower(state, batch).compile(), MESH)
         return {shape for c in found if c.kind == "all-gather" for shape in c.shapes}
 
     by_rules = gathered([])

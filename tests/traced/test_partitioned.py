@@ -14,7 +14,7 @@ from helpers import MESHES, assert_close, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives, summarize
+from redco_eqx._compiled.communication import communication
 from redco_eqx._program.partitioned import partitioned
 
 SGD = optax.sgd(1.0)
@@ -122,7 +122,7 @@ def test_a_weight_gradient_is_summed_over_the_axes_of_the_batch_once():
     mesh = mesh_of("data2xtensor4")
     model, x = placed(mesh)
     gradient = partitioned(jax.grad(lambda model, x: jnp.mean(model(x) ** 2)), mesh)
-    counts = summarize(collectives(jax.jit(gradient).lower(model, x).compile(), mesh)).counts
+    counts = communication(jax.jit(gradient).lower(model, x).compile(), mesh).counts
     assert set(counts) == {("all-reduce", ("data",))}
 
 
@@ -144,7 +144,7 @@ def test_channels_that_are_split_stay_so():
         return jnp.mean(convolve(hidden, weights["down"]) ** 2)
 
     compiled = jax.jit(partitioned(jax.grad(loss), mesh, {32 * 3 * 3: ["tensor"]})).lower(weights, x).compile()
-    counts = summarize(collectives(compiled, mesh)).counts
+    counts = communication(compiled, mesh).counts
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 
 

@@ -12,13 +12,26 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tqdm import tqdm
 
 C = TypeVar("C")
 
 _num_event_files = itertools.count()
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """What is printed to: `sys.stderr`, an open file."""
+
+    def write(self, text: str, /) -> object:
+        """Takes some text."""
+        ...
+
+    def flush(self) -> object:
+        """Hands it on."""
+        ...
 
 
 class _Closing:
@@ -42,7 +55,7 @@ def _format_row(row: Mapping[str, float]) -> str:
 class ConsoleLogger(_Closing):
     """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from."""
 
-    def __init__(self, stream: Any = None, *, progress: bool | None = None):
+    def __init__(self, stream: TextStream | None = None, *, progress: bool | None = None):
         """**Arguments:**
 
         - `stream`: the text stream to print to, `sys.stderr` by default.
@@ -171,7 +184,7 @@ class Progress(_Closing):
         initial: int = 0,
         description: str = "",
         show: bool | None = None,
-        stream: Any = None,
+        stream: TextStream | None = None,
     ):
         """**Arguments:**
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypedDict
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
@@ -56,7 +56,7 @@ class Model(eqx.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         *,
         remat: Remat = "none",
         attention: Implementation | None = None,
@@ -66,7 +66,7 @@ class Model(eqx.Module):
         self.sequence_parallel = sequence_parallel
 
 
-def make_layers(make_layer: Callable[..., Any], config: Config, *, stacked: bool, key: Key) -> Any:
+def make_layers(make_layer: Callable[..., eqx.Module], config: Config, *, stacked: bool, key: Key) -> PyTree:
     """`config.num_layers` times `make_layer(config, key=key)`.
 
     A list; or, `stacked`, one layer whose arrays have a leading dim that numbers them.
@@ -78,7 +78,7 @@ def make_layers(make_layer: Callable[..., Any], config: Config, *, stacked: bool
 
 
 def run_layers(
-    layers: Any,
+    layers: PyTree,
     x: Float[Array, "b t size"],
     context: Context,
     cache: Cache | None,
@@ -86,7 +86,7 @@ def run_layers(
     num_layers: int,
     remat: Remat,
     key: Key | None,
-) -> tuple[Float[Array, "b t size"], Any]:
+) -> tuple[Float[Array, "b t size"], tuple[Array, ...]]:
     """All layers, one after another, and the keys and values of the cache with these tokens added.
 
     Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is what `Context.attend`
@@ -94,7 +94,9 @@ def run_layers(
     """
     keys = None if key is None else jax.random.split(key, num_layers)
 
-    def one(layer: Any, x: Array, given: Any, cached: Any) -> tuple[Array, Any, Any]:
+    def one(
+        layer: PyTree, x: Array, given: tuple[Array, Key | None], cached: tuple[Array, ...]
+    ) -> tuple[Array, None, tuple[Array, ...]]:
         index, key = given
         x, piece = layer(x, context, (*cached, index) if cached else None, key)
         return x, None, piece[:2] if piece else ()
