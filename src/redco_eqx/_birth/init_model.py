@@ -16,7 +16,7 @@ from jaxtyping import Array
 from redco_eqx._birth.flat import Canonical, FlatProgram, flatten, is_key, run_jaxpr, run_stepwise
 from redco_eqx._birth.plan import Birth, is_small, plan
 from redco_eqx._birth.unstack import stack_layers
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 from redco_eqx._tree import leaves_with_paths
@@ -147,12 +147,12 @@ def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
 def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
-        return put(small.values[birth.leaf], sharding)
+        return put_global(small.values[birth.leaf], sharding)
     run = compiled(birth, small, sharding)
     if birth.way == "spread":
         return run(*operands(birth, small))
     if birth.way == "whole":
-        value = put(run(*operands(birth, small)), sharding)
+        value = put_global(run(*operands(birth, small)), sharding)
     else:
         aval: Any = birth.leaf.aval
         layers = (run(*operands(birth, small, layer)) for layer in range(aval.shape[0]))
@@ -191,7 +191,7 @@ def _one_by_one(traced: Traced) -> list[Array]:
     arrays: dict[Var, Array] = {}
 
     def place(var: Var, value: Any) -> None:
-        arrays[var] = put(value, shardings[var])
+        arrays[var] = put_global(value, shardings[var])
 
     run_stepwise(traced.program, traced.program.outputs, place)
     return [arrays[var] for var in traced.program.outputs]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, shape_of, variables
-from redco_eqx._sharding.mesh import put
+from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None
 Params: TypeAlias = dict[str, Any]
@@ -92,7 +92,7 @@ def stack_layers(layers: Iterable[Array], shape: tuple[int, ...], dtype: Any, sh
     stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     place = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
     for index, layer in enumerate(layers):
-        stack = jax.block_until_ready(_write(stack, put(layer, place), index, sharding))
+        stack = jax.block_until_ready(_write(stack, put_global(layer, place), index, sharding))
     return stack
 
 

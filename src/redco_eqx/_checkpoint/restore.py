@@ -14,7 +14,7 @@ from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, re
 from redco_eqx._checkpoint.names import MODEL, choose, from_names, has_value, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.mesh import put
+from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
 
 
@@ -156,4 +156,4 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Any:
-    return put(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
+    return put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]

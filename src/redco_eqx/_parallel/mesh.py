@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 
 
-def mesh_of(*trees: PyTree) -> AbstractMesh | None:
+def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
     """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
 
     Under a trace an array no longer knows its spec, but it knows its mesh, if it came in committed to one (or

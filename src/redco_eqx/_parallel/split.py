@@ -15,7 +15,7 @@ from redco_eqx._tree import is_array, leaves_with_paths
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class SplitLayer:
     """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and how to put it together again.
 
     - `bias`: what a row split adds after the sum over shards; the layer then has zeros in its place.
@@ -27,7 +27,7 @@ class Split:
     bias: Array | None = None
 
 
-def split_layer(layer: Any, side: Literal["out", "in"], num_shards: int, unit: int) -> Split | None:
+def split_layer(layer: Any, side: Literal["out", "in"], num_shards: int, unit: int) -> SplitLayer | None:
     """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be.
 
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
@@ -57,7 +57,7 @@ def split_layer(layer: Any, side: Literal["out", "in"], num_shards: int, unit: i
         whole = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
         return lambda x: apply(whole, x)
 
-    return Split(leaves, specs, build, bias)
+    return SplitLayer(leaves, specs, build, bias)
 
 
 def apply(layer: Any, x: Array) -> Array:

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from redco_eqx._parallel.linear import check_sequence
-from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
-from redco_eqx._parallel.split import Split, apply, split_layer
+from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
+from redco_eqx._parallel.split import SplitLayer, apply, split_layer
 from redco_eqx._sharding.mesh import axes_of, axis_size
 from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
@@ -39,7 +39,7 @@ def embed(
 
     `ValueError` if the length does not divide under `sequence_parallel`.
     """
-    mesh = mesh_of(table, ids)
+    mesh = traced_mesh(table, ids)
     if mesh is None or mesh.size == 1:
         return jnp.take(table, ids, axis=0)
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
@@ -123,7 +123,7 @@ def cross_entropy(
         )
     counted = (labels != ignore_label).astype(jnp.float32)
     weights = counted if weights is None else counted * weights
-    mesh = mesh_of(head, hidden)
+    mesh = traced_mesh(head, hidden)
     if mesh is None or mesh.size == 1:
         return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
@@ -205,7 +205,7 @@ def _function(head: Any) -> Callable[[Array], Array]:
     return lambda x: apply(head, x)
 
 
-def _split_head(head: Any, num_shards: int) -> Split | None:
+def _split_head(head: Any, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
     if num_shards > 1 and not is_array(head):
         return split_layer(head, "out", num_shards, 1)
@@ -218,7 +218,7 @@ def _split_head(head: Any, num_shards: int) -> Split | None:
     def build(leaves: list[Array]) -> Callable[[Array], Array]:
         return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
 
-    return Split(leaves, [spec] * len(leaves), build)
+    return SplitLayer(leaves, [spec] * len(leaves), build)
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:

@@ -35,6 +35,18 @@ def alternate(chain: list[Link], size: int) -> list[Split]:
 
     Costs count the features of every activation that a collective returns, forward and backward.
     """
+    # What the links that are left cost depends on one thing alone of those before: whether the activation
+    # between them is split. So for each of the two only the best way there is kept, and each way is extended by
+    # each split of the next link:
+    #
+    #   link     needs its input    leaves its output    communicates
+    #   whole    whole              whole                nothing
+    #   column   whole              split                the input's gradient, summed: in_size
+    #   row      split              whole                its output, summed: out_size; of an input that came
+    #                                                    whole and is cut here, the gradient, gathered: in_size
+    #
+    # A split activation that the next link needs whole is gathered, and its gradient summed: 2 * in_size.
+    #
     # best[is the activation split]: (links left whole, cost, splits), compared in this order.
     best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
     for index, link in enumerate(chain):

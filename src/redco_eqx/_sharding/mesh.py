@@ -134,7 +134,7 @@ def one_device_mesh(device: Any) -> Mesh:
     return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def put(x: Any, sharding: NamedSharding) -> Array:
+def put_global(x: Any, sharding: NamedSharding) -> Array:
     """`x` as a global array laid out by `sharding`.
 
     Every process holds it whole and equal, or it is a global array already.
@@ -146,7 +146,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
+        data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from redco_eqx._sharding.mesh import one_device_mesh, put, replicated
+from redco_eqx._sharding.mesh import one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
@@ -131,7 +131,7 @@ def _placement(
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         if isinstance(x, jax.Array) and x.aval.weak_type:  # it would not be weak after the first update
             x = jax.lax.convert_element_type(x, x.dtype)
-        return put(x, sharding)
+        return put_global(x, sharding)
 
     return place, layout
 

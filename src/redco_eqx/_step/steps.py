@@ -14,7 +14,7 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._parallel.mesh import mesh_of
+from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._parallel.remat import keep_products
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.partitioned import for_partitioner
@@ -211,7 +211,7 @@ def _program(
 def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | None) -> Program:
     """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
     if not layout:
-        return for_partitioner(program, mesh_of(arguments))
+        return for_partitioner(program, traced_mesh(arguments))
     kernels: dict[int, set[str]] = {}
     for path, sharding in layout.items():
         shape = arguments[0][path].shape

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import describe, path_of
 from redco_eqx._types import Batch, Mean, Metrics, as_mean
@@ -110,7 +110,7 @@ def window_from_json(saved: dict[str, Any], mesh: Mesh) -> Window:
         for name, (dtype, total, weight) in saved["metrics"].items()
     }
     window = Window(metrics, np.asarray(saved["num_skipped"], np.int32), np.ones((), bool))
-    return jax.tree.map(lambda x: put(x, replicated(mesh)), window)
+    return jax.tree.map(lambda x: put_global(x, replicated(mesh)), window)
 
 
 def is_like(window: Window, other: Window) -> bool:

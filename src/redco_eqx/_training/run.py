@@ -10,7 +10,7 @@ from redco_eqx._checkpoint.names import has_value
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Position
 from redco_eqx._logging.report import Reporter
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
 from redco_eqx._training.checks import BatchShapes
@@ -68,7 +68,7 @@ class Training:
         is_first, empty = self._empty is None, self._empty
         if empty is None:
             window = self._begin_window(self.state, batch)
-            empty = self._empty = jax.tree.map(lambda x: put(x, replicated(self._mesh)), window)
+            empty = self._empty = jax.tree.map(lambda x: put_global(x, replicated(self._mesh)), window)
             if self._window is not None and not is_like(self._window, empty):
                 self._window, self._num_in_window = None, 0  # saved by another program
         self.state, self._window = self._body(self.state, self._window or empty, batch)
