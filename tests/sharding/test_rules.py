@@ -299,7 +299,7 @@ def test_large_replicated_arrays_are_listed_in_one_warning():
         rx.shard_rules(model, abstract_mesh(tensor=4))
     (message,) = [str(w.message) for w in caught]
     assert "2 large arrays" in message
-    assert "w_q: float32[512, 8, 64], 1.0 MiB on every device" in message
+    assert "w_q: float32[512,8,64], 1.0 MiB on every device" in message
     assert "small" not in message
     assert "norm" not in message
     with warnings.catch_warnings():

@@ -5,8 +5,8 @@ that of applying the layers one by one. On one device, and on a mesh whose `tens
 also what is done.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Inexact
 
 from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
-from redco_eqx._parallel.split import SplitLayer, apply, split_layer
+from redco_eqx._parallel.split import Layer, SplitLayer, apply, split_layer
 from redco_eqx._parallel.sums import psum, vary
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
@@ -22,7 +22,7 @@ Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 def column(
     x: Inexact[Array, "*batch in"],
-    *layers: Callable[[Array], Array],
+    *layers: Layer,
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[Inexact[Array, "..."], ...]:
@@ -84,7 +84,7 @@ def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_par
 
 def row(
     x: Inexact[Array, "*batch in"] | Sequence[Inexact[Array, "*batch _"]],
-    layer: Callable[[Array], Array] | Sequence[Callable[[Array], Array]],
+    layer: Layer | Sequence[Layer],
     *,
     unit: int = 1,
     sequence_parallel: bool = False,
@@ -109,8 +109,8 @@ def row(
     `ValueError` if the length does not divide under `sequence_parallel`, or there are not as many inputs as
     layers.
     """
-    xs: list[Any] = list(x) if isinstance(x, list | tuple) else [x]
-    layers: list[Any] = list(layer) if isinstance(layer, list | tuple) else [layer]
+    xs = list(x) if isinstance(x, Sequence) else [x]
+    layers = list(layer) if isinstance(layer, Sequence) else [layer]
     if len(xs) != len(layers) or not xs:
         raise ValueError(f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each layer.")
     mesh = traced_mesh(layers, xs)

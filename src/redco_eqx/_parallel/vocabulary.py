@@ -1,7 +1,6 @@
 """Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from redco_eqx._parallel.linear import check_sequence
 from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
-from redco_eqx._parallel.split import SplitLayer, apply, split_layer
+from redco_eqx._parallel.split import Layer, SplitLayer, apply, split_layer
 from redco_eqx._sharding.mesh import axes_of, axis_size
 from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
@@ -72,9 +71,13 @@ def embed(
     )(table, ids)
 
 
+Head: TypeAlias = Float[Array, "rows size"] | Layer
+"""What makes logits of hidden states: the table itself, or a layer."""
+
+
 def cross_entropy(
     hidden: Float[Array, "*batch length size"],
-    head: Any,
+    head: Head,
     labels: Int[Array, "*batch length"],
     *,
     weights: Num[Array, "*batch length"] | None = None,
@@ -157,7 +160,7 @@ def cross_entropy(
 
 def _chunked(
     hidden: Array,
-    head: Callable[[Array], Array],
+    head: Layer,
     labels: Array,
     weights: Array,
     num_chunks: int,
@@ -199,23 +202,23 @@ def _cross_entropy(logits: Array, labels: Array, axis: str | None) -> Array:
     return jnp.log(sums) + greatest - picked
 
 
-def _function(head: Any) -> Callable[[Array], Array]:
-    if is_array(head):
-        return lambda x: jnp.einsum("...i,oi->...o", x, head)
-    return lambda x: apply(head, x)
+def _function(head: Head) -> Layer:
+    if callable(head):
+        return lambda x: apply(head, x)
+    return lambda x: jnp.einsum("...i,oi->...o", x, head)
 
 
-def _split_head(head: Any, num_shards: int) -> SplitLayer | None:
+def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
-    if num_shards > 1 and not is_array(head):
+    if num_shards > 1 and callable(head):
         return split_layer(head, "out", num_shards, 1)
-    if num_shards > 1 and head.shape[0] % num_shards:
+    if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
         return None
     arrays, static = eqx.partition(head, is_array)
     leaves, treedef = jax.tree.flatten(arrays)
     spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
 
-    def build(leaves: list[Array]) -> Callable[[Array], Array]:
+    def build(leaves: list[Array]) -> Layer:
         return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
 
     return SplitLayer(leaves, [spec] * len(leaves), build)

@@ -7,7 +7,9 @@ and a narrowing Linear that is Megatron's column then row.
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from redco_eqx._sharding.model_tree import Matrix
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,7 +18,7 @@ class Link:
 
     in_size: int
     out_size: int
-    members: list[Any]
+    members: list[Matrix]
 
     def feeds(self, after: "Link") -> bool:
         """Whether the output fits the other's input, whole or as the two halves of a fused gate."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
@@ -117,7 +118,7 @@ def without_axis(entry: str | tuple[str, ...] | None, axis: str) -> str | tuple[
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
     """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
-    entries: list[Any] = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -134,7 +135,7 @@ def one_device_mesh(device: Any) -> Mesh:
     return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def put_global(x: Any, sharding: NamedSharding) -> Array:
+def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
     """`x` as a global array laid out by `sharding`.
 
     Every process holds it whole and equal, or it is a global array already.

@@ -7,11 +7,11 @@ Nothing is decided here. A `Matrix` is whatever acts like a Linear: a module wit
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from redco_eqx._tree import children, is_array, join, leaves_with_paths
 
@@ -30,7 +30,7 @@ class Node:
 
     path: str
     name: str
-    value: Any
+    value: PyTree
     parent: "Node | None"
     children: "list[Node]" = dataclasses.field(default_factory=list)
     stack: int = 0
@@ -122,7 +122,7 @@ class Table:
     dim: int
 
 
-def read_model(model: Any) -> tuple[Node, dict[str, str]]:
+def read_model(model: PyTree) -> tuple[Node, dict[str, str]]:
     """The root node, and for each leaf that `eqx.nn.Shared` ties: its path -> path of the real leaf."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
     tied: dict[str, str] = {}
@@ -137,7 +137,7 @@ def read_model(model: Any) -> tuple[Node, dict[str, str]]:
     return root, tied
 
 
-def _read(value: Any, path: str, name: str, parent: Node | None, tied: dict[str, str]) -> Node:
+def _read(value: PyTree, path: str, name: str, parent: Node | None, tied: dict[str, str]) -> Node:
     node = Node(path, name, value, parent)
     if isinstance(value, eqx.nn.Shared):
         value = _expand(value, path, tied)
@@ -146,7 +146,7 @@ def _read(value: Any, path: str, name: str, parent: Node | None, tied: dict[str,
     return node
 
 
-def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> Any:
+def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> PyTree:
     """The layers with the tied leaves put back, so that the rules see them where they are used."""
     try:
         whole = {"pytree": shared()}

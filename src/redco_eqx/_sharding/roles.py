@@ -9,9 +9,9 @@ what is left to its parent, up to the block.
 import dataclasses
 import itertools
 import re
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from redco_eqx._sharding.attention import (
     Fused,
@@ -47,7 +47,7 @@ class Role:
     stack: int = 0
 
 
-def tensor_roles(model: Any, size: int) -> dict[str, Role]:
+def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     """The role of each array of `model` on a `tensor` axis of the given size, by path."""
     root, tied = read_model(model)
     return _Resolver(root, tied, size).resolve()

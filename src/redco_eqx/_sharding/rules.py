@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import describe, is_array, to_arrays
+from redco_eqx._tree import describe, first_few, is_array, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
@@ -133,10 +133,9 @@ def _match_overrides(
         spec = PartitionSpec(*spec)  # a plain tuple will do
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
-            some = ", ".join(list(arrays)[:5])
             raise ValueError(
                 f"overrides: the pattern {pattern!r} matches no array. A pattern matches a whole path; "
-                f"paths begin: {some}, ..."
+                f"paths are: {first_few(list(arrays), most=5)}."
             )
         for path in paths:
             _check_spec(path, pattern, arrays[path], spec, mesh)
@@ -175,8 +174,7 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     ]
     if whole:
         lines = [
-            f"  {d.path}: {d.dtype}{list(d.shape)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: "
-            f"{d.reason}"
+            f"  {d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
             for d in whole
         ]
         warnings.warn(

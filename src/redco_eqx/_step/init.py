@@ -14,7 +14,7 @@ from redco_eqx._sharding.mesh import one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
-from redco_eqx._tree import is_array, is_trainable, to_arrays, to_paths
+from redco_eqx._tree import is_array, is_trainable, lack_of_value, to_arrays, to_paths
 from redco_eqx._types import Key
 
 
@@ -141,10 +141,9 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
     for path, x in arrays.items():
         if not isinstance(x, jax.Array):
             continue
-        if x.is_deleted():
-            raise ValueError(
-                f"init_state: {path} has been deleted. It was donated, perhaps with an earlier state."
-            )
+        lack = lack_of_value(x)
+        if lack is not None:
+            raise ValueError(f"init_state: {path} {lack}.")
         for buffer in _buffers(x):
             if owners.setdefault(buffer, path) != path:
                 raise ValueError(

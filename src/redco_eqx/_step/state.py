@@ -6,12 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._sharding.mesh import trimmed
 from redco_eqx._step.structure import Structure
+from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
@@ -79,10 +79,11 @@ def check_alive(state: TrainState) -> None:
     """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        lack = lack_of_value(x)
+        if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
-                "what that returned, or call fit(..., donate=False)."
+                f"state: its array {path} {lack}. Use what the step or fit returned, or call "
+                "fit(..., donate=False)."
             )
 
 

@@ -23,7 +23,7 @@ from redco_eqx._program.unused import zero_outputs
 from redco_eqx._sharding.mesh import axes_of, batch_sharding, num_batch_shards
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
-from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
+from redco_eqx._tree import first_few, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
     RESERVED_METRICS,
     Batch,
@@ -226,10 +226,9 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     first = gradient.results.num_leaves - len(paths)
     unused = [paths[i - first] for i in zero_outputs(gradient) if i >= first]
     if unused:
-        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
+            f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=4,
         )
 
@@ -261,8 +260,8 @@ def _layout(shardings: PyTree, params: dict[str, Any]) -> Layout:
     missing = [path for path in params if path not in found]
     if missing:
         raise ValueError(
-            f"shardings has no NamedSharding for {missing[0]} and {len(missing) - 1} more parameters. Pass "
-            "shard_rules(model, mesh) of the same model."
+            f"shardings has no NamedSharding for {first_few(missing)}. Pass shard_rules(model, mesh) of the "
+            "same model."
         )
     return {path: found[path] for path in params}
 
