@@ -104,7 +104,7 @@ CONFIG = models.LlamaConfig(
 
 def model_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden, _ = model.hidden_states(batch[:, :-1], key=key)
-    return rx.cross_entropy(hidden, model.head, batch[:, 1:])
+    return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
@@ -155,10 +155,7 @@ def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
 
     monkeypatch.setattr("redco_eqx._sharding.rules.decide", refuse)
     rows = np.random.default_rng(0).integers(0, 64, (24, 17)).astype(np.int32)
-    rx.fit(
-        state, rows, collate_fn=np.stack, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=3,
-        progress=False,
-    )  # fmt: skip
+    rx.fit(state, rows, collate_fn=np.stack, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=3, loggers=())  # fmt: skip
     assert len(traces) == 1
 
 

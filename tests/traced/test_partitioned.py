@@ -208,10 +208,7 @@ def test_fit_mends_a_step_of_the_users_own():
             params = jax.tree.map(lambda p, g: p - g, state.params, grads)
             return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": value}
 
-        state = rx.fit(
-            state, images(), collate_fn=np.stack, loss_fn=whole_loss, optimizer=SGD, batch_size=16,
-            num_steps=1, step_fn=step_fn, progress=False,
-        )  # fmt: skip
+        state = rx.fit(state, images(), collate_fn=np.stack, loss_fn=whole_loss, optimizer=SGD, batch_size=16, num_steps=1, step_fn=step_fn, loggers=())  # fmt: skip
         return jax.tree.map(np.asarray, state.params)
 
     assert_close(run("data2xtensor4"), run("one"), **CLOSE)
@@ -225,10 +222,10 @@ def test_complex_products_train(name):
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def layers(model: Any, x: Any) -> Any:
-            return rx.row(jnp.tanh(rx.column(x, model[0])[0]), model[1])
+            return rx.layers.row(jnp.tanh(rx.layers.column(x, model[0])[0]), model[1])
 
-        x = rx.scan_layers(layers, [model], batch, remat="row_out")
-        x = rx.scan_layers(layers, [model], x)
+        x = rx.layers.scan_layers(layers, [model], batch, remat="row_out")
+        x = rx.layers.scan_layers(layers, [model], x)
         return jnp.mean(jnp.abs(jax.vmap(model[1])(jax.vmap(model[0])(x))) ** 2)
 
     def grads(name: str) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, variables
 from redco_eqx._program.atoms import dtype_of, shape_of, type_of
@@ -24,9 +24,8 @@ from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None
 Params: TypeAlias = dict[str, Any]
-StackDims: TypeAlias = Sequence[
-    Any
-]  # a `Dim` for each operand; where an operation has one alone, that is known
+StackDims: TypeAlias = Sequence[Any]
+"""A `Dim` for each operand; that of a single operand is known."""
 
 # Each element of the result depends on the elements of the operands at its own place alone, or on none.
 _NAMES = """
@@ -90,7 +89,7 @@ def one_layer(program: Jaxpr) -> tuple[Jaxpr, list[bool]] | None:
 
 
 def stack_layers(
-    layers: Iterable[Array], shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding
+    layers: Iterable[Shaped[Array, "1 ..."]], shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding
 ) -> Array:
     """Layers, each of shape `(1, *shape[1:])` and whole on one device, as one array laid out by `sharding`.
 
@@ -104,7 +103,12 @@ def stack_layers(
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _write(stack: Array, layer: Array, index: ArrayLike, sharding: NamedSharding) -> Array:
+def _write(
+    stack: Shaped[Array, "layers *one"],
+    layer: Shaped[Array, "1 *one"],
+    index: ArrayLike,
+    sharding: NamedSharding,
+) -> Shaped[Array, "layers *one"]:
     stack = jax.lax.dynamic_update_slice_in_dim(stack, layer, index, 0)
     return jax.lax.with_sharding_constraint(stack, sharding)
 

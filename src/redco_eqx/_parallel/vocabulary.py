@@ -159,13 +159,13 @@ def cross_entropy(
 
 
 def _chunked(
-    hidden: Array,
+    hidden: Float[Array, "*batch length size"],
     head: Layer,
-    labels: Array,
-    weights: Array,
+    labels: Int[Array, "*batch length"],
+    weights: Num[Array, "*batch length"],
     num_chunks: int,
     axis: str | None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, ""], Num[Array, ""]]:
     """Weighted sum of the cross-entropy, and sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
@@ -184,7 +184,9 @@ def _chunked(
     return jnp.sum(totals), jnp.sum(weights)
 
 
-def _cross_entropy(logits: Array, labels: Array, axis: str | None) -> Array:
+def _cross_entropy(
+    logits: Float[Array, "*tokens vocabulary"], labels: Int[Array, "*tokens"], axis: str | None
+) -> Float[Array, "*tokens"]:
     """For each token. With `axis`, the last dim of `logits` is this shard's part of the vocabulary."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
@@ -230,7 +232,9 @@ def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _own_part(x: Array, mesh: AbstractMesh) -> Array:
+def _own_part(
+    x: Float[Array, "batch length size"], mesh: AbstractMesh
+) -> Float[Array, "batch own_length size"]:
     """A device's part along dim 1 of what all devices along `tensor` have whole."""
     size = x.shape[1] // axis_size(mesh, "tensor")
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, axis=1)

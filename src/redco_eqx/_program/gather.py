@@ -18,6 +18,7 @@ from jaxtyping import Array
 from redco_eqx._parallel.fsdp import gather, is_split
 from redco_eqx._program.atoms import Atom, shape_of, type_of
 from redco_eqx._program.trace import Program, abstract
+from redco_eqx._sharding.mesh import axes_of
 
 Layout: TypeAlias = Sequence[NamedSharding | None]
 """For each of some arrays how it is split over `fsdp`; `None` for one that is not."""
@@ -91,10 +92,7 @@ class _Walk:
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
         if kind == "scan":
-            inner = _body(equation).invars
-            layers = [_of_one_layer(x, shape_of(a), shape_of(b))
-                      for x, a, b in zip(inputs, equation.invars, inner)]  # fmt: skip
-            return self._inside(equation, layers, in_checkpoint)
+            return self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
         if kind in ("checkpoint", "remat", "remat2"):
             return self._inside(equation, inputs, in_checkpoint=True)
         if kind in ("jit", "pjit"):
@@ -121,13 +119,16 @@ def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     return equation.replace(params={**equation.params, "jaxpr": new})
 
 
-def _of_one_layer(
-    sharding: NamedSharding | None, outer: tuple[int, ...], inner: tuple[int, ...]
-) -> NamedSharding | None:
-    """The layout of what a scan takes of a stack; `None` for what goes through all its steps alike."""
-    if sharding is None or len(inner) == len(outer) or sharding.spec[0] is not None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
+    """The layout of one layer of each stack; `None` for what goes through all steps of the scan alike."""
+
+    def one(sharding: NamedSharding | None, outer: Atom, inner: Atom) -> NamedSharding | None:
+        is_stack = len(shape_of(inner)) < len(shape_of(outer))
+        if sharding is None or not is_stack or sharding.spec[0] is not None:
+            return None
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    return [one(*triple) for triple in zip(inputs, scan.invars, _body(scan).invars)]
 
 
 # Operations that leave a weight split.
@@ -180,6 +181,11 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
 
 
 def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
+    """A `shard_map` takes an operand as it is split if its body first casts it to vary along `fsdp`.
+
+    Such a body sums the operand's gradient over `fsdp`, where it casts. A gather in place of the cast hands
+    over the same, and its transpose, a reduce-scatter, leaves each device its own part of the gradient.
+    """
     body, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
     invars, equations, taken = list(body.invars), list(body.eqns), []
     for i, sharding in enumerate(inputs):
@@ -224,13 +230,10 @@ def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[st
         x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
         return jax.lax.pcast(x, rest, to="varying") if rest else x
 
-    out = PartitionSpec(tuple(axis for entry in spec if entry for axis in _axes(entry)) + rest)
+    # Of the mapped function only the body is used; what varies has to be said in `out_specs` all the same.
+    out = PartitionSpec((*axes_of(spec), *rest))
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=out)
     return _traced(mapped, aval).eqns[0].params["jaxpr"]
-
-
-def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
 
 
 def _traced(function: Callable[[Array], Array], aval: ShapedArray) -> Jaxpr:
