@@ -113,7 +113,7 @@ def loss_fn(model: models.DecoderLM, batch: dict[str, Any], key: Any) -> rx.Mean
     """Mean next-token cross-entropy."""
     hidden, _ = model.hidden_states(batch["tokens"][:, :-1])
     parallel = model.sequence_parallel
-    return rx.layers.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], sequence_parallel=parallel)
+    return rx.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], sequence_parallel=parallel)
 
 
 def shaped(name: str, sizes: Sizes | None = None, **options: Any) -> Case:

@@ -79,7 +79,11 @@ def fit_seconds(
 ) -> list[float]:
     """Seconds per step in each of `rounds` log windows of one `fit`, after the first, which compiles."""
     rates: list[float] = []
-    rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=(rounds + 1) * num_steps, log_every=num_steps, loggers=[lambda step, row: rates.append(row["train/examples_per_second"])])  # fmt: skip
+    rx.fit(
+        state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer, batch_size=8,
+        num_steps=(rounds + 1) * num_steps, log_every=num_steps, progress=False,
+        loggers=[lambda step, row: rates.append(row["train/examples_per_second"])],
+    )  # fmt: skip
     return [8 / rate for rate in rates[1:]]
 
 

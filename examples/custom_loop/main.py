@@ -52,7 +52,7 @@ def predict_by_vit(model: Any, batch: Any, key: Any) -> Float[Array, "batch 10"]
     return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
 
 
-def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.types.PredictFn = predict_fn) -> Array:
+def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.PredictFn = predict_fn) -> Array:
     """The cross-entropy."""
     logits = predict_fn(model, batch, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
@@ -163,9 +163,10 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
         optimizer=optimizer,
         batch_size=args.batch_size,
         num_epochs=args.epochs,
-        evaluation=rx.Evaluation(
-            held_out, predict_fn=predict_by_vit, metric_fn=accuracy, predictions_directory=args.output
-        ),
+        eval_examples=held_out,
+        predict_fn=predict_by_vit,
+        metric_fn=accuracy,
+        predictions_directory=args.output,
         checkpoints=args.checkpoints,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )

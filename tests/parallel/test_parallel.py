@@ -75,12 +75,12 @@ class Attention(eqx.Module):
         if plain:
             q, k, v = (per_token(layer)(x) for layer in siblings)
         else:
-            q, k, v = rx.layers.column(x, *siblings, unit=8, sequence_parallel=parallel)
+            q, k, v = rx.column(x, *siblings, unit=8, sequence_parallel=parallel)
         heads = (y.reshape(*y.shape[:-1], -1, 8) for y in (q, k, v))
         y = jax.nn.dot_product_attention(*heads, is_causal=True).reshape(q.shape)
         if plain:
             return per_token(self.output)(y)
-        return rx.layers.row(y, self.output, unit=8, sequence_parallel=parallel)
+        return rx.row(y, self.output, unit=8, sequence_parallel=parallel)
 
 
 class Layer(eqx.Module):
@@ -93,8 +93,8 @@ class Layer(eqx.Module):
         x = x + self.attention(x, plain, parallel)
         if plain:
             return x + per_token(self.down)(jax.nn.silu(per_token(self.gate)(x)) * per_token(self.up)(x))
-        gate, up = rx.layers.column(x, self.gate, self.up, sequence_parallel=parallel)
-        return x + rx.layers.row(jax.nn.silu(gate) * up, self.down, sequence_parallel=parallel)
+        gate, up = rx.column(x, self.gate, self.up, sequence_parallel=parallel)
+        return x + rx.row(jax.nn.silu(gate) * up, self.down, sequence_parallel=parallel)
 
 
 def per_token(layer: Any) -> Any:
@@ -143,7 +143,7 @@ def run(
 
     def loss(layers: Any, x: Any) -> Any:
         def through(x: Any) -> Any:
-            return rx.layers.scan_layers(
+            return rx.scan_layers(
                 lambda layer, x: layer(x, parallel=parallel),
                 layers,
                 x,
@@ -230,9 +230,7 @@ def split_as(layers: list[Any], weight: PartitionSpec, bias: PartitionSpec) -> l
 def test_siblings_share_one_reduction_backward():
     layers = siblings()
     specs = (ROWS, split_as(layers, COLUMN, COLUMN))
-    counts, result = input_gradient(
-        lambda x, layers: rx.layers.column(x, *layers), stream(), layers, specs=specs
-    )
+    counts, result = input_gradient(lambda x, layers: rx.column(x, *layers), stream(), layers, specs=specs)
     assert counts == {("all-reduce", ("tensor",)): 1}
 
     def apart(x: Any, layers: Any) -> Any:
@@ -252,7 +250,7 @@ def test_two_rows_side_by_side_share_one_reduction_forward():
     xs = [jnp.tile(stream(), 2), jnp.tile(stream(), 2) + 1]
     wide = PartitionSpec("data", None, "tensor")
     specs = ([wide, wide], split_as(layers, ROW, PartitionSpec()))
-    counts, result = input_gradient(lambda xs, layers: rx.layers.row(xs, layers), xs, layers, specs=specs)
+    counts, result = input_gradient(lambda xs, layers: rx.row(xs, layers), xs, layers, specs=specs)
     assert counts == {("all-reduce", ("tensor",)): 1}
     expected = jax.value_and_grad(
         lambda xs: jnp.sum(jnp.sin(per_token(layers[0])(xs[0]) + per_token(layers[1])(xs[1])))
@@ -317,8 +315,8 @@ def test_any_layer_gives_what_it_gives_alone(name, parallel):
     @jax.jit
     def both(arrays: Any, x: Any) -> Any:
         layer = eqx.combine(arrays, static)
-        (column,) = rx.layers.column(x, layer, sequence_parallel=parallel)
-        return column, rx.layers.row(x, layer, sequence_parallel=parallel)
+        (column,) = rx.column(x, layer, sequence_parallel=parallel)
+        return column, rx.row(x, layer, sequence_parallel=parallel)
 
     for got in both(arrays, x):
         np.testing.assert_allclose(got, layer(stream()), rtol=1e-4, atol=1e-4)
@@ -376,11 +374,9 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
 
     def loss(model: dict[str, Any], ids: Any, labels: Any) -> Any:
         table = model["embedding"].weight
-        hidden = jnp.tanh(rx.layers.embed(table, ids, sequence_parallel=parallel))
+        hidden = jnp.tanh(rx.embed(table, ids, sequence_parallel=parallel))
         head = table if model["lm_head"] is None else model["lm_head"]
-        return rx.layers.cross_entropy(
-            hidden, head, labels, num_chunks=num_chunks, sequence_parallel=parallel
-        ).value
+        return rx.cross_entropy(hidden, head, labels, num_chunks=num_chunks, sequence_parallel=parallel).value
 
     gradient = jax.jit(
         jax.value_and_grad(loss),
@@ -411,7 +407,7 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
 def test_labels_weigh_what_they_are_given():
     model, (ids, labels) = ends(tied=True), tokens()
     table, weights = model["embedding"].weight, jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 3
-    mean = rx.layers.cross_entropy(jnp.tanh(table[ids]), table, labels, weights=weights)
+    mean = rx.cross_entropy(jnp.tanh(table[ids]), table, labels, weights=weights)
     logits = jnp.tanh(table[ids]) @ table.T
     counted = weights * (labels != -100)
     each = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
@@ -450,9 +446,7 @@ MODELS: dict[str, Any] = {
 
 def model_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden, _ = model.hidden_states(batch["ids"])
-    return rx.layers.cross_entropy(
-        hidden, model.head, batch["labels"], sequence_parallel=model.sequence_parallel
-    )
+    return rx.cross_entropy(hidden, model.head, batch["labels"], sequence_parallel=model.sequence_parallel)
 
 
 @cache
@@ -599,7 +593,7 @@ def test_what_differs_between_layers_and_what_they_carry_go_along(stacked, name)
         {"layer": layer, "shift": shift} for layer, shift in zip(layers, shifts)
     ]  # fmt: skip
     x = jax.device_put(x, rx.batch_sharding(mesh_of(name)))
-    scan = jax.jit(lambda x, sums: rx.layers.scan_layers(apply, given, (x, sums), batched=(True, None)))
+    scan = jax.jit(lambda x, sums: rx.scan_layers(apply, given, (x, sums), batched=(True, None)))
     for one, other in zip(scan(x, sums), (expected, expected_sums), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # float32; sums in another order
 
@@ -620,15 +614,15 @@ def test_bad_input_is_refused_by_name():
         check_remat("half")  # by `scan_layers`, whose annotation is checked before it here
     uneven = eqx.tree_at(lambda stack: stack.down.bias, layers, jnp.zeros((3, SIZE)))
     with pytest.raises(ValueError, match=r"has 2 layers, but layers.down.bias has 3"):
-        rx.layers.scan_layers(apply, uneven, x)
+        rx.scan_layers(apply, uneven, x)
     with pytest.raises(ValueError, match=r"dim 1.*tensor=8.*\(8, 12, 64\)"):
-        rx.layers.scan_layers(apply, [on_mesh], placed, sequence_parallel=True)
+        rx.scan_layers(apply, [on_mesh], placed, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"column: sequence_parallel.*\(8, 12, 64\)"):
-        rx.layers.column(placed, on_mesh.up, sequence_parallel=True)
+        rx.column(placed, on_mesh.up, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"row: sequence_parallel.*\(8, 12, 64\)"):
-        rx.layers.row(placed, on_mesh.attention.output, sequence_parallel=True)
+        rx.row(placed, on_mesh.attention.output, sequence_parallel=True)
     with pytest.raises(ValueError, match="row: 1 inputs for 2 layers"):
-        rx.layers.row([x], [layer.up, layer.gate])
+        rx.row([x], [layer.up, layer.gate])
     table = jnp.zeros((ROWS_OF_TABLE, SIZE))
     with pytest.raises(ValueError, match="num_chunks=3 does not divide the length, 16"):
-        rx.layers.cross_entropy(x, table, jnp.zeros((8, 16), jnp.int32), num_chunks=3)
+        rx.cross_entropy(x, table, jnp.zeros((8, 16), jnp.int32), num_chunks=3)

@@ -104,7 +104,7 @@ CONFIG = models.LlamaConfig(
 
 def model_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden, _ = model.hidden_states(batch[:, :-1], key=key)
-    return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
+    return rx.cross_entropy(hidden, model.head, batch[:, 1:])
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])

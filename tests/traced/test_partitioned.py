@@ -222,10 +222,10 @@ def test_complex_products_train(name):
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def layers(model: Any, x: Any) -> Any:
-            return rx.layers.row(jnp.tanh(rx.layers.column(x, model[0])[0]), model[1])
+            return rx.row(jnp.tanh(rx.column(x, model[0])[0]), model[1])
 
-        x = rx.layers.scan_layers(layers, [model], batch, remat="row_out")
-        x = rx.layers.scan_layers(layers, [model], x)
+        x = rx.scan_layers(layers, [model], batch, remat="row_out")
+        x = rx.scan_layers(layers, [model], x)
         return jnp.mean(jnp.abs(jax.vmap(model[1])(jax.vmap(model[0])(x))) ** 2)
 
     def grads(name: str) -> Any:

@@ -360,9 +360,11 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
         num_steps=40,
         log_every=log_every,
         loggers=[rows],
-        evaluation=rx.Evaluation(
-            examples[:3], batch_size=3, every_steps=eval_every_steps, predict_fn=predict_fn, metric_fn=metric_fn
-        ),
+        eval_examples=examples[:3],
+        eval_batch_size=3,
+        eval_every_steps=eval_every_steps,
+        predict_fn=predict_fn,
+        metric_fn=metric_fn,
     )
     train = rows.with_prefix("train/")
     assert [step for step, _ in train] == [
@@ -392,7 +394,7 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
             step_fn=counting_step,
             log_every=2,
             loggers=[logger, lambda step, row: rows(step, row)],
-            evaluation=rx.Evaluation(EXAMPLES[:5]),
+            eval_examples=EXAMPLES[:5],
         )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -405,13 +407,13 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
 
 
 def test_progress_false_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments: Any = {"evaluation": rx.Evaluation(EXAMPLES[:5]), "step_fn": counting_step}
-    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=(), **arguments)
+    arguments: Any = {"eval_examples": EXAMPLES[:5], "step_fn": counting_step}
+    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, progress=False, **arguments)
     assert capfd.readouterr() == ("", "")
 
 
 def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, XXX_progress=None, step_fn=counting_step)
+    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, progress=None, step_fn=counting_step)
     out, err = capfd.readouterr()
     assert out == ""
     first, *rest = err.splitlines()
@@ -422,7 +424,7 @@ def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture
 
 
 def test_progress_true_shows_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=[], XXX_progress=True, step_fn=counting_step)
+    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=[], progress=True, step_fn=counting_step)
     err = capfd.readouterr().err
     assert "train: 100%" in err
     assert "5/5" in err
@@ -470,7 +472,9 @@ def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
         examples,
         step_fn=counting_step,
         loggers=[rows],
-        evaluation=rx.Evaluation(EXAMPLES[:11], predict_fn=predict_fn, metric_fn=metric),
+        eval_examples=EXAMPLES[:11],
+        predict_fn=predict_fn,
+        metric_fn=metric,
         **arguments,
     )
     evaluations = rows.with_prefix("eval/")
@@ -490,9 +494,7 @@ def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
 
 
 def test_evaluation_changes_nothing_in_training() -> None:
-    found = fit(
-        linear_state(), EXAMPLES, num_epochs=2, evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn)
-    )
+    found = fit(linear_state(), EXAMPLES, num_epochs=2, eval_examples=EXAMPLES, predict_fn=predict_fn)
     assert_same(found, state_after(10))
 
 
@@ -509,7 +511,9 @@ def test_evaluation_compiles_each_step_once() -> None:
             EXAMPLES,
             loss_fn=fresh_loss,
             num_epochs=3,
-            evaluation=rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=fresh_predict),
+            eval_examples=EXAMPLES[:8],
+            eval_every_steps=2,
+            predict_fn=fresh_predict,
         )
     assert compilations.names.count(STEP) == 2
     assert compilations.names.count(BODY) == 1
@@ -538,7 +542,9 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
         collate_fn=without_extra,
         num_epochs=2,
         step_fn=counting_step,
-        evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=directory),
+        eval_examples=examples,
+        predict_fn=predict_fn,
+        predictions_directory=directory,
     )
     assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
     text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
@@ -575,7 +581,9 @@ def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path)
             collate_fn=without_extra,
             num_steps=1,
             step_fn=counting_step,
-            evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=tmp_path),
+            eval_examples=examples,
+            predict_fn=predict_fn,
+            predictions_directory=tmp_path,
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -589,7 +597,7 @@ def test_what_is_broken_fails_before_training(name: str) -> None:
     state = linear_state()
     functions = {"predict_fn": predict_fn, "metric_fn": Metric(), "loss_fn": loss_fn, name: broken}
     with Compilations() as compilations, pytest.raises(KeyError, match="mine") as caught:
-        fit(state, EXAMPLES, num_epochs=1, evaluation=rx.Evaluation(EXAMPLES), **functions)
+        fit(state, EXAMPLES, num_epochs=1, eval_examples=EXAMPLES, **functions)
     assert BODY not in compilations.names
     assert any("eval_examples" in note for note in caught.value.__notes__)
     assert_same(state, linear_state())  # and the state is still there
@@ -608,7 +616,8 @@ def test_prefetch_zero_keeps_all_to_one_thread() -> None:
         collate_fn=spying,
         num_epochs=1,
         step_fn=counting_step,
-        evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn),
+        eval_examples=EXAMPLES,
+        predict_fn=predict_fn,
         prefetch=0,
     )
     assert threads == {threading.main_thread()}
@@ -661,7 +670,8 @@ def test_a_nonfinite_step_is_found_before_an_evaluation() -> None:
             num_epochs=2,
             log_every=100,
             loggers=[rows],
-            evaluation=rx.Evaluation(EXAMPLES[:4], every_steps=step + 1),
+            eval_examples=EXAMPLES[:4],
+            eval_every_steps=step + 1,
         )
     assert rows.rows == []
 
@@ -781,7 +791,9 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
             EXAMPLES,
             num_steps=2,
             step_fn=counting_step,
-            evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn, metric_fn=metric_fn),
+            eval_examples=EXAMPLES,
+            predict_fn=predict_fn,
+            metric_fn=metric_fn,
         )
     assert_counted(caught.value.state, 2, linear_state())
 

@@ -82,7 +82,7 @@ def counted(state: Any, directory: Any, **arguments: Any) -> Any:
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
-    return [info.step for info in rx.list_checkpoints(directory)]
+    return [info.step for info in rx.checkpoints(directory)]
 
 
 def without_times(rows: list[Any]) -> list[Any]:
@@ -117,7 +117,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(at: int, tmp_path: pathlib
         "batch_size": 8,
         "num_microbatches": 2,
         "num_epochs": 3,
-        "evaluation": rx.Evaluation(examples[:8], every_steps=4),
+        "eval_examples": examples[:8],
+        "eval_every_steps": 4,
         "log_every": 3,
         "prefetch": 0,
     }
@@ -360,7 +361,7 @@ def test_when_to_save(options: Any, arguments: Any, expected: list[int], tmp_pat
     checkpoints = rx.Checkpoints(tmp_path, **{"keep_last": None, **options})
     counted(linear_state(), checkpoints, **arguments)
     assert steps_in(tmp_path) == expected
-    infos = rx.list_checkpoints(tmp_path)
+    infos = rx.checkpoints(tmp_path)
     assert [info.run and info.run.finished for info in infos] == [False] * (len(expected) - 1) + [True]
 
 
@@ -390,7 +391,7 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return batch["id"]
 
 
-EVALUATED: Any = {"evaluation": rx.Evaluation(EXAMPLES[:4], predict_fn=predict_fn), "num_epochs": 6}
+EVALUATED: Any = {"eval_examples": EXAMPLES[:4], "predict_fn": predict_fn, "num_epochs": 6}
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_the_best_is_kept_beside_the_last(mode: Any, expected: Any, tmp_path: pa
     )
     values = [4.0, float("nan"), 1.0, 2.0, 9.0, 5.0]
     counted(linear_state(), checkpoints, metric_fn=scores(values), **EVALUATED)
-    infos = rx.list_checkpoints(tmp_path)
+    infos = rx.checkpoints(tmp_path)
     assert {info.step // 5: info.metrics["eval/score"] for info in infos} == expected
     assert infos[0].extras == {"a": 1}
     run = infos[-1].run
@@ -415,7 +416,7 @@ def test_a_metric_that_there_is_not_is_told_before_training(tmp_path: pathlib.Pa
     with pytest.raises(
         ValueError, match=r"keep_best='eval/accuracy'.*evaluations give 'eval/loss', 'eval/plain'"
     ):
-        counted(linear_state(), checkpoints, evaluation=rx.Evaluation(EXAMPLES))
+        counted(linear_state(), checkpoints, eval_examples=EXAMPLES)
     with pytest.raises(ValueError, match="keep_best was given without eval_examples"):
         counted(linear_state(), checkpoints)
     assert steps_in(tmp_path) == []
@@ -432,23 +433,11 @@ def test_wrong_options(options: Any) -> None:
 
 def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path) -> None:
     rows = Rows()
-    counted(
-        linear_state(),
-        rx.Checkpoints(tmp_path),
-        loggers=[rows],
-        num_epochs=2,
-        evaluation=rx.Evaluation(EXAMPLES),
-    )
+    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[rows], num_epochs=2, eval_examples=EXAMPLES)
     evaluations = rows.with_prefix("eval/")
-    assert [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path)] == evaluations
+    assert [(info.step, info.metrics) for info in rx.checkpoints(tmp_path)] == evaluations
     again = Rows()
-    counted(
-        linear_state(),
-        rx.Checkpoints(tmp_path),
-        loggers=[again],
-        num_epochs=2,
-        evaluation=rx.Evaluation(EXAMPLES),
-    )
+    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[again], num_epochs=2, eval_examples=EXAMPLES)
     assert again.rows == []
 
 
@@ -457,10 +446,7 @@ def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path
 def test_an_evaluation_that_was_cut_short_is_made_again(
     during: str, num_epochs: int, tmp_path: pathlib.Path
 ) -> None:
-    arguments: Any = {
-        "evaluation": rx.Evaluation(EXAMPLES[:12], predict_fn=predict_fn),
-        "num_epochs": num_epochs,
-    }
+    arguments: Any = {"eval_examples": EXAMPLES[:12], "predict_fn": predict_fn, "num_epochs": num_epochs}
     whole, cut = Rows(), Rows()
     counted(linear_state(), tmp_path / "whole", loggers=[whole], **arguments)
     # Two rehearsing calls, five of training, and three for each of the two.
@@ -471,12 +457,12 @@ def test_an_evaluation_that_was_cut_short_is_made_again(
     assert caught.value.checkpoint == tmp_path / "cut" / "5"
     assert spy.num_calls <= 2 + 5 + 6  # it did not go on to the end
     assert [row for _, row in cut.with_prefix("eval/")] == []
-    (_, info) = rx.list_checkpoints(tmp_path / "cut")[-2:]
+    (_, info) = rx.checkpoints(tmp_path / "cut")[-2:]
     assert (info.step, info.metrics) == (5, {})
     counted(linear_state(), tmp_path / "cut", loggers=[cut], **arguments)
     assert without_times(cut.rows) == without_times(whole.rows)
-    assert [i.metrics for i in rx.list_checkpoints(tmp_path / "cut")[-2:]] == [
-        i.metrics for i in rx.list_checkpoints(tmp_path / "whole")[-2:]
+    assert [i.metrics for i in rx.checkpoints(tmp_path / "cut")[-2:]] == [
+        i.metrics for i in rx.checkpoints(tmp_path / "whole")[-2:]
     ]
 
 
