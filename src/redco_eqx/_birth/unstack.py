@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -23,6 +24,7 @@ from redco_eqx._program.atoms import dtype_of, shape_of, type_of
 from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None
+Size: TypeAlias = int | np.integer
 Params: TypeAlias = dict[str, Any]
 StackDims: TypeAlias = Sequence[Any]
 """A `Dim` for each operand; that of a single operand is known."""
@@ -210,11 +212,11 @@ def _of_one_layer(x: ArrayLike, maker: JaxprEqn | None, dim: int) -> ArrayLike:
 # Where the stack dim goes, and the parameters for which that dim has size 1.
 
 
-def _replaced(sizes: Sequence[int], dim: int, size: int = 1) -> tuple[int, ...]:
+def _replaced(sizes: Sequence[Size], dim: int, size: int = 1) -> tuple[Size, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _without(dim: int, removed: Sequence[int]) -> int:
+def _without(dim: int, removed: Sequence[Size]) -> int:
     """The place of a dim once others are removed."""
     if dim in removed:
         raise _NotSeparableError
