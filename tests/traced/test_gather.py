@@ -155,7 +155,10 @@ def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
 
     monkeypatch.setattr("redco_eqx._sharding.rules.decide", refuse)
     rows = np.random.default_rng(0).integers(0, 64, (24, 17)).astype(np.int32)
-    rx.fit(state, rows, collate_fn=np.stack, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=3, loggers=())  # fmt: skip
+    rx.fit(
+        state, rows, collate_fn=np.stack, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=3,
+        progress=False,
+    )  # fmt: skip
     assert len(traces) == 1
 
 

@@ -208,7 +208,10 @@ def test_fit_mends_a_step_of_the_users_own():
             params = jax.tree.map(lambda p, g: p - g, state.params, grads)
             return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": value}
 
-        state = rx.fit(state, images(), collate_fn=np.stack, loss_fn=whole_loss, optimizer=SGD, batch_size=16, num_steps=1, step_fn=step_fn, loggers=())  # fmt: skip
+        state = rx.fit(
+            state, images(), collate_fn=np.stack, loss_fn=whole_loss, optimizer=SGD, batch_size=16,
+            num_steps=1, step_fn=step_fn, progress=False,
+        )  # fmt: skip
         return jax.tree.map(np.asarray, state.params)
 
     assert_close(run("data2xtensor4"), run("one"), **CLOSE)
