@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._sharding.model_tree import Matrix, read_model
+from redco_eqx._sharding.model_tree import read_model
+from redco_eqx._sharding.nodes import Matrix
 from redco_eqx._tree import is_array, leaves_with_paths
 
 Layer: TypeAlias = Callable[[Array], Array]

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple, TypeAlias
 
-from redco_eqx._sharding.model_tree import Matrix, Node
+from redco_eqx._sharding.nodes import Matrix, Node
 
 
 class Separate(NamedTuple):
@@ -42,12 +42,12 @@ def _projection(names: str) -> re.Pattern[str]:
     return re.compile(rf"^(to_|w_?|linear_|c_|attn_)?({names})(_?proj(ection)?|_lin(ear)?|_layer)?$")
 
 
-_QUERY = _projection("q|query|queries")
-_KEY = _projection("k|key|keys")
-_VALUE = _projection("v|value|values")
+QUERY = _projection("q|query|queries")
+KEY = _projection("k|key|keys")
+VALUE = _projection("v|value|values")
 _FUSED = _projection("qkv|query_key_value|attn|in")
 _FUSED_KV = _projection("kv|key_value")
-_OUTPUT = _projection("o|out|output|dense|proj|c_proj")
+OUTPUT = _projection("o|out|output|dense|proj|c_proj")
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
@@ -59,7 +59,7 @@ def find_inputs(scope: Node, matrices: list[Matrix]) -> Inputs | None:
     def named(pattern: re.Pattern[str]) -> list[Matrix]:
         return [m for m in matrices if pattern.match(m.name_in(scope)[-1].lower())]
 
-    query, key, value = (named(pattern) for pattern in (_QUERY, _KEY, _VALUE))
+    query, key, value = (named(pattern) for pattern in (QUERY, KEY, VALUE))
     key_value, fused = named(_FUSED_KV), named(_FUSED)
     if len(query) == len(key_value) == 1 and not key:
         return FusedKeyValue(query[0], key_value[0])
@@ -93,7 +93,9 @@ def key_value_widths(inputs: Separate | FusedKeyValue) -> tuple[int, int]:
 
 
 def head_counts(scope: Node, inputs: Inputs) -> Heads:
-    """The numbers of heads, from attributes of the module or of one further out that divide the width."""
+    """The numbers of heads: those of the arrays, or what a module here or further out says and divides."""
+    if not isinstance(inputs, Fused) and inputs.query.heads is not None:
+        return Heads(inputs.query.heads, inputs[1].heads)
     node: Node | None = scope
     while node is not None:
         heads = node.attribute(*_HEADS)
@@ -123,5 +125,5 @@ def find_output(scope: Node, rest: list[Matrix], inputs: Inputs, heads: Heads) -
         key_width, value_width = key_value_widths(inputs)
         repeats = inputs.query.out_size // key_width if key_width else 0  # query heads for each of the values
         fitting = [m for m in rest if m.in_size == value_width * repeats]
-    by_name = [m for m in fitting if any(_OUTPUT.match(n.lower()) for n in m.name_in(scope)[-2:])]
+    by_name = [m for m in fitting if any(OUTPUT.match(n.lower()) for n in m.name_in(scope)[-2:])]
     return by_name[0] if by_name else fitting[0] if len(fitting) == 1 else None

@@ -27,7 +27,8 @@ from redco_eqx._sharding.attention import (
 )
 from redco_eqx._sharding.chains import Link, alternate
 from redco_eqx._sharding.links import find_chains
-from redco_eqx._sharding.model_tree import Matrix, Node, is_norm, is_recurrent, read_model
+from redco_eqx._sharding.model_tree import read_model
+from redco_eqx._sharding.nodes import Matrix, Node, is_norm, is_recurrent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Role:
     """What the `tensor` axis does to one array.
 
     - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
-        `vector`, `buffer`, `recurrent`, `grouped`, `whole` (not split).
+        `vector`, `buffer`, `recurrent`, `grouped`, `input`, `head`, `whole` (not split).
     - `reason`: for a reader.
     - `dim`: the dim that is split, or `None`.
     - `stack`: how many leading dims number stacked layers, which no axis may split.
@@ -64,6 +65,7 @@ class _Resolver:
         self.root, self.tied, self.size = root, tied, size
         self.roles: dict[str, Role] = {}
         tables = [node.table for node in root.walk() if node.table is not None]
+        self.weights = {id(m.weight) for m in root.matrices()} | {id(table.weight) for table in tables}
         self.vocabularies = [t for t in tables if not _SMALL_TABLES.search(t.node.name)]
 
     def resolve(self) -> dict[str, Role]:
@@ -116,7 +118,7 @@ class _Resolver:
 
     def _by_type(self, node: Node) -> None:
         if node.is_array:
-            if not jnp.issubdtype(node.value.dtype, jnp.inexact):
+            if not jnp.issubdtype(node.value.dtype, jnp.inexact) and id(node) not in self.weights:
                 self._set(node, "buffer", f"{node.value.dtype} is not trained")
         elif is_norm(node):
             for leaf in node.arrays():
@@ -183,8 +185,9 @@ class _Resolver:
             else:
                 left += inner
         left, waiting = self._attention(node, left)
-        if waiting:
+        if waiting or not left:
             return left
+        left = self._ends(node, left)
         if any(below.is_block for below in node.walk() if below is not node):
             # What stands beside a stack of blocks is applied before or after all of them.
             self._singles(left)
@@ -237,21 +240,22 @@ class _Resolver:
     def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
         """Splits each run of two or more consecutive matrices; returns the single ones."""
         grouped = [m for m in matrices if m.groups > 1]
-        taken: list[Matrix] = []
+        taken: set[int] = set()
         for chain in find_chains(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)]):
             if len(chain) == 1:
                 continue
             for link, role in zip(chain, alternate(chain, self.size)):
                 for matrix in link.members:
-                    taken.append(matrix)
+                    taken.add(id(matrix))
                     if role.name == "column":
                         self._column(matrix, role.reason)
                     elif role.name == "row":
                         self._row(matrix, role.reason)
                     else:
                         self._whole(matrix, role.reason)
-            self._follow(grouped, chain, matrices)
-        return [m for m in matrices if m not in taken]
+            if grouped:
+                self._follow(grouped, chain, matrices)
+        return [m for m in matrices if id(m) not in taken]
 
     def _follow(self, grouped: list[Matrix], chain: list[Link], matrices: list[Matrix]) -> None:
         """A grouped convolution between a column and a row split keeps its channels split."""
@@ -268,15 +272,52 @@ class _Resolver:
                     else:
                         self._whole(matrix, self._indivisible("number of groups", matrix.groups), "grouped")
 
+    def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
+        """Decides the ends of a residual stream so that it stays whole; returns the rest.
+
+        What feeds the blocks from outside is whole: every shard needs its output. A narrow head is not cut
+        along its input, which comes whole from the last block.
+        """
+        walk = list(scope.walk())
+        blocks = [node for node in walk if node is not scope and (node.is_block or _is_residual(node))]
+        streams = {node.matrices()[0].in_size for node in blocks if node.matrices()}
+        place = {id(node): i for i, node in enumerate(walk)}
+        borders = [place[id(node)] for node in [*blocks, *filter(is_norm, walk)]]
+
+        def follows(a: Matrix, b: Matrix) -> bool:
+            """Whether `b` may read what `a` makes, with neither a norm nor a block between."""
+            start, end = place[id(a.node)], place[id(b.node)]
+            return a.out_size == b.in_size and start < end and not any(start < x < end for x in borders)
+
+        left = []
+        for m in matrices:
+            others = [other for other in matrices if other is not m]
+            is_open = not any(m.out_size == other.in_size for other in others)
+            if self._is_vocabulary(m) or m.groups > 1 or (m.in_size in streams) == (m.out_size in streams):
+                left.append(m)
+            elif m.out_size in streams and not any(other.out_size == m.in_size for other in others):
+                self._whole(m, "feeds the blocks, whose stream stays whole", name="input")
+            elif m.in_size > m.out_size and is_open and not any(follows(other, m) for other in others):
+                if self._divides(m.out_size):
+                    self._column(m, "a head: its output is gathered where it is used")
+                else:
+                    self._whole(m, self._indivisible("a head of", m.out_size), name="head")
+            else:
+                left.append(m)
+        return left
+
+    def _is_vocabulary(self, matrix: Matrix) -> bool:
+        """Whether this is a head over a vocabulary, by its name or by its shape, which is that of a table."""
+        shape = (matrix.out_size, matrix.in_size)
+        return self._is_head(matrix) or any((t.num_rows, t.width) == shape for t in self.vocabularies)
+
     def _is_head(self, matrix: Matrix) -> bool:
         return bool(_HEAD_NAMES.match(matrix.node.name))
 
     def _singles(self, matrices: list[Matrix]) -> None:
         """Matrices with no partner: vocabulary heads, and what stands alone."""
         for m in matrices:
-            vocabulary = self._is_head(m) or any(
-                (t.num_rows, t.width) == (m.out_size, m.in_size) for t in self.vocabularies
-            )
+            vocabulary = self._is_vocabulary(m)
             if vocabulary and self._divides(m.out_size):
                 self._column(m, "head: logits stay split over the vocabulary", "vocabulary")
             elif vocabulary:
@@ -297,6 +338,13 @@ class _Resolver:
         real = self.roles[self.tied[matrix.weight.path]]
         if real.dim is not None and real.dim == matrix.out_dim:
             self._set(matrix.bias, real.name, "follows its weight", matrix.bias_dim)
+
+
+def _is_residual(node: Node) -> bool:
+    """Whether this is like a block: several matrices and a norm, as wide where it ends as where it begins."""
+    matrices = node.matrices()
+    is_one = len(matrices) > 1 and matrices[0].in_size == matrices[-1].out_size
+    return is_one and any(is_norm(below) for below in node.walk())
 
 
 def _count(number: int | None, what: str) -> str:
