@@ -11,21 +11,23 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import describe, first_few, is_array, to_arrays
+from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
 FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
+LARGE_SHARE = 1 / 20
 
 
 class ShardingWarning(UserWarning):
-    """Large arrays are replicated because no rule could split them."""
+    """Much of a model, or a large array that no rule could split, is replicated on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +77,8 @@ def shard_rules(
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
     mesh does not have, repeats one, has more dims than the array, or does not divide it.
 
-    Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
-    or because its dims do not divide.
+    Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
+    reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
     """
     decisions = decide(model, mesh, overrides)
     _warn(decisions, mesh)
@@ -98,21 +100,26 @@ def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) 
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"
         else:
-            spec, role, reason = _spec(shape, roles[path], tensor, fsdp)
+            spec, role, reason = _spec(x, roles[path], tensor, fsdp)
         decisions[path] = Decision(
             path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
         )
     return decisions
 
 
-def _spec(shape: tuple[int, ...], role: Role, tensor: int, fsdp: int) -> tuple[PartitionSpec, str, str]:
+def _spec(x: AnyArray, role: Role, tensor: int, fsdp: int) -> tuple[PartitionSpec, str, str]:
+    shape = tuple(x.shape)
     entries: list[str | None] = [None] * len(shape)
     reason = role.reason
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
-    if fsdp > 1 and is_matrix and role.name != "buffer":
+    # Integers are packed or quantised weights if there are many of them, and else indices.
+    is_weight = role.name != "buffer" or (
+        jnp.issubdtype(x.dtype, jnp.integer) and math.prod(shape) * x.dtype.itemsize >= LARGE_BYTES
+    )
+    if fsdp > 1 and is_matrix and is_weight:
         if dims:
             entries[max(dims, key=lambda d: shape[d])] = "fsdp"
         else:
@@ -165,20 +172,21 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
-    whole = [
-        d
-        for d in decisions.values()
-        if d.role in ("whole", "grouped", "recurrent")
-        and axis_size(mesh, axes_of(d.spec)) == 1
-        and d.bytes_per_device >= LARGE_BYTES
-    ]
-    if whole:
+    whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
+    whole.sort(key=lambda d: -d.bytes_per_device)
+    replicated = sum(d.bytes_per_device for d in whole)
+    total = sum(d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for d in decisions.values())
+    is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
+    unruled = ("whole", "grouped", "recurrent")
+    if is_much or any(d.role in unruled and d.bytes_per_device >= LARGE_BYTES for d in whole):
         lines = [
-            f"  {d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
+            f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
             for d in whole
         ]
+        listed = first_few(lines, separator="\n  ")
         warnings.warn(
-            f"shard_rules: {len(whole)} large arrays are replicated.\n" + "\n".join(lines),
+            f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
+            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}",
             ShardingWarning,
             stacklevel=3,
         )
