@@ -16,6 +16,7 @@ from zoo import ZOO, Entry, goldens
 from zoo._entry import strip
 
 import redco_eqx as rx
+from redco_eqx import models
 from redco_eqx._compiled.collectives import collectives
 from redco_eqx._sharding.chains import Link
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE, decide
@@ -185,14 +186,14 @@ def test_alternation_is_within_5_percent_of_the_best_layout(widths):
 
 
 @st.composite
-def models(draw, depth=2):
+def trees(draw, depth=2):
     """Nested containers of Linears, MLPs, attentions, norms and tables, abstract."""
     sizes = st.sampled_from([6, 8, 16, 32, 48])
     kind = draw(st.sampled_from(["linear", "mlp", "mha", "norm", "table", "list", "dict", "vmapped"]))
     key = jax.random.key(0)
     a, b, c = draw(sizes), draw(sizes), draw(sizes)
     if kind in ("list", "dict") and depth:
-        items = draw(st.lists(models(depth=depth - 1), min_size=1, max_size=3))
+        items = draw(st.lists(trees(depth=depth - 1), min_size=1, max_size=3))
         return items if kind == "list" else {f"part{i}": item for i, item in enumerate(items)}
     match kind:
         case "mlp":
@@ -210,7 +211,7 @@ def models(draw, depth=2):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(models(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
+@given(trees(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
 def test_generated_models_are_split_wherever_they_can_be(model, tensor, fsdp):
     mesh = abstract_mesh(fsdp=fsdp, tensor=tensor)
     decisions = decide(model, mesh)
@@ -351,6 +352,26 @@ def test_the_warning_says_how_much_and_lists_the_largest():
         rx.shard_rules(model, abstract_mesh(tensor=4), overrides=[("a", P(None, "tensor")), ("norm.*", P())])
 
 
+def test_what_tensor_cannot_split_is_stored_split():
+    config = models.OPTConfig(
+        vocab_size=50257, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72,
+        word_embed_proj_dim=9216,
+    )  # fmt: skip
+    for stacked in (True, False):
+        make = functools.partial(models.OPTForCausalLM, config, stacked=stacked, key=jax.random.key(0))
+        model = eqx.filter_eval_shape(make)
+        explanation = rx.explain(model, abstract_mesh(data=4, tensor=16))
+        whole = sum(int(np.prod(d.shape)) for d in explanation.decisions.values()) * 4 / 16
+        assert whole < explanation.bytes_per_device < 1.01 * whole
+        spec = explanation.decisions["model.decoder.embed_tokens.weight"].spec
+        assert spec == P(None, ("fsdp", "tensor")), "a vocabulary of 50257"
+    model = {"head": shaped(50257, 1024), "small": shaped(513, 1024)}
+    assert decide(model, abstract_mesh(fsdp=2, tensor=4))["head"].spec == P(None, ("fsdp", "tensor"))
+    assert decide(model, abstract_mesh(fsdp=2, tensor=4))["small"].spec == P(None, "fsdp")
+    no_fsdp = AbstractMesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+    assert decide(model, no_fsdp)["head"].spec == P(), "a mesh without fsdp has no name for it"
+
+
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_convolution_of_a_type_of_its_own_has_a_possible_layout(window, channels):
@@ -361,10 +382,11 @@ def test_a_convolution_of_a_type_of_its_own_has_a_possible_layout(window, channe
     def make(key):
         return Convolution(jnp.ones((32, channels, *[4] * window)), jnp.zeros((32, *[1] * window)))
 
-    model = rx.init_model(make, rx.make_mesh(tensor=8), key=jax.random.key(0))
-    assert set(model.bias.sharding.spec[1:]) <= {None}, "its dims of size 1 are not those of a stack"
-    if (window, channels) != (1, 1):  # this could be a stack of Linears with one output
-        assert strip(model.weight.sharding.spec) == strip(model.bias.sharding.spec) == ("tensor",)
+    mesh = rx.make_mesh(tensor=8)
+    model = rx.init_model(make, mesh, key=jax.random.key(0))
+    weight, bias = (d.spec for d in decide(model, mesh).values())
+    # The other case could be a stack of Linears with one output.
+    assert weight == bias == (P("tensor") if (window, channels) != (1, 1) else P())
 
 
 def test_numbers_in_names_are_an_order():

@@ -1,4 +1,6 @@
-"""FSDP: parameters that are split over `fsdp`, gathered where they are used first.
+"""FSDP: parameters that are split where they are stored, gathered where they are used first.
+
+That is over `fsdp`, and what an entry `("fsdp", "tensor")` of its spec splits over both.
 
 Inside the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a `shard_map`, the gather
 stands in the body: so at most one layer of a scan is whole, and a checkpoint gathers again for the gradient
@@ -21,11 +23,11 @@ from redco_eqx._program.trace import Program, abstract
 from redco_eqx._sharding.mesh import axes_of
 
 Layout: TypeAlias = Sequence[NamedSharding | None]
-"""For each of some arrays how it is split over `fsdp`; `None` for one that is not."""
+"""For each of some arrays how it is split where it is stored; `None` for one that is not."""
 
 
 def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
-    """`program` with its inputs gathered that `layout` splits over `fsdp`. No number changes.
+    """`program` with its inputs gathered that `layout` splits where they are stored. No number changes.
 
     What reads a weight number by number, such as a cast, reads it split, and so does a sum to a scalar.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, trimmed
+from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, check_mesh, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
 
@@ -24,6 +24,7 @@ Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
 LARGE_SHARE = 1 / 20
+STORED_BYTES = 2**22
 
 
 class ShardingWarning(UserWarning):
@@ -36,7 +37,8 @@ class Decision:
 
     - `path`: its name.
     - `shape`, `dtype`: of the whole array.
-    - `spec`: its `PartitionSpec`, without trailing `None`s or axes of size 1.
+    - `spec`: its `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits it where it is
+        stored, and a step gathers it for use.
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: for a reader.
     - `bytes_per_device`: size of one shard.
@@ -59,14 +61,17 @@ def shard_rules(
     Two rules (RedCoast, section 3.1) choose what the `tensor` axis splits: consecutive Linear layers
     alternate between column and row splits, and an attention's output projection is split opposite to
     its query, key and value. Embeddings and heads are split over the vocabulary. The `fsdp` axis then
-    splits the largest remaining dim of every matrix. Place a model by `eqx.filter_shard(model, result)`.
+    splits the largest remaining dim of every matrix. From 4 MiB on, what `tensor` cannot split (heads, or a
+    vocabulary, that do not divide) is stored split over `("fsdp", "tensor")`, and gathered for use by the
+    steps, as what `fsdp` splits is. Place a model by `eqx.filter_shard(model, result)`.
 
     **Arguments:**
 
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
     - `mesh`: from `make_mesh`, or any mesh of Auto axes of which some are named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone.
+        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone. Of
+        an entry `("fsdp", "tensor")` both axes are gathered for use, of `("tensor", "fsdp")` only `fsdp` is.
 
     **Returns:**
 
@@ -90,9 +95,8 @@ def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) 
     """The decision for every array of `model`, by path, in the model's order."""
     check_mesh(mesh)
     arrays = to_arrays(model)
-    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
     chosen = _match_overrides(arrays, mesh, overrides)
-    roles = tensor_roles(model, tensor)
+    roles = tensor_roles(model, axis_size(mesh, "tensor"))
     decisions = {}
     for path, x in arrays.items():
         shape = tuple(x.shape)
@@ -100,26 +104,32 @@ def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) 
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"
         else:
-            spec, role, reason = _spec(x, roles[path], tensor, fsdp)
+            spec, role, reason = _spec(x, roles[path], mesh)
         decisions[path] = Decision(
             path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
         )
     return decisions
 
 
-def _spec(x: AnyArray, role: Role, tensor: int, fsdp: int) -> tuple[PartitionSpec, str, str]:
-    shape = tuple(x.shape)
-    entries: list[str | None] = [None] * len(shape)
+def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, str, str]:
+    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
+    shape, itemsize = tuple(x.shape), getattr(x.dtype, "itemsize", 4)
+    num_bytes = math.prod(shape[role.stack :]) * itemsize  # of one layer
+    entries: list[str | tuple[str, ...] | None] = [None] * len(shape)
     reason = role.reason
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
     # Integers are packed or quantised weights if there are many of them, and else indices.
-    is_weight = role.name != "buffer" or (
-        jnp.issubdtype(x.dtype, jnp.integer) and math.prod(shape) * x.dtype.itemsize >= LARGE_BYTES
-    )
-    if fsdp > 1 and is_matrix and is_weight:
+    is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
+    over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
+    can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
+    if can_store and is_matrix and is_weight and over_both:
+        # What `tensor` cannot split for use takes memory all the same.
+        entries[max(over_both, key=lambda d: shape[d])] = STORED
+        reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
+    elif fsdp > 1 and is_matrix and is_weight:
         if dims:
             entries[max(dims, key=lambda d: shape[d])] = "fsdp"
         else:

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from redco_eqx._sharding.mesh import one_device_mesh, put_global, replicated
+from redco_eqx._sharding.mesh import STORED, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
@@ -68,6 +68,7 @@ def init_state(
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
+        stored=tuple(path for path in params if layout is not None and STORED in tuple(layout[path].spec)),
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.mesh import trimmed
+from redco_eqx._sharding.mesh import as_stored, trimmed
 from redco_eqx._step.structure import Structure
 from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Key
@@ -34,6 +34,8 @@ class TrainState:
     - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
     - `step`: number of steps taken, int32.
     - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
+    - `stored`: the paths of parameters that `tensor` splits where they are stored, and not for use. Their own
+        shardings need not say it: JAX gives results of a program back under any spec of the same meaning to it.
     """
 
     params: dict[str, Any]
@@ -43,6 +45,7 @@ class TrainState:
     key: Any
     step: Any
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
+    stored: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def model(self) -> Any:
@@ -72,7 +75,10 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     layout = {path: x.sharding for path, x in state.params.items()}
     if not all(isinstance(sharding, NamedSharding) for sharding in layout.values()):
         return None
-    return {path: NamedSharding(s.mesh, trimmed(s.spec)) for path, s in layout.items()}
+    return {
+        path: NamedSharding(s.mesh, as_stored(trimmed(s.spec), path in state.stored, s.mesh))
+        for path, s in layout.items()
+    }
 
 
 def check_alive(state: TrainState) -> None:

@@ -20,7 +20,7 @@ from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.partitioned import for_partitioner
 from redco_eqx._program.trace import Program, trace
 from redco_eqx._program.unused import zero_outputs
-from redco_eqx._sharding.mesh import axes_of, batch_sharding, num_batch_shards
+from redco_eqx._sharding.mesh import axes_of, batch_sharding, for_use, num_batch_shards, stored_axes
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
 from redco_eqx._tree import first_few, leaves_with_paths, to_arrays, to_paths
@@ -215,9 +215,11 @@ def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | Non
     kernels: dict[int, set[str]] = {}
     for path, sharding in layout.items():
         shape = arguments[0][path].shape
+        # What is gathered for use is still made split, as a gradient.
+        axes = {*axes_of(for_use(sharding.spec)), *stored_axes(sharding.spec)[:1]}
         for part in (shape, shape[1:]):  # alone, or of a stack
-            if len(part) > 2 and axes_of(sharding.spec):
-                kernels.setdefault(math.prod(part), set()).update(axes_of(sharding.spec))
+            if len(part) > 2 and axes:
+                kernels.setdefault(math.prod(part), set()).update(axes)
     return for_partitioner(program, next(iter(layout.values())).mesh, kernels)
 
 
