@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from redco_eqx._pytree import pytree_dataclass
@@ -60,7 +61,7 @@ class Mean:
         return float(self.value)
 
 
-Loss: TypeAlias = Any
+Loss: TypeAlias = Mean | ArrayLike
 """A scalar array or a `Mean`."""
 
 Metrics: TypeAlias = dict[str, Mean]
@@ -73,7 +74,7 @@ RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
 class CollateFn(Protocol):
     """Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
 
-    def __call__(self, examples: Sequence[Any], /) -> Batch: ...
+    def __call__(self, examples: Sequence[PyTree], /) -> Batch: ...
 
 
 @runtime_checkable
@@ -84,14 +85,14 @@ class LossFn(Protocol):
     an `eqx.nn.State` arrives as the pair `(model, state)`, and `(loss, metrics, new_state)` is returned.
     """
 
-    def __call__(self, model: Any, batch: Any, key: Any, /) -> Any: ...
+    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
 
 
 @runtime_checkable
 class PredictFn(Protocol):
     """`(model, batch, key) -> PyTree of arrays`, each with the leading dim of the batch."""
 
-    def __call__(self, model: Any, batch: Any, key: Any, /) -> PyTree: ...
+    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
 
 
 @runtime_checkable
@@ -101,7 +102,7 @@ class Logger(Protocol):
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
-def as_mean(x: Any, weight: Any, what: str) -> Mean:
+def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
     """`x` as a `Mean` in float32 or wider: as it is, or a scalar with the given weight.
 
     Raises `ValueError` naming `what` if it is not a scalar.

@@ -576,30 +576,30 @@ def test_a_model_with_a_split_stream_computes_the_same():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_inputs", [False, True])
+@pytest.mark.parametrize("name", ["one", "2x2x2"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_carry_goes_from_layer_to_layer(stacked, with_inputs):
-    """What a loop written by hand gives, with the leading dim of the carry that of nothing else."""
+def test_what_differs_between_layers_and_what_they_carry_go_along(stacked, name):
+    """What a loop written by hand gives, with the leading dim of what is carried that of nothing else."""
     keys = jax.random.split(jax.random.key(0), 3)
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(keys)
     layers = [jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, stack) for i in range(3)]
     x, sums, shifts = jnp.ones((8, 4)), jnp.zeros((5, 8)), jnp.arange(3.0)
 
-    def apply(layer: Any, x: Any, *further: Any) -> Any:
-        *inputs, sums = further
-        x = jax.vmap(layer)(x) + (inputs[0] if inputs else 0.0)
-        sums = jnp.roll(sums, 1, axis=0).at[0].set(x.sum(1))
-        return (x, x.max(), sums) if inputs else (x, sums)
+    def apply(given: Any, flow: Any) -> Any:
+        x, sums = flow
+        x = jax.vmap(given["layer"])(x) + given["shift"]
+        return x, jnp.roll(sums, 1, axis=0).at[0].set(x.sum(1))
 
-    expected, expected_sums, maxima = x, sums, []
+    expected, expected_sums = x, sums
     for layer, shift in zip(layers, shifts, strict=True):
-        expected = expected @ layer.weight.T + layer.bias + (shift if with_inputs else 0.0)
-        maxima.append(expected.max())
+        expected = expected @ layer.weight.T + layer.bias + shift
         expected_sums = jnp.concatenate([expected.sum(1)[None], expected_sums[:-1]])
-    given = stack if stacked else layers
-    found = rx.layers.scan_layers(apply, given, x, inputs=shifts if with_inputs else None, carry=sums)
-    results = (expected, jnp.stack(maxima), expected_sums) if with_inputs else (expected, expected_sums)
-    for one, other in zip(found, results, strict=True):
+    given = {"layer": stack, "shift": shifts} if stacked else [
+        {"layer": layer, "shift": shift} for layer, shift in zip(layers, shifts)
+    ]  # fmt: skip
+    x = jax.device_put(x, rx.batch_sharding(mesh_of(name)))
+    scan = jax.jit(lambda x, sums: rx.layers.scan_layers(apply, given, (x, sums), batched=(True, None)))
+    for one, other in zip(scan(x, sums), (expected, expected_sums), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # float32; sums in another order
 
 

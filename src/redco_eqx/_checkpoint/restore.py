@@ -14,9 +14,9 @@ from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, re
 from redco_eqx._checkpoint.names import MODEL, choose, from_names, has_value, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.mesh import put
+from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import listed
+from redco_eqx._tree import first_few
 
 
 def restore(
@@ -104,7 +104,7 @@ def select(
     )
     names, problems = choose(wanted, found, new=new, unused=unused)
     if problems:
-        found = listed(problems, 20, separator="\n  ")
+        found = first_few(problems, most=20, separator="\n  ")
         raise ValueError(f"the state does not fit the checkpoint {info.path}.\n  {found}")
     for name, x in own.items():
         if name not in names and not has_value(x):
@@ -124,7 +124,8 @@ def read(info: CheckpointInfo, like: TrainState, names: Sequence[str]) -> TrainS
     damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise CheckpointError(
-            f"{info.path} is damaged: the checksum of {listed(damaged)} is not the one that was written"
+            f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
+            "written"
         )
     for name in names:
         x = stored[name] if name in stored else _empty(targets[name])
@@ -154,4 +155,4 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Any:
-    return put(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
+    return put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ from redco_eqx._checkpoint.names import has_value, info_of, storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
 from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
-from redco_eqx._tree import listed
+from redco_eqx._tree import first_few
 
 
 class CheckpointWriter:
@@ -95,7 +95,8 @@ class CheckpointWriter:
         bad = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
         if bad:
             raise ValueError(
-                f"save: the state at step {step} is not saved, because {listed(bad)} hold NaN or infinity."
+                f"save: the state at step {step} is not saved, because {first_few(bad, most=1)} hold NaN or "
+                "infinity."
             )
         infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
         record = encode(step, infos, metrics, extras, run)

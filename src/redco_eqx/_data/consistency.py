@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from redco_eqx._distributed import store
 from redco_eqx._distributed.failure import add_check
 from redco_eqx._distributed.jax_internals import coordination_client
-from redco_eqx._tree import leaves_with_paths
+from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch
 
 # How many notes of this process stay in the store. The others are at most a few batches behind.
@@ -49,10 +49,7 @@ class Agreement:
 
         The leading dim may differ: it is the number of rows that a process needs.
         """
-        shapes = {
-            path: f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
-            for path, x in leaves_with_paths(batch)
-        }
+        shapes = {path: describe(x, leading="rows") for path, x in leaves_with_paths(batch)}
         if not self._shapes or shapes != self._shapes[-1][1]:
             is_change = bool(self._shapes)
             self._shapes = [*self._shapes[-_NUM_KEPT:], (index, shapes)]

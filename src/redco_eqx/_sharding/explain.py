@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._sharding.rules import Decision, Overrides, decide
+from redco_eqx._tree import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,9 @@ class Explanation:
         rows: list[tuple[str, ...]] = [header]
         for path, count, d in _collapse(self.decisions):
             size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
-            shape = f"{d.dtype}[{','.join(map(str, d.shape))}]"
             entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
             spec = f"({', '.join(_entry(entry) for entry in entries)})"
-            rows.append((path, shape, spec, d.role, size, d.reason))
+            rows.append((path, describe(d), spec, d.role, size, d.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())

@@ -13,7 +13,7 @@ from redco_eqx._kept.captured import Captured
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import join, path_of
+from redco_eqx._tree import describe, join, path_of
 
 
 def init_optimizer(
@@ -77,7 +77,7 @@ def check_optimizer(state: TrainState, optimizer: optax.GradientTransformation) 
 
     def describe_all(tree: PyTree) -> dict[str, str]:
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {path_of(keypath): f"{x.dtype}{list(x.shape)}" for keypath, x in flat}
+        return {path_of(keypath): describe(x) for keypath, x in flat}
 
     expected = describe_all(jax.eval_shape(optimizer.init, state.params))
     found = describe_all(state.opt_state)

@@ -6,13 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
 from redco_eqx._pytree import pytree_dataclass
-from redco_eqx._sharding.mesh import check_mesh, one_device_mesh, trimmed
+from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
+from redco_eqx._tree import lack_of_value
 from redco_eqx._types import AnyArray, Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
@@ -34,6 +34,8 @@ class TrainState:
     - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
     - `step`: number of steps taken, int32.
     - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
+    - `stored`: the paths of parameters that `tensor` splits where they are stored, and not for use. Their own
+        shardings need not say it: JAX gives results of a program back under any spec of the same meaning to it.
     """
 
     params: dict[str, AnyArray]
@@ -43,6 +45,7 @@ class TrainState:
     key: AnyArray
     step: Int[AnyArray, "..."]
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
+    stored: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def model(self) -> Any:
@@ -78,7 +81,8 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     for path, x in state.params.items():
         if not isinstance(x.sharding, NamedSharding):
             return None
-        layout[path] = NamedSharding(x.sharding.mesh, trimmed(x.sharding.spec))
+        mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
+        layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))
     return layout
 
 
@@ -99,10 +103,11 @@ def check_alive(state: TrainState) -> None:
     """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        lack = lack_of_value(x)
+        if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
-                "what that returned, or call fit(..., donate=False)."
+                f"state: its array {path} {lack}. Use what the step or fit returned, or call "
+                "fit(..., donate=False)."
             )
 
 

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._program.trace import trace
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, state_mesh
 from redco_eqx._step.window import StepFn, Window, empty_window, guarded
 from redco_eqx._types import Batch
@@ -66,7 +66,7 @@ def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonf
     """
     program = trace(step_fn, state, batch)
     everywhere = replicated(state_mesh(state))
-    window = jax.tree.map(lambda x: put(x, everywhere), empty_window(program, state, batch))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
     # Without it a step that forgets the layout would return another one, which the program does not take.
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)

@@ -9,7 +9,7 @@ from redco_eqx._checkpoint.names import has_value
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
 from redco_eqx._logging.report import Reporter
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, state_mesh, step_of
 from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
 from redco_eqx._training.checks import BatchShapes
@@ -58,7 +58,7 @@ class Training:
         self._num_in_window = 0
         if run.window is not None:
             everywhere = replicated(state_mesh(state))
-            self._window = jax.tree.map(lambda x: put(x, everywhere), window_from_json(run.window))
+            self._window = jax.tree.map(lambda x: put_global(x, everywhere), window_from_json(run.window))
             self._num_in_window = run.window["num_steps"]
 
     def step(self, batch: Batch, place: Place) -> None:

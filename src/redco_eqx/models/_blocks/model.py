@@ -94,20 +94,20 @@ def run_layers(
     """
     keys = None if key is None else jax.random.split(key, num_layers)
 
-    def one(
-        layer: PyTree, x: Array, given: tuple[Array, Key | None], cached: tuple[Array, ...]
-    ) -> tuple[Array, None, tuple[Array, ...]]:
-        index, key = given
-        x, piece = layer(x, context, (*cached, index) if cached else None, key)
-        return x, None, piece[:2] if piece else ()
+    def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
+        x, cached = flow
+        x, piece = given["layer"](x, context, (*cached, given["index"]) if cached else None, given["key"])
+        return x, piece[:2] if piece else ()
 
-    x, _, cached = scan_layers(
+    given = {"layer": layers, "index": jnp.arange(num_layers), "key": keys}
+    if isinstance(layers, list):
+        further = {"index": given["index"], "key": keys}
+        given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
+    return scan_layers(
         one,
-        layers,
-        x,
-        inputs=(jnp.arange(num_layers), keys),
-        carry=() if cache is None else (cache.key, cache.value),
+        given,
+        (x, () if cache is None else (cache.key, cache.value)),
         remat=remat,
+        batched=(True, None),  # the cache of all layers is changed in place
         sequence_parallel=context.sequence_parallel,
     )
-    return x, cached
