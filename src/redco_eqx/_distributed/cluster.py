@@ -1,14 +1,17 @@
 """What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
 
 import dataclasses
-import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._distributed.jax_internals import detect_launch
 
-ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-LOCAL_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
+VARIABLES = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+    "local_device_ids": "JAX_LOCAL_DEVICE_IDS",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,36 +54,41 @@ def find_launch(
     Raises `TypeError` or `ValueError` if these do not fit together, `RuntimeError` in a batch script of
     SLURM with several tasks but without srun.
     """
-    address = coordinator_address or environment.get(ADDRESS) or None
-    number = _whole_number("num_processes", NUM_PROCESSES, num_processes, environment)
-    process = _whole_number("process_id", PROCESS_ID, process_id, environment)
+    address = coordinator_address or environment.get(VARIABLES["coordinator_address"]) or None
+    number = _whole_number("num_processes", num_processes, environment)
+    process = _whole_number("process_id", process_id, environment)
     devices = _device_ids(local_device_ids, environment)
-    if number is not None and number < 1:
-        raise ValueError(f"initialize_distributed: num_processes={number}, but there is at least one.")
-    if number == 1:
-        _check_process(process, number)
-        return None
-    if address is None or number is None or process is None:
+    if number != 1 and None in (address, number, process):
         address, number, process, local = detect_launch(address, number, process, timeout_seconds)
         if local is not None and devices is None:
             devices = share_of_devices(local, tasks_on_node(environment), environment)
         if address is None and number is None and process is None:
             _refuse_batch_script(environment)
             return None
-    given = {"coordinator_address": address, "num_processes": number, "process_id": process}
+    if number is not None and number < 1:
+        raise ValueError(f"initialize_distributed: num_processes={number}, but there is at least one.")
+    if number is not None and process is not None and not 0 <= process < number:
+        raise ValueError(
+            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
+            f"0..{number - 1}. Each process has its own."
+        )
+    if number == 1:
+        return None
     if address is None or number is None or process is None:
-        missing = [name for name, value in given.items() if value is None]
+        given = {"coordinator_address": address, "num_processes": number, "process_id": process}
         known = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-        variables = dict(zip(given, (ADDRESS, NUM_PROCESSES, PROCESS_ID)))
+        missing = [name for name, value in given.items() if value is None]
         raise ValueError(
             f"initialize_distributed: {known} given, but not {' and '.join(missing)}, and no launcher that "
             "JAX knows (SLURM, Open MPI, Kubernetes, TPU) says so. Pass all three, or set "
-            f"{' and '.join(variables[name] for name in missing)} in the environment."
+            f"{' and '.join(VARIABLES[name] for name in missing)} in the environment."
         )
-    _check_process(process, number)
-    if number == 1:
-        return None
-    _check_address(address)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
+            "'10.0.0.1:1234': the address of process 0 and a port that is free there."
+        )
     return Launch(address, number, process, devices)
 
 
@@ -114,55 +122,32 @@ def share_of_devices(
     return tuple(range(local_process * each, (local_process + 1) * each))
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is written as an address of the machine itself."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _whole_number(name: str, variable: str, value: int | None, environment: Mapping[str, str]) -> int | None:
-    if value is None:
-        text = environment.get(variable, "").strip()
-        if text and not text.lstrip("-").isdigit():
-            raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be a whole number.")
-        return int(text) if text else None
-    if isinstance(value, bool) or not isinstance(value, int):
+def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(VARIABLES[name], "").strip()
+    if value is None and text:
+        if not text.lstrip("-").isdigit():
+            raise ValueError(
+                f"initialize_distributed: {VARIABLES[name]}={text!r}, but it must be a whole number."
+            )
+        return int(text)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
     return value
 
 
 def _device_ids(value: int | Sequence[int] | None, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    if value is None:
-        text = environment.get(LOCAL_DEVICE_IDS, "")
-        if not text:
-            return None
+    variable = VARIABLES["local_device_ids"]
+    text = environment.get(variable, "")
+    if value is None and text:
         try:
             return tuple(int(word) for word in text.split(","))
         except ValueError:
             raise ValueError(
-                f"initialize_distributed: {LOCAL_DEVICE_IDS}={text!r}, but it must be numbers with commas "
-                "between them."
+                f"initialize_distributed: {variable}={text!r}, but it must be numbers with commas between them."
             ) from None
+    if value is None:
+        return None
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _check_process(process: int | None, number: int) -> None:
-    if process is not None and not 0 <= process < number:
-        raise ValueError(
-            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
-            f"0..{number - 1}. Each process has its own."
-        )
-
-
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
-            "'10.0.0.1:1234': the address of process 0 and a port that is free there."
-        )
 
 
 def _refuse_batch_script(environment: Mapping[str, str]) -> None:
@@ -175,5 +160,5 @@ def _refuse_batch_script(environment: Mapping[str, str]) -> None:
         raise RuntimeError(
             f"initialize_distributed: this SLURM job has {nodes} nodes and {tasks} tasks, but this process "
             "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
-            f"script, or set {NUM_PROCESSES}=1 if one process is meant."
+            f"script, or set {VARIABLES['num_processes']}=1 if one process is meant."
         )

@@ -1,12 +1,21 @@
 """What JAX has no public name for, imported where it is used: only programs of many processes need it."""
 
-from typing import Any
+from typing import Protocol
 
 
-def coordination_client() -> Any:
-    """The client of JAX's coordination service, `None` where there is one process."""
+class Client(Protocol):
+    """What is used of the client of JAX's coordination service."""
+
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool) -> None: ...
+    def key_value_try_get(self, key: str) -> str: ...
+
+
+def coordination_client() -> Client:
+    """The client of this process. Raises `ConnectionError` if JAX has not joined others, or has left them."""
     from jax._src import distributed
 
+    if distributed.global_state.client is None:
+        raise ConnectionError("JAX is not connected to other processes.")
     return distributed.global_state.client
 
 
@@ -30,5 +39,4 @@ def detect_launch(
     found = ClusterEnv.auto_detect_unset_distributed_params(
         address, num_processes, process_id, None, None, timeout_seconds
     )
-    local = found[3]
-    return found[0], found[1], found[2], None if local is None else next(iter(local))
+    return *found[:3], None if found[3] is None else next(iter(found[3]))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._data.batches import batches
+from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._sharding.mesh import check_mesh, one_device_mesh
 from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_alive, layout_of
 from redco_eqx._step.steps import eval_step, predict_step
@@ -50,6 +51,19 @@ def evaluate(
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
+    return watched_evaluate(None, state, examples, collate_fn, loss_fn, batch_size, prefetch)
+
+
+def watched_evaluate(
+    watchdog: Watchdog | None,
+    state: TrainState,
+    examples: Any,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    batch_size: int,
+    prefetch: int,
+) -> dict[str, float]:
+    """`evaluate`, of whose steps a watchdog is told."""
     mesh = mesh_of(state)
     step = _jitted_eval_step(_ByIdentity(loss_fn), _layout(state))
     stream = batches(
@@ -57,7 +71,8 @@ def evaluate(
     )
     totals: dict[str, tuple[float, float]] = {}
     with contextlib.closing(stream):  # an error holds this frame, and with it the thread
-        for metrics in lagging(step(state, batch, np.int32(index)) for index, batch in enumerate(stream)):
+        results = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
+        for metrics in lagging(results, watchdog=watchdog):
             for name, mean in jax.device_get(metrics).items():
                 total, weight = totals.get(name, (0.0, 0.0))
                 totals[name] = (total + float(mean.total), weight + float(mean.weight))
@@ -89,13 +104,26 @@ def predict(
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
+    return watched_predict(None, state, examples, collate_fn, predict_fn, batch_size, prefetch)
+
+
+def watched_predict(
+    watchdog: Watchdog | None,
+    state: TrainState,
+    examples: Any,
+    collate_fn: CollateFn,
+    predict_fn: PredictFn,
+    batch_size: int,
+    prefetch: int,
+) -> list[Any]:
+    """`predict`, of whose steps a watchdog is told."""
     mesh = mesh_of(state)
     step = _jitted_predict_step(_ByIdentity(predict_fn), _layout(state))
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad", prefetch=prefetch)
     rows: list[Any] = []
     outputs = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
     with contextlib.closing(stream):
-        for output in lagging(outputs, num_behind=1):  # outputs may be large
+        for output in lagging(outputs, num_behind=1, watchdog=watchdog):  # outputs may be large
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
             for i in range(min(batch_size, len(examples) - len(rows))):
                 rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from redco_eqx._data.batches import batches
+from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._step.state import TrainState
-from redco_eqx._training.evaluate import evaluate, mesh_of, predict
+from redco_eqx._training.evaluate import mesh_of, watched_evaluate, watched_predict
 from redco_eqx._types import CollateFn, LossFn, PredictFn
 
 MetricFn: TypeAlias = Callable[[Any, list[Any]], Mapping[str, Any]]
@@ -34,6 +35,7 @@ class Evaluation:
     batch_size: int
     directory: str | os.PathLike[str] | None
     prefetch: int
+    watchdog: Watchdog
 
     def __post_init__(self) -> None:
         if self.metric_fn is not None and self.predict_fn is None:
@@ -74,12 +76,12 @@ class Evaluation:
                 raise _Stopped
             return self.collate_fn(examples)
 
-        common: Any = {"collate_fn": collate_fn, "batch_size": self.batch_size, "prefetch": self.prefetch}
-        losses = evaluate(state, examples, loss_fn=self.loss_fn, **common)
+        sizes = self.batch_size, self.prefetch
+        losses = watched_evaluate(self.watchdog, state, examples, collate_fn, self.loss_fn, *sizes)
         row = {f"eval/{name}": value for name, value in losses.items()}
         if self.predict_fn is None:
             return row, []
-        predictions = predict(state, examples, predict_fn=self.predict_fn, **common)
+        predictions = watched_predict(self.watchdog, state, examples, collate_fn, self.predict_fn, *sizes)
         if self.metric_fn is None:
             return row, predictions
         metrics = self.metric_fn(examples, predictions)

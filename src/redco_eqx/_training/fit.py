@@ -38,6 +38,7 @@ from redco_eqx._training.evaluation import Evaluation, MetricFn
 from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Checkpoints, Saver, as_checkpoints
+from redco_eqx._training.throttle import Throttle
 from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
 
 
@@ -153,6 +154,7 @@ def fit(
             eval_batch_size or batch_size,
             predictions_directory,
             prefetch,
+            watchdog,
         )
     examples_of: Callable[[int], Any] = train_examples if callable(train_examples) else lambda _: train_examples
     first = examples_of(0)
@@ -215,7 +217,15 @@ def fit(
         def begin_window(state: TrainState, batch: Batch) -> Window:
             return empty_window(step, state, batch)
 
-        training = Training(state, run, body=body, begin_window=begin_window, reporter=reporter, mesh=mesh)
+        training = Training(
+            state,
+            run,
+            body=body,
+            begin_window=begin_window,
+            reporter=reporter,
+            mesh=mesh,
+            throttle=Throttle(watchdog),
+        )
         del state  # `training` has it; a second name would keep the first one's memory
         vote, alone = Vote(mesh), jax.process_count() == 1
         stop = 0

@@ -47,6 +47,7 @@ class Training:
         begin_window: Callable[[TrainState, Batch], Window],
         reporter: Reporter,
         mesh: Mesh,
+        throttle: Throttle,
     ):
         """**Arguments:**
 
@@ -56,7 +57,7 @@ class Training:
         self.state, self.run = state, run
         self._body, self._begin_window = body, begin_window
         self._reporter, self._mesh = reporter, mesh
-        self._shapes, self._throttle = BatchShapes(), Throttle()
+        self._shapes, self._throttle = BatchShapes(), throttle
         self._empty: Window | None = None
         self._window, self._num_in_window = None, 0
         if run.window is not None:

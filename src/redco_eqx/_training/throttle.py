@@ -6,11 +6,12 @@ when computations that wait for each other take all of its threads.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+from jaxtyping import Array, PyTree
 
-from redco_eqx._distributed.watchdog import beat
+from redco_eqx._distributed.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -20,22 +21,29 @@ NUM_AHEAD = 4
 class Throttle:
     """Waits, at each step, for the result of a few steps ago."""
 
-    def __init__(self) -> None:
-        self._behind: deque[Any] = deque()
+    def __init__(self, watchdog: Watchdog | None = None):
+        """**Arguments:** `watchdog`: is told of each step."""
+        self._watchdog = watchdog
+        self._behind: deque[PyTree[Array]] = deque()
 
-    def __call__(self, result: Any) -> None:
+    def __call__(self, result: PyTree[Array]) -> None:
         """Takes what the newest step returned; it must not be donated."""
-        beat()
+        if self._watchdog is not None:
+            self._watchdog.beat()
         self._behind.append(result)
         if len(self._behind) > NUM_AHEAD:
             jax.block_until_ready(self._behind.popleft())
 
 
-def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:
-    """The results of dispatched steps in order, each when `num_behind` more have been dispatched."""
+def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD, watchdog: Watchdog | None = None) -> Iterator[T]:
+    """The results of dispatched steps in order, each when `num_behind` more have been dispatched.
+
+    `watchdog` is told of each step.
+    """
     behind: deque[T] = deque()
     for result in results:
-        beat()
+        if watchdog is not None:
+            watchdog.beat()
         behind.append(result)
         if len(behind) > num_behind:
             yield behind.popleft()

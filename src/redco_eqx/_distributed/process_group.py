@@ -1,0 +1,260 @@
+"""The processes of a run: the failure of one ends all of them, soon and by name.
+
+Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective for
+the one that failed. So a failing process tells process 0, which tells the others, and all leave by `os._exit`.
+One that is killed, or whose host is gone, tells nobody: its connection ends. One that is frozen is only spoken
+of, because Python's threads wait while an extension computes: JAX's heartbeats decide.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import math
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import NoReturn, TypeVar, cast
+
+import jax
+
+from redco_eqx._distributed.connection import Connection, Message
+from redco_eqx._distributed.jax_internals import coordination_client
+from redco_eqx._distributed.log import flush_all, log
+
+T = TypeVar("T")
+
+_FLUSH_SECONDS = 1.0
+# How long an error that may be another's fault waits for news of that one.
+_NEWS_SECONDS = 3.0
+
+_group: "ProcessGroup | None" = None
+
+
+def process_group() -> "ProcessGroup | None":
+    """The group that this process has joined; `None` if it is alone."""
+    global _group
+    if _group is None and jax.distributed.is_initialized():  # not by us
+        _group = ProcessGroup(jax.process_index(), [f"process {i}" for i in range(jax.process_count())])
+    return _group
+
+
+def end_process(reason: str) -> NoReturn:
+    """Ends this process now, and with it the others, if there are any. For use by any thread."""
+    if _group is not None and _group.ends_together:
+        _group.fail(reason, may_be_others=True)
+        _group.leave()
+    log(f"this process ends: {reason}")
+    flush_all()
+    os._exit(1)
+
+
+class ProcessGroup:
+    """This process among the others.
+
+    - `process`: which one this is.
+    - `names`: for each process its number, host and pid.
+    - `ends_together`: whether the failure of one process ends all.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        names: Sequence[str],
+        connections: Mapping[int, Connection] = MappingProxyType({}),
+        *,
+        leave_seconds: float = 5.0,
+        probe_seconds: float = 15.0,
+    ):
+        """**Arguments:**
+
+        - `names`, `connections`: as `rendezvous` has returned them.
+        - `leave_seconds`: after a failure anywhere, how long the main thread may go on.
+        - `probe_seconds`: after how long a process that says nothing is spoken of.
+        """
+        self.process, self.names, self.ends_together = process, names, False
+        self._connections = dict(connections)
+        self._leave_seconds, self._probe_seconds = leave_seconds, probe_seconds
+        self._heard_at = dict.fromkeys(connections, time.monotonic())
+        self._finished: set[int] = set()
+        self._code: int | None = None
+        self._leave_at = self._last_moment = math.inf
+        self._news, self._flush, self._flushed = threading.Event(), threading.Event(), threading.Event()
+        self._lock = threading.RLock()
+        self._parts: dict[object, object] = {}
+        self._pid = os.getpid()
+
+    def part(self, make: Callable[["ProcessGroup"], T]) -> T:
+        """What `make` gives for this group, made when first asked for."""
+        with self._lock:
+            if make not in self._parts:
+                self._parts[make] = make(self)
+            return cast(T, self._parts[make])
+
+    def write(self, key: str, value: str) -> None:
+        """Sets or replaces a value in the store that process 0 holds for all. Waits for no other process."""
+        coordination_client().key_value_set(f"redco_eqx/{key}", value, allow_overwrite=True)
+
+    def read(self, key: str) -> str | None:
+        """The value of a key of that store, `None` if it has none."""
+        try:
+            return coordination_client().key_value_try_get(f"redco_eqx/{key}")
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def start(self) -> None:
+        """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
+        global _group
+        _group, self.ends_together = self, True
+        self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+        atexit.register(self._at_exit)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
+            # What aborts in JAX's own threads does not flush.
+            sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+            if not faulthandler.is_enabled():
+                faulthandler.enable()
+        # Now, because Python starts no thread when the interpreter is about to end; and two, because a flush may
+        # be held up, by a full pipe or a dead network.
+        for run in (self._watch, self._flush_when_told):
+            threading.Thread(target=run, name=f"redco_eqx.{run.__name__}", daemon=True).start()
+
+    def fail(self, reason: str, *, code: int = 1, may_be_others: bool = False) -> None:
+        """Tells every process why this one ends. All are gone soon after `leave_seconds`.
+
+        **Arguments:**
+
+        - `reason`: one line.
+        - `code`: exit status.
+        - `may_be_others`: whether another process may be the cause; waits for news of it.
+        """
+        if not self._leave_within(self._leave_seconds, code):
+            return
+        log(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
+        self._send({"failed": self.process, "how": f"failed: {reason}"})
+        if may_be_others:
+            self._news.wait(min(_NEWS_SECONDS, self._leave_seconds / 2))
+
+    def leave(self) -> NoReturn:
+        """Flushes what Python has not written yet, and ends the process, process 0 as the last one."""
+        self._leave_within(0.0)
+        while True:
+            time.sleep(1.0)  # the watching thread does it
+
+    def _leave_within(self, seconds: float, code: int = 1) -> bool:
+        """Has the watching thread end this process. Whether that is new."""
+        now = time.monotonic()
+        with self._lock:
+            self._leave_at = min(self._leave_at, now + seconds)
+            is_new = self._code is None
+            if is_new:
+                self._code = code
+                # JAX aborts those that are there without process 0.
+                num_flushes = 2 if self.process == 0 else 1
+                self._last_moment = now + self._leave_seconds + num_flushes * _FLUSH_SECONDS
+            return is_new
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, traceback)
+        self._fail_by(error)
+
+    def _fail_by(self, error: BaseException) -> None:
+        # Neither at the prompt, where the session goes on, nor in a child that was forked off.
+        if hasattr(sys, "ps1") or os.getpid() != self._pid:
+            return
+        text = next(iter(str(error).splitlines()), "")
+        self.fail(
+            f"{type(error).__name__}: {text[:1000]}",
+            code=130 if isinstance(error, KeyboardInterrupt) else 1,
+            may_be_others=isinstance(error, jax.errors.JaxRuntimeError),
+        )
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        # Set by Python for what was not caught, whoever has replaced our hook since.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:
+            self._fail_by(error)
+        if self._code is not None:
+            self.leave()
+        self._send({"finished": True})  # from here on JAX waits for the others
+
+    def _send(self, message: Message) -> None:
+        for connection in list(self._connections.values()):
+            connection.send(message)
+
+    def _flush_when_told(self) -> None:
+        self._flush.wait()
+        flush_all()
+        self._flushed.set()
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for process, connection in self._connections.items():
+                connection.probe(self._probe_seconds)
+                selector.register(connection, selectors.EVENT_READ, process)
+            beat_at = 0.0
+            while not self._is_time_to_leave():
+                for key, _ in selector.select(0.1):
+                    how = self._receive(key.data)
+                    if how is not None:
+                        selector.unregister(key.fileobj)
+                        self._connections.pop(key.data).close()
+                        del self._heard_at[key.data]
+                        if key.data not in self._finished:
+                            self._hear_of(key.data, f"is lost: {how}.")
+                if time.monotonic() > beat_at:
+                    beat_at = time.monotonic() + self._probe_seconds / 4
+                    self._send({})
+                    self._name_silent()
+        self._send({"finished": True})
+        os._exit(self._code or 0)
+
+    def _receive(self, process: int) -> str | None:
+        """Takes in what another process has sent; how its connection has ended, if it has."""
+        try:
+            while (message := self._connections[process].receive()) is not None:
+                self._heard_at[process] = time.monotonic()
+                if "finished" in message:
+                    self._finished.add(process)
+                if "failed" in message:
+                    self._hear_of(message["failed"], message["how"])
+        except (OSError, ValueError) as error:
+            return getattr(error, "strerror", None) or str(error)
+        return None
+
+    def _hear_of(self, process: int, how: str) -> None:
+        """Ends this process soon, because another one is about to, or is gone."""
+        if process == self.process or not jax.distributed.is_initialized():  # JAX has left
+            return
+        log(f"{self.names[process]} {how}")
+        self._news.set()
+        if self.process == 0:
+            self._send({"failed": process, "how": how})
+        has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
+        self._leave_within(self._leave_seconds if has_coordinator else 0.0)
+
+    def _name_silent(self) -> None:
+        """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
+        for process, heard_at in self._heard_at.items():
+            seconds = time.monotonic() - heard_at
+            if seconds > self._probe_seconds and self._code is None:
+                self._heard_at[process] = math.inf
+                how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
+                log(f"{self.names[process]} {how}.")
+
+    def _is_time_to_leave(self) -> bool:
+        now = time.monotonic()
+        if now < self._leave_at:
+            return False
+        self._flush.set()
+        is_flushed = self._flushed.is_set() or now > self._leave_at + _FLUSH_SECONDS
+        is_last = self.process != 0 or not self._connections
+        return (is_flushed and is_last) or now > self._last_moment
