@@ -17,6 +17,7 @@ from typing import ClassVar
 import jax
 from jax.sharding import Mesh
 
+from redco_eqx._distributed.jax_internals import coordination_client
 from redco_eqx._distributed.process_group import ProcessGroup, end_process, process_group
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx._types import Batch
@@ -81,17 +82,6 @@ class Record:
             return None
         return next((shapes for begin, shapes in reversed(self.shapes) if begin <= index), None)
 
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Record":
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        shapes = tuple((index, shapes) for index, shapes in fields["shapes"])
-        return Record(fields["stream"], CallFacts(**fields["call"]), fields["num_made"], shapes)
-
 
 def difference(mine: Record, theirs: Record, me: str, other: str) -> str | None:
     """What is wrong if two processes, `me` and `other`, have these records of one stream."""
@@ -118,36 +108,46 @@ class Stream:
         """**Arguments:**
 
         - `first`: the first process of the mesh.
-        - `key`: where in the store its record is.
+        - `key`: where in the store of JAX's coordination service its record is.
         - `record`: that of this process.
         """
-        self._group, self._first, self._key, self._record = group, first, key, record
-        self._is_seen = False
-        self._exchange()
+        self._group, self._key, self._record = group, key, record
+        self._first, self._is_first, self._is_seen = first, group.process == first, False
+        if self._is_first:
+            self._publish()
+        else:
+            self.check()
 
     def add(self, index: int, batch: Batch) -> None:
         """Raises `ValueError` if the first process has other leaves, dtypes or shapes in a batch."""
         before, self._record = self._record, self._record.add(index, batch)
-        if self._group.process == self._first or not self._is_seen or self._record.shapes != before.shapes:
-            self._exchange()
+        if self._is_first:
+            self._publish()
+        elif not self._is_seen or self._record.shapes is not before.shapes:
+            self.check()
 
     def check(self) -> None:
         """Raises `ValueError` if the record of the first process differs, as far as both have come."""
-        text = self._group.read(self._key)
-        theirs = None if text is None else Record.from_json(text)
-        if theirs is None or theirs.stream != self._record.stream:  # an older one
-            return
-        self._is_seen = theirs.num_made > 0
-        names = self._group.names
-        message = difference(self._record, theirs, names[self._group.process], names[self._first])
-        if message is not None:
-            raise ValueError(message)
+        client = coordination_client()
+        for _, text in [] if client is None else client.key_value_dir_get(self._key):  # one, or not yet there
+            theirs = _from_json(text)
+            if theirs.stream == self._record.stream:  # and not an older one
+                self._is_seen = theirs.num_made > 0
+                names = self._group.names
+                message = difference(self._record, theirs, names[self._group.process], names[self._first])
+                if message is not None:
+                    raise ValueError(message)
 
-    def _exchange(self) -> None:
-        if self._group.process == self._first:
-            self._group.write(self._key, self._record.to_json())
-        else:
-            self.check()
+    def _publish(self) -> None:
+        if (client := coordination_client()) is not None:
+            text = json.dumps(dataclasses.asdict(self._record))
+            client.key_value_set(f"{self._key}/record", text, allow_overwrite=True)
+
+
+def _from_json(text: str) -> Record:
+    fields = json.loads(text)
+    shapes = tuple((begin, shapes) for begin, shapes in fields["shapes"])
+    return Record(fields["stream"], CallFacts(**fields["call"]), fields["num_made"], shapes)
 
 
 class Streams:
@@ -168,7 +168,7 @@ class Streams:
         mesh = zlib.crc32(str(processes).encode())
         number = self._num_opened[mesh]
         self._num_opened[mesh] += 1
-        key = f"stream/{mesh}/{number % _NUM_STREAMS}"
+        key = f"redco_eqx/stream/{mesh}/{number % _NUM_STREAMS}"
         stream = Stream(self._group, processes[0], key, Record(number, call))
         if self._group.process != processes[0]:
             with self._lock:
@@ -176,9 +176,8 @@ class Streams:
         return stream
 
     def _watch(self) -> None:
-        while not self._stop.wait(
-            max(0.5, len(self._group.names) / 200)
-        ):  # for process 0 some hundred a second
+        seconds = max(0.5, len(self._group.names) / 200)  # for process 0 a few hundred requests a second
+        while not self._stop.wait(seconds):
             with self._lock:
                 streams = list(self._open)
             for stream in streams:
@@ -186,8 +185,8 @@ class Streams:
                     stream.check()
                 except ValueError as error:
                     end_process(str(error))
-                except (jax.errors.JaxRuntimeError, ConnectionError):  # process 0 has ended, or JAX has left
-                    pass
+                except jax.errors.JaxRuntimeError:  # process 0 has ended
+                    return
 
     def _end(self) -> None:
         # A thread that is inside JAX when the interpreter ends would abort it.

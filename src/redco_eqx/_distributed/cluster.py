@@ -1,10 +1,14 @@
 """What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from redco_eqx._distributed.jax_internals import detect_launch
+
+T = TypeVar("T")
 
 VARIABLES = {
     "coordinator_address": "JAX_COORDINATOR_ADDRESS",
@@ -54,10 +58,16 @@ def find_launch(
     Raises `TypeError` or `ValueError` if these do not fit together, `RuntimeError` in a batch script of
     SLURM with several tasks but without srun.
     """
-    address = coordinator_address or environment.get(VARIABLES["coordinator_address"]) or None
-    number = _whole_number("num_processes", num_processes, environment)
-    process = _whole_number("process_id", process_id, environment)
-    devices = _device_ids(local_device_ids, environment)
+    for name, value in (("num_processes", num_processes), ("process_id", process_id)):
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
+    if isinstance(local_device_ids, int):
+        local_device_ids = (local_device_ids,)
+    read = functools.partial(_setting, environment)
+    address = read("coordinator_address", coordinator_address or None, str, "")
+    number = read("num_processes", num_processes, int, "a whole number")
+    process = read("process_id", process_id, int, "a whole number")
+    devices = read("local_device_ids", local_device_ids, _numbers, "numbers with commas between them")
     if number != 1 and None in (address, number, process):
         address, number, process, local = detect_launch(address, number, process, timeout_seconds)
         if local is not None and devices is None:
@@ -89,7 +99,7 @@ def find_launch(
             f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
             "'10.0.0.1:1234': the address of process 0 and a port that is free there."
         )
-    return Launch(address, number, process, devices)
+    return Launch(address, number, process, None if devices is None else tuple(devices))
 
 
 def tasks_on_node(environment: Mapping[str, str]) -> int | None:
@@ -122,32 +132,22 @@ def share_of_devices(
     return tuple(range(local_process * each, (local_process + 1) * each))
 
 
-def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
-    text = environment.get(VARIABLES[name], "").strip()
-    if value is None and text:
-        if not text.lstrip("-").isdigit():
-            raise ValueError(
-                f"initialize_distributed: {VARIABLES[name]}={text!r}, but it must be a whole number."
-            )
-        return int(text)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
-    return value
+def _setting(
+    environment: Mapping[str, str], name: str, argument: T | None, parse: Callable[[str], T], expected: str
+) -> T | None:
+    """An argument, or else what its environment variable holds."""
+    variable = VARIABLES[name]
+    text = environment.get(variable, "").strip()
+    if argument is not None or not text:
+        return argument
+    try:
+        return parse(text)
+    except ValueError:
+        raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be {expected}.") from None
 
 
-def _device_ids(value: int | Sequence[int] | None, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    variable = VARIABLES["local_device_ids"]
-    text = environment.get(variable, "")
-    if value is None and text:
-        try:
-            return tuple(int(word) for word in text.split(","))
-        except ValueError:
-            raise ValueError(
-                f"initialize_distributed: {variable}={text!r}, but it must be numbers with commas between them."
-            ) from None
-    if value is None:
-        return None
-    return (value,) if isinstance(value, int) else tuple(value)
+def _numbers(text: str) -> Sequence[int]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def _refuse_batch_script(environment: Mapping[str, str]) -> None:

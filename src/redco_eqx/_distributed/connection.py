@@ -1,6 +1,6 @@
 """Messages between two processes, one line of JSON each, over a connection that stays open.
 
-The kernel closes it when a process ends in whatever way, and its probes fail when the other host is gone.
+The kernel closes it when one of them ends, in whatever way.
 """
 
 import contextlib
@@ -62,16 +62,3 @@ class Connection:
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()
-
-    def probe(self, seconds: float) -> None:
-        """Has the kernel end the connection when the other host has not answered for about `seconds`."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        quarter = max(1, round(seconds / 4))
-        for option, value in (
-            ("TCP_KEEPIDLE", quarter),
-            ("TCP_KEEPINTVL", quarter),
-            ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", round(1000 * seconds)),  # the same for what was sent and not acknowledged
-        ):
-            if hasattr(socket, option):  # not on every system
-                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -89,12 +89,12 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
-    # A process is spoken of a little before JAX aborts for the same reason, with a message that names no host.
+    # A process is named before JAX aborts for the same reason, with a message that names no host.
     group = ProcessGroup(
         launch.process_id,
         names,
         connections,
         leave_seconds=leave_seconds,
-        probe_seconds=0.5 * heartbeat_timeout_seconds,
+        silent_seconds=0.5 * heartbeat_timeout_seconds,
     )
     group.start()

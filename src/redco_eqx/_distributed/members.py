@@ -27,7 +27,7 @@ class Member:
         return f"process {self.process_id} (host {self.host}, pid {self.pid})"
 
 
-def this_member(process_id: int, num_processes: int) -> Member:
+def this_process(process_id: int, num_processes: int) -> Member:
     """The process that calls this."""
     host = socket.gethostname()
     try:
@@ -47,7 +47,7 @@ def check_addresses(members: Sequence[Member], platform: str) -> None:
     if platform not in ("", "cpu") or len({member.host for member in members}) == 1:
         return
     for member in members:
-        if member.address and not is_loopback(member.address):
+        if member.address and not ipaddress.ip_address(member.address).is_loopback:
             continue
         found = f"resolves to {member.address}, which other hosts cannot reach"
         message = (
@@ -59,11 +59,3 @@ def check_addresses(members: Sequence[Member], platform: str) -> None:
         if platform == "cpu":
             raise RuntimeError(message)
         warnings.warn(f"{message} On GPU and TPU this does not matter.", stacklevel=2)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is one of the machine itself."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"

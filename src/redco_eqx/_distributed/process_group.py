@@ -2,8 +2,8 @@
 
 Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective for
 the one that failed. So a failing process tells process 0, which tells the others, and all leave by `os._exit`.
-One that is killed, or whose host is gone, tells nobody: its connection ends. One that is frozen is only spoken
-of, because Python's threads wait while an extension computes: JAX's heartbeats decide.
+One that is killed tells nobody: its connection ends. One that is frozen or out of reach is only named here,
+because Python's threads wait while an extension computes: JAX's heartbeats decide, and end the others.
 """
 
 import atexit
@@ -22,14 +22,11 @@ from typing import NoReturn, TypeVar, cast
 import jax
 
 from redco_eqx._distributed.connection import Connection, Message
-from redco_eqx._distributed.jax_internals import coordination_client
 from redco_eqx._distributed.log import flush_all, log
 
 T = TypeVar("T")
 
 _FLUSH_SECONDS = 1.0
-# How long an error that may be another's fault waits for news of that one.
-_NEWS_SECONDS = 3.0
 
 _group: "ProcessGroup | None" = None
 
@@ -45,7 +42,7 @@ def process_group() -> "ProcessGroup | None":
 def end_process(reason: str) -> NoReturn:
     """Ends this process now, and with it the others, if there are any. For use by any thread."""
     if _group is not None and _group.ends_together:
-        _group.fail(reason, may_be_others=True)
+        _group.fail(reason)
         _group.leave()
     log(f"this process ends: {reason}")
     flush_all()
@@ -67,22 +64,22 @@ class ProcessGroup:
         connections: Mapping[int, Connection] = MappingProxyType({}),
         *,
         leave_seconds: float = 5.0,
-        probe_seconds: float = 15.0,
+        silent_seconds: float = 15.0,
     ):
         """**Arguments:**
 
         - `names`, `connections`: as `rendezvous` has returned them.
         - `leave_seconds`: after a failure anywhere, how long the main thread may go on.
-        - `probe_seconds`: after how long a process that says nothing is spoken of.
+        - `silent_seconds`: after how long a process that says nothing is named.
         """
         self.process, self.names, self.ends_together = process, names, False
         self._connections = dict(connections)
-        self._leave_seconds, self._probe_seconds = leave_seconds, probe_seconds
+        self._leave_seconds, self._silent_seconds = leave_seconds, silent_seconds
         self._heard_at = dict.fromkeys(connections, time.monotonic())
         self._finished: set[int] = set()
         self._code: int | None = None
         self._leave_at = self._last_moment = math.inf
-        self._news, self._flush, self._flushed = threading.Event(), threading.Event(), threading.Event()
+        self._flush, self._flushed = threading.Event(), threading.Event()
         self._lock = threading.RLock()
         self._parts: dict[object, object] = {}
         self._pid = os.getpid()
@@ -93,19 +90,6 @@ class ProcessGroup:
             if make not in self._parts:
                 self._parts[make] = make(self)
             return cast(T, self._parts[make])
-
-    def write(self, key: str, value: str) -> None:
-        """Sets or replaces a value in the store that process 0 holds for all. Waits for no other process."""
-        coordination_client().key_value_set(f"redco_eqx/{key}", value, allow_overwrite=True)
-
-    def read(self, key: str) -> str | None:
-        """The value of a key of that store, `None` if it has none."""
-        try:
-            return coordination_client().key_value_try_get(f"redco_eqx/{key}")
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
 
     def start(self) -> None:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
@@ -118,26 +102,16 @@ class ProcessGroup:
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        # Now, because Python starts no thread when the interpreter is about to end; and two, because a flush may
-        # be held up, by a full pipe or a dead network.
+        # Now, because Python starts no thread when the interpreter is about to end; and two, because a full
+        # pipe or a dead network may hold up a flush.
         for run in (self._watch, self._flush_when_told):
             threading.Thread(target=run, name=f"redco_eqx.{run.__name__}", daemon=True).start()
 
-    def fail(self, reason: str, *, code: int = 1, may_be_others: bool = False) -> None:
-        """Tells every process why this one ends. All are gone soon after `leave_seconds`.
-
-        **Arguments:**
-
-        - `reason`: one line.
-        - `code`: exit status.
-        - `may_be_others`: whether another process may be the cause; waits for news of it.
-        """
-        if not self._leave_within(self._leave_seconds, code):
-            return
-        log(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
-        self._send({"failed": self.process, "how": f"failed: {reason}"})
-        if may_be_others:
-            self._news.wait(min(_NEWS_SECONDS, self._leave_seconds / 2))
+    def fail(self, reason: str, code: int = 1) -> None:
+        """Tells every process why this one ends. All are gone soon after `leave_seconds`."""
+        if self._leave_within(self._leave_seconds, code):
+            log(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
+            self._send({"failed": self.process, "how": f"failed: {reason}"})
 
     def leave(self) -> NoReturn:
         """Flushes what Python has not written yet, and ends the process, process 0 as the last one."""
@@ -149,14 +123,14 @@ class ProcessGroup:
         """Has the watching thread end this process. Whether that is new."""
         now = time.monotonic()
         with self._lock:
-            self._leave_at = min(self._leave_at, now + seconds)
             is_new = self._code is None
             if is_new:
                 self._code = code
                 # JAX aborts those that are there without process 0.
-                num_flushes = 2 if self.process == 0 else 1
-                self._last_moment = now + self._leave_seconds + num_flushes * _FLUSH_SECONDS
-            return is_new
+                grace = 2 * _FLUSH_SECONDS if self.process == 0 else _FLUSH_SECONDS
+                self._last_moment = now + self._leave_seconds + grace
+            self._leave_at = min(self._leave_at, now + seconds)
+        return is_new
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -169,18 +143,17 @@ class ProcessGroup:
         if hasattr(sys, "ps1") or os.getpid() != self._pid:
             return
         text = next(iter(str(error).splitlines()), "")
-        self.fail(
-            f"{type(error).__name__}: {text[:1000]}",
-            code=130 if isinstance(error, KeyboardInterrupt) else 1,
-            may_be_others=isinstance(error, jax.errors.JaxRuntimeError),
-        )
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.fail(f"{type(error).__name__}: {text[:1000]}", code)
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(min(1.0, self._leave_seconds / 2))  # until it is known whose fault it may be
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         # Set by Python for what was not caught, whoever has replaced our hook since.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None:
+        if error is not None and self._code is None:
             self._fail_by(error)
         if self._code is not None:
             self.leave()
@@ -198,7 +171,6 @@ class ProcessGroup:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             for process, connection in self._connections.items():
-                connection.probe(self._probe_seconds)
                 selector.register(connection, selectors.EVENT_READ, process)
             beat_at = 0.0
             while not self._is_time_to_leave():
@@ -211,7 +183,7 @@ class ProcessGroup:
                         if key.data not in self._finished:
                             self._hear_of(key.data, f"is lost: {how}.")
                 if time.monotonic() > beat_at:
-                    beat_at = time.monotonic() + self._probe_seconds / 4
+                    beat_at = time.monotonic() + self._silent_seconds / 4
                     self._send({})
                     self._name_silent()
         self._send({"finished": True})
@@ -235,7 +207,6 @@ class ProcessGroup:
         if process == self.process or not jax.distributed.is_initialized():  # JAX has left
             return
         log(f"{self.names[process]} {how}")
-        self._news.set()
         if self.process == 0:
             self._send({"failed": process, "how": how})
         has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
@@ -245,7 +216,7 @@ class ProcessGroup:
         """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
         for process, heard_at in self._heard_at.items():
             seconds = time.monotonic() - heard_at
-            if seconds > self._probe_seconds and self._code is None:
+            if seconds > self._silent_seconds and self._code is None:
                 self._heard_at[process] = math.inf
                 how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
                 log(f"{self.names[process]} {how}.")

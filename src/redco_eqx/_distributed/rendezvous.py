@@ -13,7 +13,7 @@ import time
 from redco_eqx._distributed.cluster import Launch
 from redco_eqx._distributed.connection import Connection
 from redco_eqx._distributed.log import log
-from redco_eqx._distributed.members import Member, check_addresses, this_member
+from redco_eqx._distributed.members import Member, check_addresses, this_process
 
 # After this time one line says who is waited for.
 _QUIET_SECONDS = 10
@@ -39,7 +39,7 @@ def rendezvous(
     different numbers of processes; `RuntimeError` as `check_addresses`; `OSError` on process 0 if its port is
     taken.
     """
-    me = this_member(launch.process_id, launch.num_processes)
+    me = this_process(launch.process_id, launch.num_processes)
     if launch.process_id != 0:
         return _register(launch, me, timeout_seconds)
     members, connections = {0: me}, {}
@@ -132,8 +132,8 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
     if "error" in answer:
         raise _ERRORS[answer["error"]](answer["text"])
     raise ValueError(
-        f"initialize_distributed: what answers at {launch.coordinator_address} is not process 0 of this run, but "
-        "perhaps another one. Choose another port."
+        f"initialize_distributed: what answers at {launch.coordinator_address} is not process 0 of this run, "
+        "but perhaps another one. Choose another port."
     )
 
 

@@ -50,7 +50,7 @@ class Watchdog:
                 sys.stderr.flush()
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
                 end_process(
-                    f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of its "
-                    "threads stands."
+                    f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
+                    "its threads stands."
                 )
         faulthandler.cancel_dump_traceback_later()
