@@ -51,11 +51,24 @@ class Slow(io.RawIOBase):
     def flush(self):
         time.sleep(0.8)
 
+def close_stderr():
+    _, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    try:
+        while os.write(pipe, bytes(4096)):
+            pass
+    except BlockingIOError:
+        os.set_blocking(pipe, True)
+    os.dup2(pipe, 2)
+
 process = int(os.environ["JAX_PROCESS_ID"])
 rx.initialize_distributed(leave_seconds=1.0)
-slow = Slow() if process == 2 else None
 file = open(pathlib.Path(os.environ["OUT"]) / f"{process}.txt", "w")
 file.write("not flushed")
+if process == 2:
+    slow = Slow()
+if process == 3:
+    close_stderr()
 if process == int(os.environ["FAILING"]):
     exec(os.environ["FAULT"])
 time.sleep(60)
@@ -65,8 +78,8 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("fault", "failing", "code", "message"),
     [
-        ("raise KeyError('no such column')", 0, 1, "KeyError: 'no such column'"),
-        ("raise KeyError('no such column')", 1, 1, "KeyError: 'no such column'"),
+        ("raise KeyError('no such column')", 0, 1, "failed: KeyError: 'no such column'"),
+        ("raise KeyError('no such column')", 1, 1, "failed: KeyError: 'no such column'"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, -9, "is lost: "),
     ],
 )
@@ -75,11 +88,12 @@ def test_all_leave_by_name_and_lose_nothing(tmp_path, fault, failing, code, mess
     address = f"127.0.0.1:{harness.free_port()}"
     more = {"OUT": tmp_path, "FAULT": fault, "FAILING": failing}
     environments = [
-        harness.environment(num_devices=1, **harness.joined(i, 3, address), **more) for i in range(3)
+        harness.environment(num_devices=1, **harness.joined(i, 4, address), **more) for i in range(4)
     ]
-    processes = harness.start([[sys.executable, "-c", SCRIPT]] * 3, environments, tmp_path)
+    processes = harness.start([[sys.executable, "-c", SCRIPT]] * 4, environments, tmp_path)
     codes, _ = processes.leave(60)
-    assert codes == [code if process == failing else 1 for process in range(3)], processes.text()
+    assert codes == [code if process == failing else 1 for process in range(4)], processes.text()
+    for process in {0, 1, 2} - {failing}:  # nobody reads what 3 writes
+        assert re.search(rf"process {failing} \(host .*\) {message}", processes.text(process)), process
     for process in {0, 1, 2} - ({failing} if code < 0 else set()):
-        assert re.search(rf"process {failing} \(host .*{message}", processes.text(process)), process
-        assert (tmp_path / f"{process}.txt").read_text() == "not flushed"
+        assert (tmp_path / f"{process}.txt").read_text() == "not flushed", process

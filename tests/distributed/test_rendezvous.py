@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import time
+from typing import Any
 
 import pytest
 from hosts import harness
@@ -29,13 +30,13 @@ def test_taken_port_is_named():
             rendezvous(Launch(f"127.0.0.1:{port}", 2, 0, None), 1.0)
 
 
-def rendezvous_of(places, timeout_seconds):
-    """What it returns or raises for each of `(num_processes, process_id)`, all at once."""
+def rendezvous_of(places, timeout_seconds) -> tuple[int, list[Any]]:
+    """A port, and what it returns or raises for each of `(num_processes, process_id)`, all at once."""
     address = f"127.0.0.1:{harness.free_port()}"
 
     def run(place):
         try:
-            return rendezvous(Launch(address, *place, None), timeout_seconds)
+            return rendezvous(Launch(address, place[0], place[1], None), timeout_seconds)
         except Exception as error:
             return error
 
@@ -116,7 +117,7 @@ def test_strangers_are_ignored_and_a_restarted_process_is_taken():
         return json.dumps(dataclasses.asdict(Member(process, 3, "b", 7, "10.0.0.1"))).encode() + b"\n"
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 3, 0, None), 60.0)
+        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 3, 0, None), 60.0, "cuda")
         for text in (b"", b"GET / HTTP/1.1\r\n", b'{"user": 1}\n', member(1)):
             connect(text).close()
         waiting = [connect(member(process)) for process in (1, 2)]

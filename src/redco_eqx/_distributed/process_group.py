@@ -11,12 +11,13 @@ import contextlib
 import faulthandler
 import math
 import os
+import queue
 import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import NoReturn, TypeVar, cast
 
 import jax
@@ -61,7 +62,7 @@ class ProcessGroup:
         self,
         process: int,
         names: Sequence[str],
-        connections: Mapping[int, Connection] = MappingProxyType({}),
+        connections: Mapping[int, Connection] | None = None,
         *,
         leave_seconds: float = 5.0,
         silent_seconds: float = 15.0,
@@ -72,14 +73,15 @@ class ProcessGroup:
         - `leave_seconds`: after a failure anywhere, how long the main thread may go on.
         - `silent_seconds`: after how long a process that says nothing is named.
         """
-        self.process, self.names, self.ends_together = process, names, False
-        self._connections = dict(connections)
+        self.process, self.names, self.ends_together = process, names, connections is not None
+        self._connections = dict(connections or {})
         self._leave_seconds, self._silent_seconds = leave_seconds, silent_seconds
-        self._heard_at = dict.fromkeys(connections, time.monotonic())
+        self._heard_at = dict.fromkeys(self._connections, time.monotonic())
         self._finished: set[int] = set()
         self._code: int | None = None
         self._leave_at = self._last_moment = math.inf
-        self._flush, self._flushed = threading.Event(), threading.Event()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._flushed = threading.Event()
         self._lock = threading.RLock()
         self._parts: dict[object, object] = {}
         self._pid = os.getpid()
@@ -94,7 +96,7 @@ class ProcessGroup:
     def start(self) -> None:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
         global _group
-        _group, self.ends_together = self, True
+        _group = self
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
@@ -103,21 +105,22 @@ class ProcessGroup:
             if not faulthandler.is_enabled():
                 faulthandler.enable()
         # Now, because Python starts no thread when the interpreter is about to end; and two, because a full
-        # pipe or a dead network may hold up a flush.
-        for run in (self._watch, self._flush_when_told):
+        # pipe or a dead network may hold up what is written.
+        for run in (self._watch, self._write):
             threading.Thread(target=run, name=f"redco_eqx.{run.__name__}", daemon=True).start()
 
     def fail(self, reason: str, code: int = 1) -> None:
         """Tells every process why this one ends. All are gone soon after `leave_seconds`."""
         if self._leave_within(self._leave_seconds, code):
-            log(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
             self._send({"failed": self.process, "how": f"failed: {reason}"})
+            self._lines.put(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
 
     def leave(self) -> NoReturn:
         """Flushes what Python has not written yet, and ends the process, process 0 as the last one."""
         self._leave_within(0.0)
-        while True:
-            time.sleep(1.0)  # the watching thread does it
+        while time.monotonic() < self._last_moment:
+            time.sleep(0.1)  # the watching thread does it
+        os._exit(1)
 
     def _leave_within(self, seconds: float, code: int = 1) -> bool:
         """Has the watching thread end this process. Whether that is new."""
@@ -163,8 +166,9 @@ class ProcessGroup:
         for connection in list(self._connections.values()):
             connection.send(message)
 
-    def _flush_when_told(self) -> None:
-        self._flush.wait()
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            log(line)
         flush_all()
         self._flushed.set()
 
@@ -206,9 +210,9 @@ class ProcessGroup:
         """Ends this process soon, because another one is about to, or is gone."""
         if process == self.process or not jax.distributed.is_initialized():  # JAX has left
             return
-        log(f"{self.names[process]} {how}")
         if self.process == 0:
             self._send({"failed": process, "how": how})
+        self._lines.put(f"{self.names[process]} {how}")
         has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
         self._leave_within(self._leave_seconds if has_coordinator else 0.0)
 
@@ -219,13 +223,13 @@ class ProcessGroup:
             if seconds > self._silent_seconds and self._code is None:
                 self._heard_at[process] = math.inf
                 how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
-                log(f"{self.names[process]} {how}.")
+                self._lines.put(f"{self.names[process]} {how}.")
 
     def _is_time_to_leave(self) -> bool:
         now = time.monotonic()
         if now < self._leave_at:
             return False
-        self._flush.set()
+        self._lines.put(None)
         is_flushed = self._flushed.is_set() or now > self._leave_at + _FLUSH_SECONDS
         is_last = self.process != 0 or not self._connections
         return (is_flushed and is_last) or now > self._last_moment
