@@ -152,6 +152,7 @@ def test_a_change_is_found_when_both_have_made_the_batch(streams):
 
 
 def test_the_store_does_not_grow(streams, client):
+    stream = open_stream(streams, 0)
     for _ in range(3 * consistency._NUM_STREAMS):
         stream = open_stream(streams, 0)
     assert len(client.values) == consistency._NUM_STREAMS

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from fit_helpers import errors_of, fit, linear_state, make_examples
 
 from redco_eqx._distributed.watchdog import Watchdog
 
@@ -31,3 +32,22 @@ def test_watchdog(tmp_path):
 def test_watchdog_refuses_no_time():
     with pytest.raises(ValueError, match="step_timeout_seconds=0"):
         Watchdog(0.0)
+
+
+def test_fit_tells_it_of_every_step(monkeypatch):
+    """Of training, evaluation and prediction."""
+    beats = []
+    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: beats.append(watchdog))
+    examples = make_examples(24)
+    fit(
+        linear_state(),
+        examples,
+        batch_size=4,
+        num_steps=3,
+        eval_examples=examples,
+        predict_fn=lambda model, batch, key: errors_of(model, batch),
+        step_timeout_seconds=600.0,
+    )
+    # The beginning, the rehearsal, three steps, and six batches of each pass over the 24 examples.
+    assert len(beats) == 1 + 2 + 3 + 6 + 6
+    assert len(set(beats)) == 1
