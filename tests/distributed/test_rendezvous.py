@@ -84,7 +84,7 @@ def test_who_does_not_fit_is_named_on_all(places, seconds, kind, message):
     [
         (b"HTTP/1.1 400 Bad Request\r\n", ValueError, "is not process 0"),
         (b"\x00\x00\x12\x04", ValueError, "is not process 0"),
-        (b"{}\n", ValueError, "is not process 0"),
+        (b'{"error": "bad request"}\n', ValueError, "is not process 0"),
         (b"", TimeoutError, "where process 0 has ended"),
     ],
 )

@@ -129,7 +129,7 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
             f"initialize_distributed: process {me.process_id} of {me.num_processes} has waited at "
             f"{launch.coordinator_address}, where process 0 has ended, or does not answer."
         )
-    if "error" in answer:
+    if answer.get("error") in _ERRORS:
         raise _ERRORS[answer["error"]](answer["text"])
     raise ValueError(
         f"initialize_distributed: what answers at {launch.coordinator_address} is not process 0 of this run, "
