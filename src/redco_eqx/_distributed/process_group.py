@@ -76,7 +76,7 @@ class ProcessGroup:
         self.process, self.names, self.ends_together = process, names, connections is not None
         self._connections = dict(connections or {})
         self._leave_seconds, self._silent_seconds = leave_seconds, silent_seconds
-        self._heard_at = dict.fromkeys(self._connections, time.monotonic())
+        self._last_seen = dict.fromkeys(self._connections, time.monotonic())
         self._finished: set[int] = set()
         self._code: int | None = None
         self._leave_at = self._last_moment = math.inf
@@ -139,9 +139,9 @@ class ProcessGroup:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._previous_hook(kind, error, traceback)
-        self._fail_by(error)
+        self._fail_with(error)
 
-    def _fail_by(self, error: BaseException) -> None:
+    def _fail_with(self, error: BaseException) -> None:
         # Neither at the prompt, where the session goes on, nor in a child that was forked off.
         if hasattr(sys, "ps1") or os.getpid() != self._pid:
             return
@@ -157,7 +157,7 @@ class ProcessGroup:
         # Set by Python for what was not caught, whoever has replaced our hook since.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and self._code is None:
-            self._fail_by(error)
+            self._fail_with(error)
         if self._code is not None:
             self.leave()
         self._send({"finished": True})  # from here on JAX waits for the others
@@ -176,20 +176,20 @@ class ProcessGroup:
         with selectors.DefaultSelector() as selector:
             for process, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, process)
-            beat_at = 0.0
+            next_beat = 0.0
             while not self._is_time_to_leave():
                 for key, _ in selector.select(0.1):
                     how = self._receive(key.data)
                     if how is not None:
                         selector.unregister(key.fileobj)
                         self._connections.pop(key.data).close()
-                        del self._heard_at[key.data]
+                        del self._last_seen[key.data]
                         if key.data not in self._finished:
-                            self._hear_of(key.data, f"is lost: {how}.")
-                if time.monotonic() > beat_at:
-                    beat_at = time.monotonic() + self._silent_seconds / 4
+                            self._on_failure(key.data, f"is lost: {how}.")
+                if time.monotonic() > next_beat:
+                    next_beat = time.monotonic() + self._silent_seconds / 4
                     self._send({})
-                    self._name_silent()
+                    self._report_silent()
         self._send({"finished": True})
         os._exit(self._code or 0)
 
@@ -197,16 +197,16 @@ class ProcessGroup:
         """Takes in what another process has sent; how its connection has ended, if it has."""
         try:
             while (message := self._connections[process].receive()) is not None:
-                self._heard_at[process] = time.monotonic()
+                self._last_seen[process] = time.monotonic()
                 if "finished" in message:
                     self._finished.add(process)
                 if "failed" in message:
-                    self._hear_of(message["failed"], message["how"])
+                    self._on_failure(message["failed"], message["how"])
         except (OSError, ValueError) as error:
             return getattr(error, "strerror", None) or str(error)
         return None
 
-    def _hear_of(self, process: int, how: str) -> None:
+    def _on_failure(self, process: int, how: str) -> None:
         """Ends this process soon, because another one is about to, or is gone."""
         if process == self.process or not jax.distributed.is_initialized():  # JAX has left
             return
@@ -216,12 +216,12 @@ class ProcessGroup:
         has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
         self._leave_within(self._leave_seconds if has_coordinator else 0.0)
 
-    def _name_silent(self) -> None:
+    def _report_silent(self) -> None:
         """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
-        for process, heard_at in self._heard_at.items():
-            seconds = time.monotonic() - heard_at
+        for process, last_seen in self._last_seen.items():
+            seconds = time.monotonic() - last_seen
             if seconds > self._silent_seconds and self._code is None:
-                self._heard_at[process] = math.inf
+                self._last_seen[process] = math.inf
                 how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
                 self._lines.put(f"{self.names[process]} {how}.")
 

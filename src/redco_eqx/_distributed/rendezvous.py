@@ -66,7 +66,7 @@ def _gather(
     connections: dict[int, Connection],
 ) -> None:
     """Adds all other processes to `members` and `connections`."""
-    begin, told = time.monotonic(), False
+    begin, is_logged = time.monotonic(), False
     while absent := sorted(set(range(launch.num_processes)) - set(members)):
         left = begin + timeout_seconds - time.monotonic()
         who = f"process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent[:20]))}"
@@ -78,8 +78,8 @@ def _gather(
                 f"{launch.coordinator_address} within {timeout_seconds:g} s. Were they started, with this "
                 "address, and can they reach it?"
             )
-        if not told and timeout_seconds - left > _QUIET_SECONDS:
-            told = True
+        if not is_logged and timeout_seconds - left > _QUIET_SECONDS:
+            is_logged = True
             log(f"process 0 at {launch.coordinator_address} waits for {who}; at most {left:.0f} s more")
         server.settimeout(min(left, 1.0))
         try:

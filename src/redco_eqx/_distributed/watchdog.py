@@ -22,11 +22,11 @@ class Watchdog:
             raise ValueError(f"step_timeout_seconds={timeout_seconds}, but it must be positive, or None.")
         self._seconds = timeout_seconds
         self._done = threading.Event()
-        self._beat_at = 0.0
+        self._last_beat = 0.0
 
     def beat(self) -> None:
         """Says that a step, of training or evaluation, has finished or been handed over."""
-        self._beat_at = time.monotonic()
+        self._last_beat = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
         if self._seconds is not None:
@@ -46,7 +46,7 @@ class Watchdog:
             # A thread in C: an extension that does not release the interpreter stops this one.
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_STDERR)
             self._done.wait(min(1.0, seconds / 4))
-            if time.monotonic() - self._beat_at > seconds and not self._done.is_set():
+            if time.monotonic() - self._last_beat > seconds and not self._done.is_set():
                 sys.stderr.flush()
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
                 end_process(
