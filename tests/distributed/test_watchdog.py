@@ -36,8 +36,8 @@ def test_watchdog_refuses_no_time():
 
 def test_fit_tells_it_of_every_step(monkeypatch):
     """Of training, evaluation and prediction."""
-    beats = []
-    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: beats.append(watchdog))
+    beats, beat = [], Watchdog.beat
+    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)])
     examples = make_examples(24)
     fit(
         linear_state(),
