@@ -79,7 +79,7 @@ def test_what_is_equal_passes(streams, order):
         for process in order:  # each its own number of rows; all change at once
             opened[process].add(index, batch(4 + process, 3 + index // 2))
     for process in order:
-        opened[process].check()
+        opened[process].exchange()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -90,7 +90,7 @@ def test_another_call_is_named(streams, order, odd):
         changes = {"num_examples": 28} if process == odd else {}
         found += errors([lambda p=process, c=changes: opened.update({p: open_stream(streams, p, **c)})])
     # Who came before the first process looks again, at a batch or from its thread.
-    found += errors([stream.check for stream in opened.values()])
+    found += errors([stream.exchange for stream in opened.values()])
     assert found
     for message in found:
         assert message.startswith("batches: len(examples) is ")
@@ -133,6 +133,7 @@ def test_other_leaves_are_named(streams, other, message, at):
         for stream in (first, second):
             stream.add(index, batch(4, 3))
     first.add(at, batch(4, 3))
+    first.exchange()  # as its thread does
     with pytest.raises(ValueError, match=f"collate_fn: batch {at}: {message}"):
         second.add(at, other)
 
@@ -143,12 +144,12 @@ def test_a_change_is_found_when_both_have_made_the_batch(streams):
         first.add(index, batch(4, 3))
         second.add(index, batch(4, 3))
     first.add(3, batch(4, 5))
-    second.check()  # it has not made that batch
+    second.exchange()  # which has not made that batch
     second.add(3, batch(4, 3))
     with pytest.raises(
         ValueError, match=r"batch 3: x is float32\[rows, 3\] on process 1, but float32\[rows, 5\]"
     ):
-        second.check()
+        second.exchange()
 
 
 def test_the_store_does_not_grow(streams, client):

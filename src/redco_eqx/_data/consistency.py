@@ -1,8 +1,8 @@
 """What the processes must have in common in a stream of batches.
 
 A difference would have them wait for each other in a collective, or compute nonsense. Nobody waits here: the
-first process of a mesh keeps a record of each stream in the store that all can read. The others compare theirs
-with it at their batches, until it is there or when shapes change, and twice a second from a thread.
+first process of a mesh keeps a record of each stream in the store that all can read, and the others compare
+theirs with it: when shapes change, and twice a second from a thread.
 """
 
 import atexit
@@ -111,37 +111,39 @@ class Stream:
         - `key`: where in the store of JAX's coordination service its record is.
         - `record`: that of this process.
         """
-        self._group, self._key, self._record = group, key, record
-        self._first, self._is_first, self._is_seen = first, group.process == first, False
-        if self._is_first:
-            self._publish()
-        else:
-            self.check()
+        self._group, self._first, self._key = group, first, key
+        self._record, self._published = record, None
+        self._is_compared = False
+        self.exchange()
 
     def add(self, index: int, batch: Batch) -> None:
         """Raises `ValueError` if the first process has other leaves, dtypes or shapes in a batch."""
         before, self._record = self._record, self._record.add(index, batch)
-        if self._is_first:
-            self._publish()
-        elif not self._is_seen or self._record.shapes is not before.shapes:
-            self.check()
+        if not self._is_compared or self._record.shapes is not before.shapes:
+            self.exchange()
 
-    def check(self) -> None:
-        """Raises `ValueError` if the record of the first process differs, as far as both have come."""
-        client = coordination_client()
-        for _, text in [] if client is None else client.key_value_dir_get(self._key):  # one, or not yet there
+    def exchange(self) -> None:
+        """Writes the record of the first process, or compares with it as far as both have come.
+
+        Raises `ValueError` if they differ.
+        """
+        client, record = coordination_client(), self._record
+        if client is None:  # JAX has left the others
+            return
+        if self._group.process == self._first:
+            if record is not self._published:
+                text = json.dumps(dataclasses.asdict(record))
+                client.key_value_set(f"{self._key}/record", text, allow_overwrite=True)
+                self._published, self._is_compared = record, True
+            return
+        for _, text in client.key_value_dir_get(self._key):  # one, or none yet
             theirs = _from_json(text)
-            if theirs.stream == self._record.stream:  # and not an older one
-                self._is_seen = theirs.num_made > 0
+            if theirs.stream == record.stream:  # and not an older one
+                self._is_compared = theirs.num_made > 0
                 names = self._group.names
-                message = difference(self._record, theirs, names[self._group.process], names[self._first])
+                message = difference(record, theirs, names[self._group.process], names[self._first])
                 if message is not None:
                     raise ValueError(message)
-
-    def _publish(self) -> None:
-        if (client := coordination_client()) is not None:
-            text = json.dumps(dataclasses.asdict(self._record))
-            client.key_value_set(f"{self._key}/record", text, allow_overwrite=True)
 
 
 def _from_json(text: str) -> Record:
@@ -164,15 +166,14 @@ class Streams:
             atexit.register(self._end)
 
     def open(self, processes: list[int], call: CallFacts) -> Stream:
-        """The next stream over a mesh on `processes`. Raises as `Stream.check`."""
+        """The next stream over a mesh on `processes`. Raises as `Stream.exchange`."""
         mesh = zlib.crc32(str(processes).encode())
         number = self._num_opened[mesh]
         self._num_opened[mesh] += 1
         key = f"redco_eqx/stream/{mesh}/{number % _NUM_STREAMS}"
         stream = Stream(self._group, processes[0], key, Record(number, call))
-        if self._group.process != processes[0]:
-            with self._lock:
-                self._open.add(stream)
+        with self._lock:
+            self._open.add(stream)
         return stream
 
     def _watch(self) -> None:
@@ -182,7 +183,7 @@ class Streams:
                 streams = list(self._open)
             for stream in streams:
                 try:
-                    stream.check()
+                    stream.exchange()
                 except ValueError as error:
                     end_process(str(error))
                 except jax.errors.JaxRuntimeError:  # process 0 has ended
