@@ -83,7 +83,7 @@ def test_what_is_equal_passes(streams, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("odd", range(NUM_PROCESSES))
+@pytest.mark.parametrize("odd", [0, 1])  # the first, and another
 def test_another_call_is_named(streams, order, odd):
     opened, found = {}, []
     for process in order:
