@@ -267,6 +267,8 @@ def test_two_processes(tmp_path):
             # The first tail of "mixed" is split four ways, so each process holds half of it.
             my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
             assert result[name]["seen"] == mine + my_last, (name, process)
+    assert results[0]["refused"] is None
+    assert "len(examples) is 28 on process 1, but 29 on process 0" in results[1]["refused"]
 
 
 # Prefetch

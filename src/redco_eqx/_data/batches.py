@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from redco_eqx._data.consistency import open_stream
+from redco_eqx._data.consistency import CallFacts, open_stream
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Examples, Key
@@ -80,13 +80,9 @@ def batches(
         )
     check_prefetch(prefetch)
     order = None if key is None else epoch_order(num_examples, key, epoch)
-    agreement = open_stream(mesh)
-    if agreement is not None:
-        words = None if order is None else order[:4].tolist()
-        agreement.check_call(
-            {"len(examples)": num_examples, "batch_size": batch_size, "epoch": epoch, "start": start}
-            | {"remainder": remainder, "the order by key": words, "mesh": dict(mesh.shape)}
-        )
+    start_of_order = None if order is None else order[:4].tolist()
+    call = CallFacts(num_examples, batch_size, epoch, start, remainder, start_of_order, dict(mesh.shape))
+    stream = open_stream(mesh, call)
     offsets = list(itertools.accumulate(sizes, initial=0))
     layouts = {size: _layout(mesh, size) for size in set(sizes)}
     # `with jax.enable_x64(...)` around the consumer does not reach other threads.
@@ -100,8 +96,8 @@ def batches(
             read = {i: examples[i] for i in dict.fromkeys(wanted)}
             batch = collate_fn([read[i] for i in wanted])
             _check_batch(batch, len(rows))
-            if agreement is not None:
-                agreement.check_batch(index, batch)
+            if stream is not None:
+                stream.add(index, batch)
         except Exception as error:
             again = f"batches(..., epoch={epoch}, start={index}, prefetch=0)"
             error.add_note(f"This is batch {index} of epoch {epoch}; {again} makes it again.")

@@ -150,6 +150,7 @@ def fit(
         interrupt = stack.enter_context(InterruptFlag())
         row = {} if evaluation is None else evaluation.rehearse(state)
         check_keep_best(checkpoints.keep_best if checkpoints else (), row)
+        watchdog.beat()
         saver = stack.enter_context(Saver(checkpoints))
         begin = RunRecord.begin_at(step_of(state), batch_size=batch_size, num_examples=epochs.num_examples)
         state, run, source = saver.resume(state, begin, release=donate)
@@ -175,7 +176,7 @@ def fit(
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
             reporter.rewind(run.step)
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
-        training = Training(state, run, programs=programs, reporter=reporter, saver=saver)
+        training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
         del state  # `training` has it; a second name would keep the first one's memory
         try:
             stop = _loop(training, places, plan, evaluation, interrupt, Vote(mesh))

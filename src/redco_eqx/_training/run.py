@@ -8,6 +8,7 @@ import jax
 from redco_eqx._checkpoint.names import has_value
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
+from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, state_mesh, step_of
@@ -48,11 +49,16 @@ class Training:
         programs: Callable[[TrainState, Batch], TrainProgram],
         reporter: Reporter,
         saver: Saver,
+        watchdog: Watchdog,
     ):
-        """**Arguments:** `programs`: the compiled step for a state and a batch."""
+        """**Arguments:**
+
+        - `programs`: the compiled step for a state and a batch.
+        - `watchdog`: is told of each step, of evaluations too.
+        """
         self.state, self.run = state, run
         self._programs, self._reporter, self.saver = programs, reporter, saver
-        self._shapes, self._throttle = BatchShapes(), Throttle()
+        self._shapes, self._throttle, self._watchdog = BatchShapes(), Throttle(), watchdog
         self._empty: Window | None = None  # not before the first step
         self._window: Window | None = None
         self._num_in_window = 0
@@ -72,6 +78,7 @@ class Training:
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch)
         self._throttle(self._window)
+        self._watchdog.beat()
         if is_first:
             jax.block_until_ready(self._window)
             self._reporter.start_clock(self._num_in_window)
@@ -96,8 +103,13 @@ class Training:
         Returns whether it came to its end.
         """
         self.check()
+
+        def asked() -> bool:
+            self._watchdog.beat()
+            return stops()
+
         with self._reporter.paused():
-            row = evaluation.unless(stops, self.state)
+            row = evaluation.unless(asked, self.state)
         if row is None:
             return False
         self._reporter.row(self.run.step, row)
