@@ -6,6 +6,7 @@ import sys
 import pytest
 from fit_helpers import errors_of, fit, linear_state, make_examples
 
+import redco_eqx as rx
 from redco_eqx._distributed.watchdog import Watchdog
 
 
@@ -44,10 +45,9 @@ def test_fit_tells_it_of_every_step(monkeypatch):
         examples,
         batch_size=4,
         num_steps=3,
-        eval_examples=examples,
-        predict_fn=lambda model, batch, key: errors_of(model, batch),
+        evaluation=rx.Evaluation(examples, predict_fn=lambda model, batch, key: errors_of(model, batch)),
         step_timeout_seconds=600.0,
     )
-    # The beginning, the rehearsal, three steps, and six batches of each pass over the 24 examples.
-    assert len(beats) == 1 + 2 + 3 + 6 + 6
+    # The beginning, the rehearsal, three steps, and each pass over the 24 examples: six batches, and its end.
+    assert len(beats) == 1 + 1 + 3 + 7 + 7
     assert len(set(beats)) == 1
