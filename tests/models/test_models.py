@@ -381,7 +381,8 @@ def to_specs(shardings: Any) -> dict[str, PartitionSpec]:
 )
 def test_gradients_in_low_precision_over_tensor(name, dtype):
     """`cast` inside the loss, over float32 parameters, as the README has it."""
-    model, ids = make(name), tokens(4)
+    one_layer = {"n_layer" if name in ("gpt2", "gptj") else "num_hidden_layers": 1}
+    model, ids = make(name, **one_layer), tokens(4)
 
     def loss(model: Any, ids: Any) -> Any:
         model = cast(model, dtype)
