@@ -398,13 +398,13 @@ def test_numbers_in_names_are_an_order():
 
 
 @pytest.mark.parametrize("name", ["layer{}", "layer{}x"])
-def test_the_rules_take_no_more_than_the_square_of_the_number_of_matrices(name, monkeypatch):
+def test_the_time_that_the_rules_take_grows_as_the_number_of_matrices(name, monkeypatch):
     calls = []
     feeds = Link.feeds
     monkeypatch.setattr(Link, "feeds", lambda a, b: calls.append(1) or feeds(a, b))
     linear = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
-    decide({name.format(i): linear for i in range(60)}, abstract_mesh(tensor=4))
-    assert len(calls) <= 60**2
+    decide({name.format(i): linear for i in range(100)}, abstract_mesh(tensor=4))
+    assert len(calls) <= 10 * 100
 
 
 def test_explain_is_a_table_with_alike_layers_in_one_row():

@@ -27,7 +27,7 @@ def _plain(array: Node, arrays: list[Node]) -> Matrix:
     """`(in, out)`, as in `x @ w`, unless its bias (`b_in` of `W_in`) says that it is `(out, in)`."""
     first, second = array.shape[array.stack :]
     names = {
-        re.sub(r"(?i)(w(?=eight)eight|kernel)", "bias", array.name),
+        re.sub(r"(?i)weight|kernel", "bias", array.name),
         re.sub(r"(?i)w", "b", array.name, count=1),
     }
     bias = next((c for c in arrays if c.name in names and len(c.shape) == array.stack + 1), None)

@@ -42,8 +42,8 @@ class Explanation:
 
 
 _GATHERS = (
-    "over fsdp: scan_layers gathers one layer at a time; without it all weights are gathered for the loss, and "
-    "again for its gradient, and a lax.scan of your own gets its whole stack"
+    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
+    "layers one layer at a time, and again for its gradient"
 )
 
 

@@ -36,17 +36,17 @@ def _links(scope: Node, matrices: list[Matrix]) -> list[Link]:
     which could follow one another, are not if their names say so: by numbers, or by a name that comes last.
     """
     names = _names(scope, matrices)
-    stems = {re.sub(rf"_?{_KIND}$", "", name) for name in names}
-    siblings = {name for names in _SIBLINGS if names <= stems for name in names}
+    stems = [re.sub(rf"_?{_KIND}$", "", name) for name in names]
+    siblings = frozenset().union(*(known for known in _SIBLINGS if known <= {*stems}))
     numbers = [_NUMBERED.fullmatch(name) for name in names]
     runs = Counter((n[1], m.in_size, m.out_size) for n, m in zip(numbers, matrices) if n)
     links: dict[tuple[object, ...], Link] = {}
     in_run: dict[tuple[str, int], list[tuple[int, tuple[object, ...]]]] = {}
-    for matrix, name, number in zip(matrices, names, numbers):
+    for matrix, name, stem, number in zip(matrices, names, stems, numbers):
         shape = (matrix.in_size, matrix.out_size)
         key: tuple[object, ...] = shape
         is_last = _LAST.fullmatch(name) is not None
-        if matrix.in_size == matrix.out_size and re.sub(rf"_?{_KIND}$", "", name) not in siblings:
+        if matrix.in_size == matrix.out_size and stem not in siblings:
             if number and runs[number[1], *shape] > 1:
                 key = (*shape, name)
                 in_run.setdefault((number[1], matrix.in_size), []).append((int(number[2]), key))
@@ -76,15 +76,22 @@ def _by_shape(links: list[Link]) -> list[list[Link]]:
     """
     place = {id(link): i for i, link in enumerate(links)}
     rank = {id(a): (not a.is_last, len(a.members), a.out_size, -place[id(a)]) for a in links}
-    left: dict[int, dict[int, Link]] = {}  # by the size of the input, which is what is asked for
+    left: dict[int, dict[int, Link]] = {}  # by the size of the input, and in place
     for link in links:
         left.setdefault(link.in_size, {})[id(link)] = link
 
+    def first_fed(a: Link, size: int, *, later: bool) -> Link | None:
+        """The first of those left with this input that `a` comes before, behind it or anywhere."""
+        fed = (
+            b for b in left.get(size, {}).values() if b is not a and (not later or place[id(b)] > place[id(a)])
+        )
+        return next((b for b in fed if not b.feeds(a) or rank[id(a)] > rank[id(b)]), None)
+
     def next_of(a: Link) -> Link | None:
-        """The next one in place, of those left, that `a` comes before."""
-        fed = [b for size in a.fed_sizes for b in left.get(size, {}).values() if b is not a]
-        fed = [b for b in fed if not b.feeds(a) or rank[id(a)] > rank[id(b)]]
-        return min(fed, key=lambda b: (place[id(b)] < place[id(a)], place[id(b)]), default=None)
+        """The next one behind `a` that it comes before, or else the first."""
+        fed = [first_fed(a, size, later=True) or first_fed(a, size, later=False) for size in a.fed_sizes]
+        found = [b for b in fed if b is not None]
+        return min(found, key=lambda b: (place[id(b)] < place[id(a)], place[id(b)]), default=None)
 
     chains: list[list[Link]] = []
     for link in links:

@@ -93,17 +93,19 @@ def _window_dims(node: Node, weight: Node) -> int | None:
     """
     if isinstance(node.value, eqx.nn.Conv | eqx.nn.ConvTranspose):
         return node.value.num_spatial_dims
+    if hasattr(node.value, "in_features"):
+        return None
     kernel_size = getattr(node.value, "kernel_size", None)
     if isinstance(kernel_size, tuple):
         return len(kernel_size)
     bias = node.child("bias")
     shape = () if bias is None else bias.shape
     num_ones = len(shape) - len(_without_ones(shape))
-    is_conv = num_ones > 0 and len(weight.shape) >= 2 + num_ones
+    if num_ones == 0 or len(weight.shape) < 2 + num_ones:
+        return None
     # A stack of Linears with one output has a bias `(layers, 1)`, and a weight `(layers, 1, in)`.
-    is_stack = num_ones == 1 and len(weight.shape) == 3 and weight.shape[:2] == shape
-    fits = is_conv and weight.shape[-2 - num_ones] == shape[-1 - num_ones]
-    return num_ones if fits and not is_stack else None
+    is_stack = weight.shape[:-1] == shape
+    return num_ones if weight.shape[-2 - num_ones] == shape[-1 - num_ones] and not is_stack else None
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

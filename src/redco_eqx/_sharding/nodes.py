@@ -50,7 +50,7 @@ class Node:
         found = next((c for c in self.children if c.name in ("weight", "kernel")), None)
         if found is None or found.is_array:
             return found
-        inside = [x for x in found.arrays() if len(x.shape) > 1 and jnp.issubdtype(x.value.dtype, jnp.inexact)]
+        inside = [x for x in found.arrays() if len(x.shape) > 1 and jnp.issubdtype(x.value.dtype, jnp.number)]
         return inside[0] if len(inside) == 1 else None
 
     def walk(self) -> "Iterator[Node]":

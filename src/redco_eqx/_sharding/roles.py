@@ -83,8 +83,12 @@ class _Resolver:
     # One answer for an array.
 
     def _set(self, leaf: Node | None, name: str, reason: str, dim: int | None = None) -> None:
-        if leaf is not None and leaf.path not in self.tied:
-            self.roles.setdefault(leaf.path, Role(name, reason, dim, leaf.stack))
+        if leaf is None or leaf.path in self.tied:
+            return
+        if dim is not None and not self._divides(leaf.shape[dim]):
+            # The features divide, but not the dim that is split: of heads, or of one of several fused parts.
+            name, reason, dim = "whole", self._indivisible("a dim of", leaf.shape[dim]), None
+        self.roles.setdefault(leaf.path, Role(name, reason, dim, leaf.stack))
 
     def _divides(self, size: int) -> bool:
         return size % self.size == 0
@@ -281,6 +285,8 @@ class _Resolver:
         walk = list(scope.walk())
         blocks = [node for node in walk if node is not scope and (node.is_block or _is_residual(node))]
         streams = {node.matrices()[0].in_size for node in blocks if node.matrices()}
+        if not streams:
+            return matrices
         place = {id(node): i for i, node in enumerate(walk)}
         borders = [place[id(node)] for node in [*blocks, *filter(is_norm, walk)]]
 
