@@ -1,0 +1,116 @@
+"""The program that a layout is for: the loss and its gradient, or a prediction, traced on abstract arrays."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._types import Mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced step.
+
+    - `jaxpr`: takes the model's arrays, the batch and the key, flat.
+    - `paths`, `shapes`: of the model's arrays that the program takes.
+    - `trained`: for each of them, the number of the result that is its gradient, or `None`.
+    - `num_batch`: how many of the inputs after these are the batch.
+    """
+
+    jaxpr: Any
+    paths: list[str]
+    shapes: list[jax.ShapeDtypeStruct]
+    trained: list[int | None]
+    num_batch: int
+
+
+def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
+    """Traces `function(model, batch, key)`, and its gradient if it returns a loss.
+
+    **Raises:**
+
+    `ValueError` if there is no batch, or the function does not run on abstract arrays.
+    """
+    dynamic, static = eqx.partition(model, _is_input)
+    arrays = [_abstract(x) for x in jax.tree.leaves(dynamic)]
+    treedef = jax.tree.structure(dynamic)
+    numbers = jax.tree.unflatten(treedef, range(len(arrays)))
+    paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
+    batch_arrays, batch_static = eqx.partition(batch, is_array)
+    rows = [_abstract(x) for x in jax.tree.leaves(batch_arrays)]
+    if not rows or any(not x.shape for x in rows):
+        raise ValueError(
+            "shard_rules: batch has no arrays with a leading dim. Pass what the data loader gives to "
+            "loss_fn, as arrays or as jax.ShapeDtypeStruct."
+        )
+    batch_treedef = jax.tree.structure(batch_arrays)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def run(arrays: list[Any], rows: list[Any], key: Any) -> Any:
+        whole = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
+        given = eqx.combine(jax.tree.unflatten(batch_treedef, rows), batch_static)
+        result = function(whole, given, key)
+        loss = _loss_of(result)
+        found = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+        return (None, found) if loss is None else (loss, found)
+
+    try:
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, rows, key)
+        if shapes[0] is None:
+            return Traced(closed.jaxpr, paths, arrays, [None] * len(arrays), len(rows))
+        return _differentiated(closed, arrays, rows, key, paths)
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"shard_rules: loss_fn(model, batch, key) could not be traced: {type(error).__name__}: {line} "
+            f"It was called with abstract arrays: a batch of "
+            f"{', '.join(f'{x.dtype}{list(x.shape)}' for x in rows[:4])}{', ...' if len(rows) > 4 else ''}. "
+            "Pass a batch that fits it, and use no Python branches and no NumPy functions on arrays; or pass "
+            "neither loss_fn nor batch: then the path rules decide, by names and shapes."
+        ) from error
+
+
+def _differentiated(closed: Any, arrays: list[Any], rows: list[Any], key: Any, paths: list[str]) -> Traced:
+    """The loss, what else is returned, and the gradients by the floating arrays."""
+    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
+        def loss_of(chosen: list[Any]) -> Any:
+            own = list(arrays)
+            for i, x in zip(floating, chosen):
+                own[i] = x
+            loss, *others = jex_core.jaxpr_as_fun(closed)(*own, *rows, key)
+            return jnp.asarray(loss), others
+
+        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in floating])
+
+    program = jax.make_jaxpr(step)(arrays, rows, key)
+    first = len(program.out_avals) - len(floating)
+    results: dict[int, int] = {i: first + n for n, i in enumerate(floating)}
+    trained = [results.get(i) for i in range(len(arrays))]
+    return Traced(program.jaxpr, paths, arrays, trained, len(rows))
+
+
+def _is_input(x: Any) -> bool:
+    """NumPy arrays are constants, that the function may use in NumPy."""
+    return is_array(x) and not isinstance(x, np.ndarray | np.generic)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+
+def _loss_of(result: Any) -> Any | None:
+    """The loss, if a loss function returned this: a scalar or a `Mean`, alone or first of several."""
+    first = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(first, Mean):
+        first = first.value
+    is_scalar = isinstance(first, jax.Array) and first.shape == ()
+    return first if is_scalar and jnp.issubdtype(first.dtype, jnp.floating) else None

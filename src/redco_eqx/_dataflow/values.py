@@ -1,0 +1,70 @@
+"""What a walk through a program knows of its values, and what it writes down."""
+
+import dataclasses
+from typing import Any
+
+from redco_eqx._dataflow.atoms import Dim
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """An array of the program.
+
+    - `weights`: if nothing but parameters is upstream, which (their numbers): it is a weight.
+    - `is_data`: whether the batch is upstream.
+    """
+
+    dims: tuple[Dim, ...]
+    num_bytes: int
+    weights: tuple[int, ...] = ()
+    is_data: bool = False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Event:
+    """What is sent if the split of a dim reaches an operation that has to have it whole.
+
+    - `kind`: `sum`, `lookup`, `whole`, `reshard`, `merge`.
+    - `dims`: splitting any of these, by their leading atom, is what causes it ...
+    - `unless`: ... but not if it leads one of these.
+    - `sent`: the array that is summed or gathered; the bytes of one device's part of it are counted.
+    - `equation`: the operation.
+    - `times`: how often it is done, in loops; `waits`, of these, in loops that go through one sequence by the
+        same weights, so that each waits for the last.
+    """
+
+    kind: str
+    dims: tuple[Dim, ...]
+    sent: Value
+    equation: Any
+    times: int
+    waits: int
+    unless: tuple[Dim, ...] = ()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Use:
+    """An operation of a weight on data.
+
+    - `weight`: the number of the parameter.
+    - `roles`: for each dim of the weight as it is here, what splitting it is called: `row`, `column`, ...
+    - `dims`: these dims.
+    - `made`: the result.
+    - `work`: how many of its bytes are used how often.
+    """
+
+    weight: int
+    dims: tuple[Dim, ...]
+    roles: tuple[str, ...]
+    made: Value
+    work: int
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """An operation: its operands and results, and how often it is done."""
+
+    equation: Any
+    times: int
+    operands: list[Value]
+    results: list[Value]
