@@ -74,7 +74,7 @@ def scatter(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
             if equation.invars[2].aval.shape[j] == shape[i]:
                 walk.same([operand.dims[i]], [dim], updates, equation)
             else:
-                walk.event("whole", [operand.dims[i], dim], updates, equation)
+                walk.event("whole", [dim], updates, equation)
             continue
         row, of_row = next(rows)
         walk.same([of_row], [dim], updates, equation)

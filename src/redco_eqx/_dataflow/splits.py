@@ -1,8 +1,8 @@
-"""Splits: the leading atoms of parameter dims that can be split over an axis, and what each costs and gains."""
+"""Splits: the leading atoms of parameter dims that can be split over an axis."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from redco_eqx._dataflow.atoms import Atom, Dim, resolve
 from redco_eqx._dataflow.values import Event, Value
@@ -14,8 +14,9 @@ class Split:
 
     - `number`: in the order in which parameters first have it.
     - `leaves`: of each parameter that it splits, the dim.
-    - `crossed`: of each parameter that is made of several pieces which each have it, the dim. An even split of
-        that crosses the borders of pieces.
+    - `borders`: the leading atoms of dims that are several pieces, each led by the split's own atoms, if these
+        are split too: evenly, across the borders of pieces. `crossed` are the parameters among `leaves` of
+        which that is so.
     - `sent`: bytes that a device sends for it in a step, event by event.
     - `waits`: what waiting for these costs, in bytes.
     - `unsent`: bytes that are not sent over the batch axes, because what it splits has smaller gradients.
@@ -26,7 +27,8 @@ class Split:
     number: int
     atoms: tuple[Atom, ...]
     leaves: dict[int, int] = dataclasses.field(default_factory=dict)
-    crossed: dict[int, int] = dataclasses.field(default_factory=dict)
+    borders: tuple[Atom, ...] = ()
+    crossed: tuple[int, ...] = ()
     sent: list[tuple[Event, float]] = dataclasses.field(default_factory=list)
     waits: float = 0.0
     unsent: float = 0.0
@@ -54,7 +56,7 @@ def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, .
 
 
 def find_splits(parameters: Sequence[Value], tensor: int) -> list[Split]:
-    """Every way to split a dim of a parameter."""
+    """Every way to split a dim of a parameter; and again, with the parameters that are several such pieces."""
     found: dict[tuple[Atom, ...], Split] = {}
     for leaf, value in enumerate(parameters):
         for i, dim in enumerate(value.dims):
@@ -62,12 +64,73 @@ def find_splits(parameters: Sequence[Value], tensor: int) -> list[Split]:
             if atoms is not None:
                 split = found.setdefault(atoms, Split(len(found), atoms))
                 split.leaves.setdefault(leaf, i)
+    crossing: dict[int, Split] = {}
     for leaf, value in enumerate(parameters):
         for i, dim in enumerate(value.dims):
+            border, *rest = resolve(dim) or (None,)
+            clean = found.get(leading_atoms(tuple(rest), tensor) or ())
+            divides = math.prod(atom.size for atom in resolve(dim)) % tensor == 0
+            if border is None or border.pin or clean is None or leaf in clean.leaves or not divides:
+                continue
+            number = len(found) + len(crossing)
+            split = crossing.setdefault(clean.number, Split(number, clean.atoms, dict(clean.leaves)))
+            if leaf not in split.leaves:
+                split.leaves[leaf] = i
+                split.borders = tuple(dict.fromkeys((*split.borders, border)))
+                split.crossed = (*split.crossed, leaf)
+    return [*found.values(), *crossing.values()]
+
+
+class Leads:
+    """Which splits, and whether the batch, lead a dim: there, and only there, an array can be split so."""
+
+    def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
+        self.splits = splits
+        self._of_atom: dict[Atom, list[int]] = {}
+        self._of_border: dict[tuple[Atom, Atom], list[int]] = {}
+        for split in splits:
+            for atom in split.atoms:
+                self._of_atom.setdefault(atom, []).append(split.number)
+            for border in split.borders:
+                self._of_border.setdefault((border, split.atoms[0]), []).append(split.number)
+        leading = [leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows]
+        self._batch = {atom for atoms in leading for atom in atoms}
+
+    def of(self, dims: Iterable[Dim]) -> list[int]:
+        """The numbers of the splits that lead one of `dims`, evenly or by whole pieces."""
+        found: dict[int, None] = {}
+        for dim in dims:
             atoms = resolve(dim)
-            split = found.get(leading_atoms(atoms[1:], tensor) or ())
-            is_pieces = split is not None and not atoms[0].pin and leading_atoms(dim, tensor) is None
-            if split is not None and is_pieces and leaf not in split.leaves:
-                if math.prod(atom.size for atom in atoms) % tensor == 0:
-                    split.crossed.setdefault(leaf, i)
-    return list(found.values())
+            if atoms:
+                found |= dict.fromkeys(self._of_atom.get(atoms[0], ()))
+                found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))  # pyright: ignore[reportArgumentType]
+        return list(found)
+
+    def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
+        """How many pieces an even split of one of `dims` crosses; 0 if it crosses none."""
+        for dim in dims:
+            atoms = resolve(dim)
+            if len(atoms) > 1 and atoms[0] in split.borders and atoms[1] is split.atoms[0]:
+                return atoms[0].size
+        return 0
+
+    def cover(self, split: Split, dims: Iterable[Dim]) -> bool:
+        """Whether all of its atoms are still at the front of `dims`, so that these can be split as before."""
+        left = list(split.atoms)
+        for dim in dims:
+            for atom in resolve(dim):
+                if atom not in left:
+                    break
+                left.remove(atom)
+        return not left
+
+    def has_batch(self, dims: Iterable[Dim]) -> bool:
+        return any(resolve(dim)[0] in self._batch for dim in dims if dim)
+
+    def doubled(self, dims: Iterable[Dim]) -> list[int]:
+        """The splits that lead two dims by one atom."""
+        firsts = [resolve(dim)[0] for dim in dims if dim]
+        if len(set(firsts)) == len(firsts):
+            return []
+        twice = dict.fromkeys(atom for i, atom in enumerate(firsts) if atom in firsts[:i])
+        return [number for atom in twice for number in self._of_atom.get(atom, ())]
