@@ -7,23 +7,24 @@ import numpy as np
 from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.splits import Split
 
-WORK = 1 / 16
-"""A split is worth it if it takes over one use of this many bytes of weights for each byte that it sends. Far
-below what a network needs to keep up with arithmetic: who asks for a tensor axis wants layers split."""
+WORK = 3.0
+"""A split that takes over a whole layer of average depth is worth sending this many of the layer's results. Measured
+by the model's own depth, a layout does not change with the sizes of model, batch and sequence: who asks for a tensor
+axis wants layers split, however small they are."""
 
-MEMORY = 1 / 4
+MEMORY = 0.01
 """A byte of parameters that a device does not hold is worth this many bytes sent."""
 
 
-def worth(split: Split) -> float:
+def worth(costs: Costs, split: Split) -> float:
     """What choosing a split is worth, in bytes sent."""
-    gained = split.unsent + WORK * split.work + MEMORY * split.freed
-    return gained - split.num_bytes - split.waits
+    gained = split.unsent + WORK * split.work / max(costs.depth, 1) + MEMORY * split.freed
+    return gained - split.num_bytes(merged=True) - split.waits
 
 
 def choose(costs: Costs) -> list[Split]:
     """The splits that are worth the most, of those that do not clash."""
-    worths = [worth(split) for split in costs.splits]
+    worths = [worth(costs, split) for split in costs.splits]
     open_ = [split.number for split in costs.splits if worths[split.number] > 0]
     groups = [tuple(n for n in group if worths[n] > 0) for group in costs.clashes]
     groups = [group for group in dict.fromkeys(groups) if len(group) > 1]

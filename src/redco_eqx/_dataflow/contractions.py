@@ -5,7 +5,7 @@ from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, pin, unify
 from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import Walk, num_bytes, result
+from redco_eqx._dataflow.walk import Walk, result
 
 
 def dot_general(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
@@ -17,11 +17,11 @@ def dot_general(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
     rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch)]
     out = result(aval, [*(lhs.dims[i] for i in lhs_batch), *lhs_free, *rhs_free], operands)
-    walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation)
+    walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands)
     summed = math.prod(equation.invars[0].aval.shape[i] for i in lhs_sum)
     for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, rhs_batch)):
-        roles = ["row" if i in sums else "group" if i in batch else "column" for i in range(len(weight.dims))]
-        walk.use(weight, data, roles, out, num_bytes(aval) * summed)
+        roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
+        walk.use(weight, data, roles, out, summed)
     return [out]
 
 
@@ -33,10 +33,10 @@ def ragged_dot(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         return opaque(walk, equation, operands)
     walk.same([lhs.dims[1]], [rhs.dims[1]], rhs, equation)
     out = result(aval, [lhs.dims[0], rhs.dims[2]], operands)
-    walk.event("sum", [lhs.dims[1]], out, equation)
+    walk.event("sum", [lhs.dims[1]], out, equation, arrays=operands)
     walk.event("whole", [rhs.dims[0], sizes.dims[0]], rhs, equation)
     walk.event("whole", [lhs.dims[0]], lhs, equation)
-    walk.use(rhs, lhs, ["group", "row", "column"], out, num_bytes(aval) * equation.invars[0].aval.shape[1])
+    walk.use(rhs, lhs, ["expert", "row", "column"], out, equation.invars[0].aval.shape[1])
     return [out]
 
 
@@ -64,14 +64,14 @@ def convolution(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     else:
         walk.same([sums], [rhs.dims[inputs]], rhs, equation)
     out = result(aval, dims, operands)
-    walk.event("sum", [sums], out, equation)
+    walk.event("sum", [sums], out, equation, arrays=operands)
     walk.event("whole", [lhs.dims[i] for i in spatial], lhs, equation)
     for i in window:
         if rhs.weights:
             pin(rhs.dims[i], "a convolution's window")
     each = math.prod(equation.invars[1].aval.shape) // max(equation.invars[1].aval.shape[outputs], 1)
     roles = ["column" if i == outputs else "row" if i == inputs else "" for i in range(len(rhs.dims))]
-    walk.use(rhs, lhs, roles, out, num_bytes(aval) * each)
+    walk.use(rhs, lhs, roles, out, each)
     return [out]
 
 

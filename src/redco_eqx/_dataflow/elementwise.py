@@ -62,6 +62,22 @@ def _elementwise(walk: Walk, equation: Any, operands: list[Value], shape: tuple[
     ]
 
 
+def add(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    """The sum of sums over devices is one sum."""
+    (out,) = unlisted(walk, equation, operands)
+    if all(operand.sums for operand in operands):
+        out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
+        for event in out.sums[1:]:
+            event.first = out.sums[0]
+    return [out]
+
+
+def convert(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    (out,) = unlisted(walk, equation, operands)
+    out.sums = operands[0].sums
+    return [out]
+
+
 def each_alone(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     """Several arrays at once, each as it is."""
     return list(operands)

@@ -5,7 +5,7 @@ from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, new_dim
 from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import Walk, num_bytes, result
+from redco_eqx._dataflow.walk import Walk, result
 
 
 def dynamic_slice(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
@@ -50,10 +50,10 @@ def gather(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         dims.append(operand.dims[i] if is_whole else new_dim(size))
         picked += [] if is_whole else [i]
     out = result(aval, dims, operands)
-    walk.event("lookup", [operand.dims[i] for i in picked], out, equation)
+    walk.event("lookup", [operand.dims[i] for i in picked], out, equation, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
     # As much as the product with one-hot rows, which is what a split table is worth in training.
-    walk.use(operand, indices, roles, out, num_bytes(aval) * math.prod(shape[i] for i in picked))
+    walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
     return [out]
 
 
@@ -80,5 +80,5 @@ def scatter(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         walk.same([of_row], [dim], updates, equation)
         if row not in numbers.scatter_indices_batching_dims:
             summed.append(dim)
-    walk.event("sum", summed, out, equation)
+    walk.event("sum", summed, out, equation, arrays=[updates])
     return [out]

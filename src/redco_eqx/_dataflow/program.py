@@ -20,6 +20,7 @@ class Traced:
 
     - `jaxpr`: takes the model's arrays, the batch and the key, flat.
     - `paths`, `shapes`: of the model's arrays that the program takes.
+    - `fixed`: for each of them, why it is not split; empty if it may be.
     - `trained`: for each of them, the number of the result that is its gradient, or `None`.
     - `num_batch`: how many of the inputs after these are the batch.
     """
@@ -27,6 +28,7 @@ class Traced:
     jaxpr: Any
     paths: list[str]
     shapes: list[jax.ShapeDtypeStruct]
+    fixed: list[str]
     trained: list[int | None]
     num_batch: int
 
@@ -43,12 +45,18 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
     treedef = jax.tree.structure(dynamic)
     numbers = jax.tree.unflatten(treedef, range(len(arrays)))
     paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
+    fixed = [_why_fixed(x, in_state) for x, in_state in zip(arrays, jax.tree.leaves(_in_state(dynamic)))]
     batch_arrays, batch_static = eqx.partition(batch, is_array)
     rows = [_abstract(x) for x in jax.tree.leaves(batch_arrays)]
     if not rows or any(not x.shape for x in rows):
         raise ValueError(
             "shard_rules: batch has no arrays with a leading dim. Pass what the data loader gives to "
             "loss_fn, as arrays or as jax.ShapeDtypeStruct."
+        )
+    if len({x.shape[0] for x in rows}) > 1:
+        raise ValueError(
+            f"shard_rules: the arrays of batch differ in their leading dim: {[list(x.shape) for x in rows]}. It "
+            "numbers the examples, in all of them."
         )
     batch_treedef = jax.tree.structure(batch_arrays)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -64,8 +72,10 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
     try:
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, rows, key)
         if shapes[0] is None:
-            return Traced(closed.jaxpr, paths, arrays, [None] * len(arrays), len(rows))
-        return _differentiated(closed, arrays, rows, key, paths)
+            return Traced(closed.jaxpr, paths, arrays, fixed, [None] * len(arrays), len(rows))
+        floating = [i for i, reason in enumerate(fixed) if not reason]
+        jaxpr, trained = _differentiated(closed, floating, arrays, rows, key)
+        return Traced(jaxpr, paths, arrays, fixed, trained, len(rows))
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -77,25 +87,41 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
         ) from error
 
 
-def _differentiated(closed: Any, arrays: list[Any], rows: list[Any], key: Any, paths: list[str]) -> Traced:
-    """The loss, what else is returned, and the gradients by the floating arrays."""
-    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+def _differentiated(
+    closed: Any, chosen: list[int], arrays: list[Any], rows: list[Any], key: Any
+) -> tuple[Any, list[int | None]]:
+    """The loss, what else is returned, and the gradients by the chosen arrays; which result is whose gradient."""
 
     def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
-        def loss_of(chosen: list[Any]) -> Any:
+        def loss_of(variables: list[Any]) -> Any:
             own = list(arrays)
-            for i, x in zip(floating, chosen):
+            for i, x in zip(chosen, variables):
                 own[i] = x
             loss, *others = jex_core.jaxpr_as_fun(closed)(*own, *rows, key)
             return jnp.asarray(loss), others
 
-        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in floating])
+        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
 
     program = jax.make_jaxpr(step)(arrays, rows, key)
-    first = len(program.out_avals) - len(floating)
-    results: dict[int, int] = {i: first + n for n, i in enumerate(floating)}
-    trained = [results.get(i) for i in range(len(arrays))]
-    return Traced(program.jaxpr, paths, arrays, trained, len(rows))
+    first = len(program.out_avals) - len(chosen)
+    results: dict[int, int] = {i: first + n for n, i in enumerate(chosen)}
+    return program.jaxpr, [results.get(i) for i in range(len(arrays))]
+
+
+def _in_state(tree: Any) -> Any:
+    """Of each leaf, whether it is in an `eqx.nn.State`."""
+
+    def one(x: Any) -> Any:
+        is_state = isinstance(x, eqx.nn.State)
+        return jax.tree.map(lambda _: True, x) if is_state else False
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))
+
+
+def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:
+    if in_state:
+        return "state of the model, whole on every device"
+    return "" if jnp.issubdtype(x.dtype, jnp.floating) else f"{x.dtype} is not trained"
 
 
 def _is_input(x: Any) -> bool:

@@ -1,5 +1,6 @@
 """Operations that move dims, cut them, and put them together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, unify
@@ -9,7 +10,14 @@ from redco_eqx._dataflow.walk import Walk, result
 
 def transpose(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     dims = [operands[0].dims[i] for i in equation.params["permutation"]]
-    return [result(equation.outvars[0].aval, dims, operands)]
+    return [_moved(equation, dims, operands[0])]
+
+
+def _moved(equation: Any, dims: Sequence[Dim], operand: Value) -> Value:
+    """The same numbers, so that what can be done with their sum over devices can still be done."""
+    out = result(equation.outvars[0].aval, dims, [operand])
+    out.sums = operand.sums
+    return out
 
 
 def reshape(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
@@ -19,19 +27,19 @@ def reshape(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     sizes = [n for n in equation.invars[0].aval.shape if n > 1]
     if sizes == [n for n in aval.shape if n > 1]:
         left = iter([dim for dim, n in zip(operand.dims, equation.invars[0].aval.shape) if n > 1])
-        return [result(aval, [next(left) if n > 1 else () for n in aval.shape], operands)]
+        return [_moved(equation, [next(left) if n > 1 else () for n in aval.shape], operand)]
     dims = new_dims(aval.shape)
     before = tuple(atom for dim in operand.dims for atom in dim)
     unify(before, tuple(atom for dim in dims for atom in dim))
     # A factor that no longer leads a dim cannot be split there.
     walk.event("merge", operand.dims, operand, equation, unless=dims)
-    return [result(aval, dims, operands)]
+    return [_moved(equation, dims, operand)]
 
 
 def squeeze(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     gone = equation.params["dimensions"]
     dims = [dim for i, dim in enumerate(operands[0].dims) if i not in gone]
-    return [result(equation.outvars[0].aval, dims, operands)]
+    return [_moved(equation, dims, operands[0])]
 
 
 def broadcast_in_dim(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
@@ -137,7 +145,7 @@ def reduce(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     results = []
     for operand, var in zip(operands, equation.outvars):
         out = result(var.aval, [d for i, d in enumerate(operand.dims) if i not in axes], operands)
-        walk.event("sum", [operand.dims[i] for i in axes], out, equation)
+        walk.event("sum", [operand.dims[i] for i in axes], out, equation, arrays=[operand])
         results.append(out)
     return results
 

@@ -35,9 +35,15 @@ class Split:
     work: float = 0.0
     freed: float = 0.0
 
-    @property
-    def num_bytes(self) -> float:
-        return sum(size for _, size in self.sent)
+    def num_bytes(self, *, merged: bool) -> float:
+        """Bytes sent; if `merged`, where results are added, by one sum over devices for all of them."""
+        if not merged:
+            return sum(size for _, size in self.sent)
+        sizes: dict[Event, float] = {}
+        for event, size in self.sent:
+            first = event.first or event
+            sizes[first] = max(sizes.get(first, 0.0), size)
+        return sum(sizes.values())
 
 
 def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
@@ -55,18 +61,18 @@ def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, .
     return None
 
 
-def find_splits(parameters: Sequence[Value], tensor: int) -> list[Split]:
-    """Every way to split a dim of a parameter; and again, with the parameters that are several such pieces."""
+def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]:
+    """Every way to split dims of parameters; and again, with the parameters that are several such pieces."""
     found: dict[tuple[Atom, ...], Split] = {}
-    for leaf, value in enumerate(parameters):
-        for i, dim in enumerate(value.dims):
+    for leaf, dims in enumerate(parameters):
+        for i, dim in enumerate(dims):
             atoms = leading_atoms(dim, tensor)
             if atoms is not None:
                 split = found.setdefault(atoms, Split(len(found), atoms))
                 split.leaves.setdefault(leaf, i)
     crossing: dict[int, Split] = {}
-    for leaf, value in enumerate(parameters):
-        for i, dim in enumerate(value.dims):
+    for leaf, dims in enumerate(parameters):
+        for i, dim in enumerate(dims):
             border, *rest = resolve(dim) or (None,)
             clean = found.get(leading_atoms(tuple(rest), tensor) or ())
             divides = math.prod(atom.size for atom in resolve(dim)) % tensor == 0
@@ -105,6 +111,10 @@ class Leads:
                 found |= dict.fromkeys(self._of_atom.get(atoms[0], ()))
                 found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))  # pyright: ignore[reportArgumentType]
         return list(found)
+
+    def splitting(self, dims: Sequence[Dim]) -> list[int]:
+        """The numbers of the splits that an array with these dims can have as a whole."""
+        return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
 
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
         """How many pieces an even split of one of `dims` crosses; 0 if it crosses none."""

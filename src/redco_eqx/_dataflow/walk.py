@@ -48,8 +48,6 @@ class Walk:
                 continue
             operands = [read(atom) for atom in equation.invars]
             results = self.rule_of(equation)(self, equation, operands)
-            for v, x in zip(equation.outvars, results):
-                assert len(getattr(v.aval,'shape',())) == len(x.dims), (equation.primitive.name, v.aval, x, [o.aval for o in equation.invars])
             self.steps.append(Step(equation, self.times, operands, results))
             values.update(zip(equation.outvars, results))
         return [read(atom) for atom in program.outvars]
@@ -64,12 +62,22 @@ class Walk:
         self.times, self.waits = before
 
     def event(
-        self, kind: str, dims: Sequence[Dim], sent: Value, equation: Any, unless: Sequence[Dim] = ()
+        self,
+        kind: str,
+        dims: Sequence[Dim],
+        sent: Value,
+        equation: Any,
+        *,
+        unless: Sequence[Dim] = (),
+        arrays: Sequence[Value] = (),
     ) -> None:
+        """Notes that `sent` is sent if one of `dims`, of it or of `arrays`, is split."""
         if any(dims):
-            self.events.append(
-                Event(kind, tuple(dims), sent, equation, self.times, self.waits, tuple(unless))
-            )
+            of = tuple(arrays) or (sent,)
+            found = Event(kind, tuple(dims), sent, of, equation, self.times, self.waits, tuple(unless))
+            self.events.append(found)
+            if kind == "sum":
+                sent.sums = (found,)
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: Any) -> None:
         """Unifies dims pairwise. Where they do not fit, `value`, which has the second, would be sent."""
@@ -77,11 +85,12 @@ class Walk:
             if not unify(one, other):
                 self.event("reshard", (one, other), value, equation)
 
-    def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, work: int) -> None:
+    def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
         """Notes the use of a weight on data, if that is what the two operands are."""
         if data.is_data:
             for number in weight.weights:
-                self.uses.append(Use(number, weight.dims, tuple(roles), made, work * self.times))
+                size = made.num_bytes * self.times
+                self.uses.append(Use(number, weight.dims, tuple(roles), size, depth))
 
 
 def num_bytes(aval: Any) -> int:

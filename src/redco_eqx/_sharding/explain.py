@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
@@ -47,13 +49,21 @@ _GATHERS = (
 )
 
 
-def explain(model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()) -> Explanation:
+def explain(
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+) -> Explanation:
     """The layout that `shard_rules` gives, with the role of each array and the reason for it.
 
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
-    return Explanation(decide(model, mesh, overrides), dict(mesh.shape))
+    decisions = decide(model, mesh, overrides, loss_fn, batch)
+    return Explanation(decisions, dict(mesh.shape))
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:

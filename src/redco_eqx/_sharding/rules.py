@@ -1,4 +1,4 @@
-"""`shard_rules`: a layout for any model, decided from paths, types and shapes alone.
+"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and shapes.
 
 Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
@@ -7,14 +7,15 @@ import dataclasses
 import fnmatch
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, trimmed
+from redco_eqx._dataflow.engine import Analysis, analyse
+from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, num_batch_shards, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import describe, is_array, to_arrays
 
@@ -50,14 +51,21 @@ class Decision:
 
 
 def shard_rules(
-    model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
 ) -> PyTree[NamedSharding | None]:
     """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
 
-    Two rules (RedCoast, section 3.1) choose what the `tensor` axis splits: consecutive Linear layers
-    alternate between column and row splits, and an attention's output projection is split opposite to
-    its query, key and value. Embeddings and heads are split over the vocabulary. The `fsdp` axis then
-    splits the largest remaining dim of every matrix. Place a model by `eqx.filter_shard(model, result)`.
+    With `loss_fn` and `batch`, the traced program decides what the `tensor` axis splits, for any architecture and
+    whatever its names: of all splits that do not clash, it takes those that send least for the work that they
+    divide. Without them, two rules do (RedCoast, section 3.1), by names, types and shapes: consecutive Linear
+    layers alternate between column and row splits, and an attention's output projection is split opposite to its
+    query, key and value; embeddings and heads are split over the vocabulary. The `fsdp` axis then splits the
+    largest remaining dim of every matrix. Place a model by `eqx.filter_shard(model, result)`.
 
     **Arguments:**
 
@@ -65,6 +73,9 @@ def shard_rules(
     - `mesh`: from `make_mesh`, or any mesh of Auto axes of which some are named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
         (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone.
+    - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
+    - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the sizes.
+        A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
 
     **Returns:**
 
@@ -73,24 +84,62 @@ def shard_rules(
     **Raises:**
 
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
-    mesh does not have, repeats one, has more dims than the array, or does not divide it.
+    mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn` and
+    `batch` is missing, or they do not run on abstract arrays.
 
     Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
     or because its dims do not divide.
     """
-    decisions = decide(model, mesh, overrides)
+    decisions = decide(model, mesh, overrides, loss_fn, batch)
     _warn(decisions, mesh)
     specs = iter(decisions.values())
     return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
 
 
-def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) -> dict[str, Decision]:
+def decide(
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+) -> dict[str, Decision]:
     """The decision for every array of `model`, by path, in the model's order."""
+    check_mesh(mesh)
+    analysis = analysis_of(model, mesh, loss_fn, batch)
+    return decide_by(analysis, model, mesh, overrides)
+
+
+def analysis_of(
+    model: PyTree, mesh: Mesh | AbstractMesh, loss_fn: Callable[..., Any] | None, batch: PyTree
+) -> Analysis | None:
+    """What the program says, if there is one."""
+    if loss_fn is None and batch is None:
+        return None
+    if loss_fn is None or batch is None:
+        given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
+        raise ValueError(
+            f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
+            "neither: then the path rules decide, by names and shapes."
+        )
+    return analyse(
+        loss_fn, model, batch, tensor=axis_size(mesh, "tensor"), num_shards=num_batch_shards(mesh)
+    )
+
+
+def decide_by(
+    analysis: Analysis | None, model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()
+) -> dict[str, Decision]:
+    """The decisions by the analysis of a program; without one, by the paths."""
     check_mesh(mesh)
     arrays = to_arrays(model)
     tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
     chosen = _match_overrides(arrays, mesh, overrides)
-    roles = tensor_roles(model, tensor)
+    if analysis is None:
+        roles = tensor_roles(model, tensor)
+    else:
+        found = analysis.roles()
+        roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
+        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
     decisions = {}
     for path, x in arrays.items():
         shape = tuple(x.shape)
