@@ -18,35 +18,57 @@ MEMORY = 0.01
 
 def worth(costs: Costs, split: Split) -> float:
     """What choosing a split is worth, in bytes sent."""
-    gained = split.unsent + WORK * split.work / max(costs.depth, 1) + MEMORY * split.freed
+    gained = split.unsent + WORK * split.work / costs.depth + MEMORY * split.freed
     return gained - split.num_bytes(merged=True) - split.waits
 
 
-def choose(costs: Costs) -> list[Split]:
-    """The splits that are worth the most, of those that do not clash."""
+def choose(costs: Costs, least_freed: float = 0.0) -> list[Split]:
+    """The splits that are worth the most, of those that do not clash.
+
+    Raises `ValueError` if a device cannot be relieved of `least_freed` bytes of parameters by any.
+    """
     worths = [worth(costs, split) for split in costs.splits]
-    open_ = [split.number for split in costs.splits if worths[split.number] > 0]
-    groups = [tuple(n for n in group if worths[n] > 0) for group in costs.clashes]
+    is_open = [x > 0 or least_freed > 0 for x in worths]
+    groups = [tuple(n for n in group if is_open[n]) for group in costs.clashes]
     groups = [group for group in dict.fromkeys(groups) if len(group) > 1]
     clashing = sorted({n for group in groups for n in group})
-    chosen = [n for n in open_ if n not in set(clashing)]
-    chosen += _best_set([worths[n] for n in clashing], clashing, groups)
+    left = [n for n, x in enumerate(is_open) if x] if least_freed > 0 else clashing
+    chosen = [n for n, x in enumerate(is_open) if x and n not in set(left)]
+    freed = [split.freed for split in costs.splits]
+    chosen += _best_set(worths, freed, left, groups, least_freed)
     return [costs.splits[n] for n in sorted(chosen)]
 
 
-def _best_set(worths: Sequence[float], numbers: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]:
-    """The set of largest worth with at most one of each group."""
+def _best_set(
+    worths: Sequence[float],
+    freed: Sequence[float],
+    numbers: Sequence[int],
+    groups: Sequence[tuple[int, ...]],
+    least_freed: float,
+) -> list[int]:
+    """Of these numbers, the set of largest worth with at most one of each group, that frees enough."""
     if not numbers:
         return []
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     place = {n: i for i, n in enumerate(numbers)}
-    rows = [row for row, group in enumerate(groups) for _ in group]
-    columns = [place[n] for group in groups for n in group]
-    matrix = csr_array((np.ones(len(rows)), (rows, columns)), shape=(len(groups), len(numbers)))
-    weights = np.asarray(worths) / max(worths)
+    pairs = [(row, place[n]) for row, group in enumerate(groups) for n in group]
+    constraints = []
+    if pairs:
+        shape = (len(groups), len(numbers))
+        at_most_one = csr_array((np.ones(len(pairs)), tuple(zip(*pairs))), shape=shape)
+        constraints.append(LinearConstraint(at_most_one, ub=1))
+    if least_freed > 0:
+        share = np.array([freed[n] for n in numbers]) / least_freed
+        constraints.append(LinearConstraint(share[None], lb=1))
+    weights = np.array([worths[n] for n in numbers])
     solved = milp(
-        -weights, integrality=np.ones(len(numbers)), bounds=Bounds(0, 1), constraints=LinearConstraint(matrix, ub=1)
+        -weights / max(abs(weights).max(), 1e-30),
+        integrality=np.ones(len(numbers)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
     )
+    if solved.x is None:
+        raise ValueError("no set of splits frees enough")
     return [n for n, x in zip(numbers, solved.x) if x > 0.5]

@@ -27,6 +27,7 @@ def scan(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     slices = [Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data) for x in stacks]
     # Layers have weights of their own; what goes through a sequence by the same ones waits at each step.
     waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
+    walk.hand_on(equation, operands[num_consts:], [*carry, *slices])
     with walk.loop(length, waits):
         results = walk.run(body(equation.params["jaxpr"]), [*consts, *carry, *slices])
         for before, after in zip(carry, results):
@@ -35,6 +36,7 @@ def scan(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         result(var.aval, [over, *x.dims], [x])
         for var, x in zip(equation.outvars[num_carry:], results[num_carry:])
     ]
+    walk.hand_on(equation, results[num_carry:], stacked)
     return [*carry, *stacked]
 
 
@@ -43,6 +45,7 @@ def while_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = [Value(x.dims, x.num_bytes, (), True) for x in operands[first + second :]]
+    walk.hand_on(equation, operands[first + second :], carry)
     walk.run(body(params["cond_jaxpr"]), [*operands[:first], *carry])
     results = walk.run(body(params["body_jaxpr"]), [*operands[first : first + second], *carry])
     for before, after in zip(carry, results):
@@ -56,4 +59,6 @@ def cond(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     for results in others:
         for one, other in zip(first, results):
             walk.same(one.dims, other.dims, other, equation)
-    return [result(var.aval, x.dims, [x, *operands]) for var, x in zip(equation.outvars, first)]
+    results = [result(var.aval, x.dims, [x, *operands]) for var, x in zip(equation.outvars, first)]
+    walk.hand_on(equation, first, results)
+    return results

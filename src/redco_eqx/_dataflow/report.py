@@ -1,7 +1,7 @@
 """What a program says about a layout, in words and numbers for a reader."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.atoms import Dim, resolve
 from redco_eqx._dataflow.choice import worth
@@ -51,7 +51,7 @@ _KINDS = {
 }
 
 
-def why_split(split: Split, dim: Dim, leaf: int, paths: Sequence[str]) -> str:
+def why_split(split: Split, dim: Dim, leaf: int) -> str:
     """Of a parameter that is split."""
     size = factors(dim)
     sent = megabytes(split.num_bytes(merged=True))
@@ -67,7 +67,7 @@ def why_split(split: Split, dim: Dim, leaf: int, paths: Sequence[str]) -> str:
 
 
 def why_whole(
-    leaf: int, dims: Sequence[Dim], costs: Costs, chosen: Sequence[Split], paths: Sequence[str]
+    leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
 ) -> str:
     """Of a parameter that is not split: a reason for each dim."""
     reasons = []
@@ -81,14 +81,28 @@ def why_whole(
             reasons.append(f"dim {i}, {factors(dim)}, does not divide by {costs.tensor}")
         else:
             options = [s for s in costs.splits if s.leaves.get(leaf) == i and leaf not in s.crossed]
-            reasons += [f"dim {i}, {factors(dim)}, {_why_not(s, costs, chosen, paths)}" for s in options[:1]]
+            reasons += [f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}" for s in options[:1]]
     return "; ".join(reasons) or "a scalar"
 
 
-def _why_not(split: Split, costs: Costs, chosen: Sequence[Split], paths: Sequence[str]) -> str:
+def _why_not(
+    split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
+) -> str:
+    if split.number in layout.values():
+        return "is split elsewhere, but this array is better whole"
     if worth(costs, split) > 0:
-        for other in chosen:
-            if any(split.number in group and other.number in group for group in costs.clashes):
-                first, dim = next(iter(other.leaves.items()))
-                return f"clashes with dim {dim} of {paths[first]}"
+        clashing = {n for group in costs.clashes if split.number in group for n in group}
+        others = [(paths[other], number) for other, number in layout.items() if number in clashing]
+        if others:
+            # The nearest one, named from where the two paths part: so alike layers have one reason.
+            nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
+            name = nearest.split(".")[_num_shared(nearest, paths[leaf]) :]
+            dim = costs.splits[number].leaves[paths.index(nearest)]
+            return f"clashes with dim {dim} of {'.'.join(name)}"
     return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest(split.sent)}"
+
+
+def _num_shared(first: str, second: str) -> int:
+    """How many parts of two paths are the same, from the beginning."""
+    pairs = list(zip(first.split("."), second.split(".")))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

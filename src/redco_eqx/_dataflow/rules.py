@@ -16,6 +16,8 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": shapes.broadcast_in_dim,
     "slice": shapes.slice_,
     "split": shapes.split,
+    "stack": shapes.stack,
+    "unstack": shapes.unstack,
     "concatenate": shapes.concatenate,
     "pad": shapes.pad,
     "tile": shapes.tile,

@@ -92,6 +92,21 @@ def split(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
+def stack(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    axis, first = equation.params["axis"], operands[0]
+    for operand in operands[1:]:
+        walk.same(first.dims, operand.dims, operand, equation)
+    dims = [*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]
+    return [result(equation.outvars[0].aval, dims, operands)]
+
+
+def unstack(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    axis, operand = equation.params["axis"], operands[0]
+    walk.event("whole", [operand.dims[axis]], operand, equation)
+    dims = [*operand.dims[:axis], *operand.dims[axis + 1 :]]
+    return [result(var.aval, dims, operands) for var in equation.outvars]
+
+
 def concatenate(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     axis, aval = equation.params["dimension"], equation.outvars[0].aval
     first = operands[0]

@@ -36,14 +36,19 @@ class Split:
     freed: float = 0.0
 
     def num_bytes(self, *, merged: bool) -> float:
-        """Bytes sent; if `merged`, where results are added, by one sum over devices for all of them."""
-        if not merged:
-            return sum(size for _, size in self.sent)
-        sizes: dict[Event, float] = {}
-        for event, size in self.sent:
-            first = event.first or event
-            sizes[first] = max(sizes.get(first, 0.0), size)
-        return sum(sizes.values())
+        """All bytes sent; `merged` as in [`total_bytes`][]."""
+        return total_bytes(self.sent, merged=merged)
+
+
+def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
+    """Bytes sent; if `merged`, results that are added are summed over devices at once."""
+    if not merged:
+        return sum(size for _, size in sent)
+    sizes: dict[Event, float] = {}
+    for event, size in sent:
+        first = event.first or event
+        sizes[first] = max(sizes.get(first, 0.0), size)
+    return sum(sizes.values())
 
 
 def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
@@ -133,6 +138,10 @@ class Leads:
                     break
                 left.remove(atom)
         return not left
+
+    def over_batch(self, event: Event) -> bool:
+        """Whether an event happens because the batch is split."""
+        return self.has_batch(event.dims) and not self.has_batch(event.unless)
 
     def has_batch(self, dims: Iterable[Dim]) -> bool:
         return any(resolve(dim)[0] in self._batch for dim in dims if dim)

@@ -74,9 +74,10 @@ class Use:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
-    """An operation: its operands and results, and how often it is done."""
+    """An operation: its operands and results, how often it is done, and what happens there if they are split."""
 
     equation: Any
     times: int
     operands: list[Value]
     results: list[Value]
+    events: list[Event]

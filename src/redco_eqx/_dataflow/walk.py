@@ -47,8 +47,11 @@ class Walk:
             if not is_used:
                 continue
             operands = [read(atom) for atom in equation.invars]
+            num_steps, num_events = len(self.steps), len(self.events)
             results = self.rule_of(equation)(self, equation, operands)
-            self.steps.append(Step(equation, self.times, operands, results))
+            if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
+                own = self.events[num_events:]
+                self.steps.append(Step(equation, self.times, operands, results, own))
             values.update(zip(equation.outvars, results))
         return [read(atom) for atom in program.outvars]
 
@@ -78,6 +81,11 @@ class Walk:
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)
+
+    def hand_on(self, equation: Any, before: Sequence[Value], after: Sequence[Value]) -> None:
+        """Notes that values are handed into a body, or out of it, as they are."""
+        for one, other in zip(before, after):
+            self.steps.append(Step(equation, self.times, [one], [other], []))
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: Any) -> None:
         """Unifies dims pairwise. Where they do not fit, `value`, which has the second, would be sent."""

@@ -56,13 +56,14 @@ def explain(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> Explanation:
     """The layout that `shard_rules` gives, with the role of each array and the reason for it.
 
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
-    decisions = decide(model, mesh, overrides, loss_fn, batch)
+    decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
     return Explanation(decisions, dict(mesh.shape))
 
 

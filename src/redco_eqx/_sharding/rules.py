@@ -57,6 +57,7 @@ def shard_rules(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
     """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
 
@@ -76,6 +77,8 @@ def shard_rules(
     - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
     - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the sizes.
         A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
+    - `max_bytes_per_device`: of the model's arrays, at most: of the layouts that fit, the one that sends least. Only
+        with `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -85,12 +88,13 @@ def shard_rules(
 
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
     mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn` and
-    `batch` is missing, or they do not run on abstract arrays.
+    `batch` is missing, or they do not run on abstract arrays; if no layout
+    fits into `max_bytes_per_device`.
 
     Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
     or because its dims do not divide.
     """
-    decisions = decide(model, mesh, overrides, loss_fn, batch)
+    decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
     _warn(decisions, mesh)
     specs = iter(decisions.values())
     return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
@@ -102,18 +106,27 @@ def decide(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> dict[str, Decision]:
     """The decision for every array of `model`, by path, in the model's order."""
     check_mesh(mesh)
-    analysis = analysis_of(model, mesh, loss_fn, batch)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
     return decide_by(analysis, model, mesh, overrides)
 
 
 def analysis_of(
-    model: PyTree, mesh: Mesh | AbstractMesh, loss_fn: Callable[..., Any] | None, batch: PyTree
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    loss_fn: Callable[..., Any] | None,
+    batch: PyTree,
+    max_bytes_per_device: int | None = None,
 ) -> Analysis | None:
     """What the program says, if there is one."""
     if loss_fn is None and batch is None:
+        if max_bytes_per_device is not None:
+            raise ValueError(
+                "shard_rules: max_bytes_per_device needs loss_fn and batch: the path rules know one layout only."
+            )
         return None
     if loss_fn is None or batch is None:
         given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
@@ -121,8 +134,17 @@ def analysis_of(
             f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
             "neither: then the path rules decide, by names and shapes."
         )
+    tensor = axis_size(mesh, "tensor")
+    by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
+    max_bytes = None if max_bytes_per_device is None else max_bytes_per_device * axis_size(mesh, "fsdp")
     return analyse(
-        loss_fn, model, batch, tensor=axis_size(mesh, "tensor"), num_shards=num_batch_shards(mesh)
+        loss_fn,
+        model,
+        batch,
+        tensor=tensor,
+        num_shards=num_batch_shards(mesh),
+        given=by_paths,
+        max_bytes=max_bytes,
     )
 
 
@@ -140,6 +162,11 @@ def decide_by(
         found = analysis.roles()
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
         roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
+        if analysis.is_given:
+            roles |= {
+                path: dataclasses.replace(role, reason=f"the path rules' layout sends less: {role.reason}")
+                for path, role in tensor_roles(model, tensor).items()
+            }
     decisions = {}
     for path, x in arrays.items():
         shape = tuple(x.shape)
