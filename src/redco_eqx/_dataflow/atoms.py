@@ -1,8 +1,9 @@
 """Atoms: the factors of dims, found to be the same index or not.
 
-A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of size 1 has none. Operations
-say which dims are the same index: their atoms are unified, and where one is a multiple of the other, it is cut
-into factors. So a fused `3 * D` becomes `(3, heads, head size)` by what the program does with it.
+A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of size 1 has none.
+Operations say which dims are the same index: their atoms are unified, and where one is a multiple of the
+other, it is cut into factors. So a fused `3 * D` becomes `(3, heads, head size)` by what the program does
+with it.
 """
 
 import math

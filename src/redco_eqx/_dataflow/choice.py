@@ -8,9 +8,9 @@ from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.splits import Split
 
 WORK = 3.0
-"""A split that takes over a whole layer of average depth is worth sending this many of the layer's results. Measured
-by the model's own depth, a layout does not change with the sizes of model, batch and sequence: who asks for a tensor
-axis wants layers split, however small they are."""
+"""A split that takes over a whole layer of average depth is worth sending this many of the layer's results.
+Measured by the model's own depth, a layout does not change with the sizes of model, batch and sequence: who
+asks for a tensor axis wants layers split, however small they are."""
 
 MEMORY = 0.01
 """A byte of parameters that a device does not hold is worth this many bytes sent."""

@@ -9,7 +9,7 @@ from redco_eqx._dataflow.values import Event, Value
 from redco_eqx._dataflow.walk import Walk
 
 MESSAGE = 2**16
-"""In a loop that waits at each step, a collective costs as much time as this many bytes, however small it is."""
+"""In a loop that waits at each step, a collective costs as much time as this many bytes, if not more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Costs:
         if before:
             # As compilers do it: pieces come by permutes of neighbouring shards, ...
             num_cuts = 1 if event.kind == "whole" else before
-            return num_cuts * (1 + 1 / before**2) / self.tensor if self.leads.cover(split, event.unless) else 1.0
+            return (
+                num_cuts * (1 + 1 / before**2) / self.tensor if self.leads.cover(split, event.unless) else 1.0
+            )
         if after:
             return 2 / self.tensor  # ... and go back by two all-to-alls.
         return 0.0 if self.leads.cover(split, event.unless) else 1.0
@@ -106,19 +108,27 @@ def _depth(walk: Walk) -> float:
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
-    """One index along two dims of an array (`x @ x.T`): only one of them is split, so an operand is gathered."""
+    """One index along two dims of an array (`x @ x.T`): only one of them is split, so an operand is
+    gathered."""
     leads = costs.leads
     for step in walk.steps:
-        for value in step.results:
-            if value.weights or len(value.dims) < 2:
-                continue
-            for number in leads.doubled(value.dims):
-                if any(number in leads.doubled(x.dims) for x in step.operands):
+    for
+    value in
+    step.results: if value.weights or len(value.dims)
+    < 2: continue for number in leads.doubled(value.dims): if any(number
+    in leads.doubled(x.dims) for x in
+           
+           
+            step.operands):
+                   
+                   
+                   
                     continue
-                smallest = min(step.operands, key=lambda x: x.num_bytes, default=value)
-                event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
-                step.events.append(event)
-                shards = costs.num_shards if leads.has_batch(smallest.dims) else 1
+                smallest
+                = min(step.operands, key=lambda x: x.num_bytes, default=value) event = Event("twice",
+                value.dims, smallest, (smallest,), step.equation, step.times, 1)
+                step.events.append(event) shards =
+                costs.num_shards if leads.has_batch(smallest.dims) else 1
                 costs.splits[number].sent.append((event, smallest.num_bytes * step.times / shards))
 
 
@@ -139,6 +149,7 @@ def _clashes(
     return found
 
 
-def _depth(walk: Walk) -> float:
-    products = [use for use in walk.uses if "vocabulary" not in use.roles]
-    return sum(use.work for use in products) / max(sum(use.num_bytes for use in products), 1)
+
+
+
+

@@ -93,7 +93,9 @@ def along_one_dim(walk: Walk, equation: Any, operands: list[Value]) -> list[Valu
     params = equation.params
     named = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
-    along = list(named) if isinstance(named, tuple | list) else [len(first.dims) - 1 if named is None else named]
+    along = (
+        list(named) if isinstance(named, tuple | list) else [len(first.dims) - 1 if named is None else named]
+    )
     for operand in operands:
         walk.event("whole", [operand.dims[i] for i in along], operand, equation)
         walk.same(first.dims, operand.dims, operand, equation)

@@ -100,7 +100,7 @@ def analyse(
     tensor: int,
     num_shards: int,
     given: Mapping[str, int] | None = None,
-    max_bytes: float | None = None,
+    max_bytes: int | None = None,
 ) -> Analysis:
     """Traces `function(model, batch, key)`, walks through it, and chooses.
 
@@ -138,10 +138,10 @@ def analyse(
     return _decided(Analysis(traced, walk, parameters, gradients, costs, {}), given or {}, max_bytes)
 
 
-def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: float | None) -> Analysis:
+def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: int | None) -> Analysis:
     costs, paths, parameters = analysis.costs, analysis.traced.paths, analysis.parameters
     total = sum(value.num_bytes for value in parameters)
-    least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)
+    least_freed = 0.0 if max_bytes is None else max(0.0, float(total - max_bytes))
 
     def judge(layout: Layout) -> float:
         fits = freed_bytes(costs, parameters, layout) >= least_freed
@@ -154,7 +154,7 @@ def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: float | No
         least = total - sum(split.freed for split in most)
         raise ValueError(
             f"shard_rules: no layout on tensor={costs.tensor} brings the parameters of one device, "
-            f"{total} bytes, to {max_bytes:.0f} bytes; the one that would be taken has {least:.0f}. Use more "
+            f"{total} bytes, to {max_bytes} bytes; the one that would be taken has {least:.0f}. Use more "
             "devices for tensor or fsdp."
         ) from None
     layout = {leaf: split.number for split in chosen for leaf in split.leaves}

@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -55,27 +54,47 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
         )
     if len({x.shape[0] for x in rows}) > 1:
         raise ValueError(
-            f"shard_rules: the arrays of batch differ in their leading dim: {[list(x.shape) for x in rows]}. It "
-            "numbers the examples, in all of them."
+            f"shard_rules: the arrays of batch differ in their leading dim: {[list(x.shape) for x in rows]}. "
+            "It numbers the examples, in all of them."
         )
     batch_treedef = jax.tree.structure(batch_arrays)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def run(arrays: list[Any], rows: list[Any], key: Any) -> Any:
+    def run(arrays: list[Any], rows: list[Any], key: Any) -> tuple[Any, list[Any]]:
         whole = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
         given = eqx.combine(jax.tree.unflatten(batch_treedef, rows), batch_static)
         result = function(whole, given, key)
-        loss = _loss_of(result)
-        found = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
-        return (None, found) if loss is None else (loss, found)
+        return _loss_of(result), [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+
+    chosen = [i for i, reason in enumerate(fixed) if not reason]
+    is_loss = True
+
+    def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
+        def loss_of(variables: list[Any]) -> Any:
+            nonlocal is_loss
+            own = list(arrays)
+            for i, x in zip(chosen, variables):
+                own[i] = x
+            loss, results = run(own, rows, key)
+            is_loss = loss is not None
+            return (loss if is_loss else jnp.zeros(())), results
+
+        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
+
+    def trace(function: Callable[..., Any]) -> Any:
+        return jax.make_jaxpr(function)(arrays, rows, key)
 
     try:
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, rows, key)
-        if shapes[0] is None:
-            return Traced(closed.jaxpr, paths, arrays, fixed, [None] * len(arrays), len(rows))
-        floating = [i for i, reason in enumerate(fixed) if not reason]
-        jaxpr, trained = _differentiated(closed, floating, arrays, rows, key)
-        return Traced(jaxpr, paths, arrays, fixed, trained, len(rows))
+        try:
+            closed = trace(step)
+        except Exception:
+            shown = trace(lambda *arguments: run(*arguments)[1])  # what a prediction does may have no gradient
+            if is_loss:
+                raise
+            closed = shown
+        else:
+            if not is_loss:
+                closed = trace(lambda *arguments: run(*arguments)[1])
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -85,27 +104,12 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
             "Pass a batch that fits it, and use no Python branches and no NumPy functions on arrays; or pass "
             "neither loss_fn nor batch: then the path rules decide, by names and shapes."
         ) from error
-
-
-def _differentiated(
-    closed: Any, chosen: list[int], arrays: list[Any], rows: list[Any], key: Any
-) -> tuple[Any, list[int | None]]:
-    """The loss, what else is returned, and the gradients by the chosen arrays; which result is whose gradient."""
-
-    def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
-        def loss_of(variables: list[Any]) -> Any:
-            own = list(arrays)
-            for i, x in zip(chosen, variables):
-                own[i] = x
-            loss, *others = jex_core.jaxpr_as_fun(closed)(*own, *rows, key)
-            return jnp.asarray(loss), others
-
-        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
-
-    program = jax.make_jaxpr(step)(arrays, rows, key)
-    first = len(program.out_avals) - len(chosen)
-    results: dict[int, int] = {i: first + n for n, i in enumerate(chosen)}
-    return program.jaxpr, [results.get(i) for i in range(len(arrays))]
+    trained: list[int | None] = [None] * len(arrays)
+    if is_loss:
+        first = len(closed.out_avals) - len(chosen)
+        for n, i in enumerate(chosen):
+            trained[i] = first + n
+    return Traced(closed.jaxpr, paths, arrays, fixed, trained, len(rows))
 
 
 def _in_state(tree: Any) -> Any:
@@ -138,5 +142,6 @@ def _loss_of(result: Any) -> Any | None:
     first = result[0] if isinstance(result, tuple) and result else result
     if isinstance(first, Mean):
         first = first.value
-    is_scalar = isinstance(first, jax.Array) and first.shape == ()
-    return first if is_scalar and jnp.issubdtype(first.dtype, jnp.floating) else None
+    if not isinstance(first, jax.Array) or first.shape != ():
+        return None
+    return first if jnp.issubdtype(first.dtype, jnp.floating) else None

@@ -1,6 +1,5 @@
 """What a program says about a layout, in words and numbers for a reader."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.atoms import Dim, resolve
@@ -81,13 +80,13 @@ def why_whole(
             reasons.append(f"dim {i}, {factors(dim)}, does not divide by {costs.tensor}")
         else:
             options = [s for s in costs.splits if s.leaves.get(leaf) == i and leaf not in s.crossed]
-            reasons += [f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}" for s in options[:1]]
+            reasons += [
+                f"dim {i}, {factors(dim)}, {_why_not(s, leaf, costs, layout, paths)}" for s in options[:1]
+            ]
     return "; ".join(reasons) or "a scalar"
 
 
-def _why_not(
-    split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
-) -> str:
+def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]) -> str:
     if split.number in layout.values():
         return "is split elsewhere, but this array is better whole"
     if worth(costs, split) > 0:

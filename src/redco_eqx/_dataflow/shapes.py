@@ -86,8 +86,8 @@ def split(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     total = equation.invars[0].aval.shape[axis]
     for var, size in zip(equation.outvars, equation.params["sizes"]):
         dims = list(operand.dims)
-        dims[axis] = _piece(walk, equation, operand, dims[axis], total, start, size, 1)
-        start += size
+        dims[axis] = _piece(walk, equation, operand, dims[axis], total, start, int(size), 1)
+        start += int(size)
         results.append(result(var.aval, dims, operands))
     return results
 

@@ -7,7 +7,6 @@ from redco_eqx._dataflow.costs import MESSAGE, Costs
 from redco_eqx._dataflow.splits import total_bytes
 from redco_eqx._dataflow.values import Event, Step, Value
 
-
 # What hands a gradient on as it is.
 _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
 
@@ -38,12 +37,10 @@ def simulate(
 ) -> Sent:
     """What is sent if the parameters are split as `layout` says: by leaf, the number of a split.
 
-    Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What nothing
-    splits is computed as a gradient is wanted.
+    Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What
+    nothing splits is computed as a gradient is wanted.
     """
-    wanted = {
-        id(gradients[leaf]): number for leaf, number in layout.items() if gradients[leaf] is not None
-    }
+    wanted = {id(gradients[leaf]): number for leaf, number in layout.items() if gradients[leaf] is not None}
     for step in reversed(steps):
         if step.equation.primitive.name in _PASSING:
             numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]

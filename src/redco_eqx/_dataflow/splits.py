@@ -43,12 +43,12 @@ class Split:
 def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
     """Bytes sent; if `merged`, results that are added are summed over devices at once."""
     if not merged:
-        return sum(size for _, size in sent)
+        return sum((size for _, size in sent), 0.0)
     sizes: dict[Event, float] = {}
     for event, size in sent:
         first = event.first or event
         sizes[first] = max(sizes.get(first, 0.0), size)
-    return sum(sizes.values())
+    return sum(sizes.values(), 0.0)
 
 
 def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
@@ -114,7 +114,8 @@ class Leads:
             atoms = resolve(dim)
             if atoms:
                 found |= dict.fromkeys(self._of_atom.get(atoms[0], ()))
-                found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))  # pyright: ignore[reportArgumentType]
+            if len(atoms) > 1:
+                found |= dict.fromkeys(self._of_border.get((atoms[0], atoms[1]), ()))
         return list(found)
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:

@@ -12,7 +12,8 @@ class Value:
 
     - `weights`: if nothing but parameters is upstream, which (their numbers): it is a weight.
     - `is_data`: whether the batch is upstream.
-    - `sums`: the events of which it is the result, or the sum of results: these can be summed over devices at once.
+    - `sums`: the events of which it is the result, or the sum of results: these can be summed over devices
+        at once.
     """
 
     dims: tuple[Dim, ...]
@@ -32,8 +33,8 @@ class Event:
     - `sent`: the array that is summed or gathered; the bytes of one device's part of it are counted.
     - `arrays`: of these one at least has to be split for it to happen.
     - `equation`: the operation.
-    - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they sum
-        over devices, once; the one for CPU does not.
+    - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
+        sum over devices, once; the one for CPU does not.
     - `times`: how often it is done, in loops; `waits`, of these, in loops that go through one sequence by the
         same weights, so that each waits for the last.
     """
@@ -74,7 +75,8 @@ class Use:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
-    """An operation: its operands and results, how often it is done, and what happens there if they are split."""
+    """An operation: its operands and results, how often it is done, and what happens there if they are
+    split."""
 
     equation: Any
     times: int

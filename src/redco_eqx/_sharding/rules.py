@@ -1,4 +1,5 @@
-"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and shapes.
+"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and
+shapes.
 
 Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
@@ -61,12 +62,13 @@ def shard_rules(
 ) -> PyTree[NamedSharding | None]:
     """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
 
-    With `loss_fn` and `batch`, the traced program decides what the `tensor` axis splits, for any architecture and
-    whatever its names: of all splits that do not clash, it takes those that send least for the work that they
-    divide. Without them, two rules do (RedCoast, section 3.1), by names, types and shapes: consecutive Linear
-    layers alternate between column and row splits, and an attention's output projection is split opposite to its
-    query, key and value; embeddings and heads are split over the vocabulary. The `fsdp` axis then splits the
-    largest remaining dim of every matrix. Place a model by `eqx.filter_shard(model, result)`.
+    With `loss_fn` and `batch`, the traced program decides what the `tensor` axis splits, for any
+    architecture and whatever its names: of all splits that do not clash, it takes those that send least for
+    the work that they divide. Without them, two rules do (RedCoast, section 3.1), by names, types and
+    shapes: consecutive Linear layers alternate between column and row splits, and an attention's output
+    projection is split opposite to its query, key and value; embeddings and heads are split over the
+    vocabulary. The `fsdp` axis then splits the largest remaining dim of every matrix. Place a model by
+    `eqx.filter_shard(model, result)`.
 
     **Arguments:**
 
@@ -75,10 +77,10 @@ def shard_rules(
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
         (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone.
     - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
-    - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the sizes.
-        A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
-    - `max_bytes_per_device`: of the model's arrays, at most: of the layouts that fit, the one that sends least. Only
-        with `loss_fn` and `batch`.
+    - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the
+        sizes. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
+    - `max_bytes_per_device`: of the model's arrays, at most: of the layouts that fit, the one that sends
+        least. Only with `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -87,8 +89,8 @@ def shard_rules(
     **Raises:**
 
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
-    mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn` and
-    `batch` is missing, or they do not run on abstract arrays; if no layout
+    mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn`
+    and `batch` is missing, or they do not run on abstract arrays; if no layout
     fits into `max_bytes_per_device`.
 
     Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
@@ -125,7 +127,7 @@ def analysis_of(
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
-                "shard_rules: max_bytes_per_device needs loss_fn and batch: the path rules know one layout only."
+                "shard_rules: max_bytes_per_device needs loss_fn and batch: the path rules know one layout."
             )
         return None
     if loss_fn is None or batch is None:
