@@ -108,27 +108,19 @@ def _depth(walk: Walk) -> float:
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
-    """One index along two dims of an array (`x @ x.T`): only one of them is split, so an operand is
-    gathered."""
+    """One index along two dims of an array (`x @ x.T`): only one is split, so an operand is gathered."""
     leads = costs.leads
     for step in walk.steps:
-    for
-    value in
-    step.results: if value.weights or len(value.dims)
-    < 2: continue for number in leads.doubled(value.dims): if any(number
-    in leads.doubled(x.dims) for x in
-           
-           
-            step.operands):
-                   
-                   
-                   
+        for value in step.results:
+            if value.weights or len(value.dims) < 2:
+                continue
+            for number in leads.doubled(value.dims):
+                if any(number in leads.doubled(x.dims) for x in step.operands):
                     continue
-                smallest
-                = min(step.operands, key=lambda x: x.num_bytes, default=value) event = Event("twice",
-                value.dims, smallest, (smallest,), step.equation, step.times, 1)
-                step.events.append(event) shards =
-                costs.num_shards if leads.has_batch(smallest.dims) else 1
+                smallest = min(step.operands, key=lambda x: x.num_bytes, default=value)
+                event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
+                step.events.append(event)
+                shards = costs.num_shards if leads.has_batch(smallest.dims) else 1
                 costs.splits[number].sent.append((event, smallest.num_bytes * step.times / shards))
 
 
@@ -147,9 +139,3 @@ def _clashes(
             of_atom.setdefault(id(atom), []).append(split.number)
     found |= {tuple(numbers): None for numbers in of_atom.values() if len(numbers) > 1}
     return found
-
-
-
-
-
-

@@ -16,8 +16,7 @@ MAX_STEPS = 200_000
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
-    """The layout that splits these dims of parameters; of several splits of one, that which splits most of
-    them.
+    """The layout that splits these dims of parameters; of several such splits, those that split most of them.
 
     `None` if it splits a dim whose factors do not divide: what that sends is not known.
     """
