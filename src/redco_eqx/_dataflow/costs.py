@@ -54,14 +54,12 @@ class Costs:
         before, after = (self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless))
         if before and after:
             return 0.0
-        if before:
-            # As compilers do it: pieces come by permutes of neighbouring shards, ...
-            num_cuts = 1 if event.kind == "whole" else before
-            return (
-                num_cuts * (1 + 1 / before**2) / self.tensor if self.leads.cover(split, event.unless) else 1.0
-            )
+        if (before or after) and event.kind == "merge":
+            return 1.0  # a reshape across borders is done whole
+        if before and self.leads.cover(split, event.unless):
+            return (1 + 1 / before**2) / self.tensor  # a piece comes by permutes of neighbouring shards, ...
         if after:
-            return 2 / self.tensor  # ... and go back by two all-to-alls.
+            return 2 / self.tensor  # ... and goes back by two all-to-alls, as compilers do it
         return 0.0 if self.leads.cover(split, event.unless) else 1.0
 
 

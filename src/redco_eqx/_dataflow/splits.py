@@ -41,13 +41,17 @@ class Split:
 
 
 def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
-    """Bytes sent; if `merged`, results that are added are summed over devices at once."""
-    if not merged:
-        return sum((size for _, size in sent), 0.0)
-    sizes: dict[Event, float] = {}
+    """Bytes sent: of an array that is gathered whole for several operations, once.
+
+    If `merged`, results that are added are summed over devices at once.
+    """
+    sizes: dict[Event | Value, float] = {}
     for event, size in sent:
-        first = event.first or event
-        sizes[first] = max(sizes.get(first, 0.0), size)
+        if event.kind in ("twice", "whole") and not event.unless:
+            key: Event | Value = event.sent
+        else:
+            key = event.first or event if merged else event
+        sizes[key] = max(sizes.get(key, 0.0), size)
     return sum(sizes.values(), 0.0)
 
 
