@@ -2,9 +2,10 @@
 
     python benchmarks/layouts.py [zoo] [families] [foreign]
 
+`predicted` and `at least` (the bound) are those of `dataflow`'s layout, for the CPU compiler.
 The loss and its gradient, on data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow` (the
-program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `column` (dim 0 of every matrix that
-divides), `largest` (the largest dim that divides), `whole` (all on every device).
+program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `column` (dim 0 of every
+matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device).
 """
 
 import math
@@ -23,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.collectives import collectives
+from redco_eqx._dataflow.bound import lower_bound
+from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import analysis_of, decide, decide_by
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -144,7 +147,7 @@ def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     return total
 
 
-HEAD = ["", "dataflow", "predicted", "paths", "hand", "column", "largest", "whole"]
+HEAD = ["", "dataflow", "predicted", "at least", "paths", "hand", "column", "largest", "whole"]
 HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms"]
 
 
@@ -175,11 +178,14 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
             sent[name] = type(error).__name__[:9]
         known.append((specs, sent[name]))
     predicted = analysis.sent(analysis.layout).num_bytes(merged=False)
+    freed = freed_bytes(analysis.costs, analysis.parameters, analysis.layout)
+    least = lower_bound(analysis.costs, freed, merged=False)
     sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]
     return [
         case.name,
         sent["dataflow"],
         f"{predicted / 1e6:.3f}",
+        f"{least / 1e6:.3f}",
         *(sent.get(name, "-") for name in ("paths", "hand", "column", "largest", "whole")),
         *sizes,
         str(len(by_flow)),
@@ -197,13 +203,13 @@ def main(names: list[str]) -> None:
     sources = {"zoo": zoo_cases, "families": family_cases, "foreign": foreign_cases}
     for name in names or sources:
         print(f"\n{name}: MB sent by a device in a step on data 2 x tensor 4, MB of arrays on a device\n")
-        widths = [26, *[10] * (len(HEAD) - 1)]
-        print("".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(HEAD, widths))))
+        print(line(HEAD))
         for case in sources[name]():
-            cells = row(case, mesh)
-            print(
-                "".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths))), flush=True
-            )
+            print(line(row(case, mesh)), flush=True)
+
+
+def line(cells: list[str]) -> str:
+    return cells[0].ljust(31) + "".join(cell.rjust(10) for cell in cells[1:])
 
 
 if __name__ == "__main__":

@@ -29,17 +29,16 @@ def choose(costs: Costs, least_freed: float = 0.0) -> list[Split]:
     """
     worths = [worth(costs, split) for split in costs.splits]
     is_open = [x > 0 or least_freed > 0 for x in worths]
-    groups = [tuple(n for n in group if is_open[n]) for group in costs.clashes]
-    groups = [group for group in dict.fromkeys(groups) if len(group) > 1]
-    clashing = sorted({n for group in groups for n in group})
-    left = [n for n, x in enumerate(is_open) if x] if least_freed > 0 else clashing
-    chosen = [n for n, x in enumerate(is_open) if x and n not in set(left)]
+    groups = [[n for n in group if is_open[n]] for group in costs.clashes]
+    clashing = {n for group in groups if len(group) > 1 for n in group}
+    left = [n for n, x in enumerate(is_open) if x and (least_freed > 0 or n in clashing)]
+    free = [n for n, x in enumerate(is_open) if x and n not in left]
     freed = [split.freed for split in costs.splits]
-    chosen += _best_set(worths, freed, left, groups, least_freed)
-    return [costs.splits[n] for n in sorted(chosen)]
+    chosen = best_set(worths, freed, left, costs.clashes, least_freed)
+    return [costs.splits[n] for n in sorted((*free, *chosen))]
 
 
-def _best_set(
+def best_set(
     worths: Sequence[float],
     freed: Sequence[float],
     numbers: Sequence[int],
@@ -53,6 +52,8 @@ def _best_set(
     from scipy.sparse import csr_array
 
     place = {n: i for i, n in enumerate(numbers)}
+    groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
+    groups = [group for group in groups if len(group) > 1]
     pairs = [(row, place[n]) for row, group in enumerate(groups) for n in group]
     constraints = []
     if pairs:
