@@ -16,7 +16,7 @@ from redco_eqx import models
 PACKAGE = pathlib.Path(rx.__file__).parent
 
 ROOT = PACKAGE.parent.parent
-PURE = ("_sharding", "_parallel", "_program", "_step")
+PURE = ("_dataflow", "_sharding", "_parallel", "_program", "_step")
 EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
 
 

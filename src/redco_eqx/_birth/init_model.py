@@ -26,7 +26,15 @@ from redco_eqx._types import Key
 M = TypeVar("M")
 
 
-def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> M:
+def init_model(
+    make_model: Callable[[Key], M],
+    mesh: Mesh,
+    *,
+    key: Key,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+) -> M:
     """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
 
     Each array is computed where it lies: a device makes its own shard of it and nothing larger, also of a
@@ -50,7 +58,7 @@ def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, override
     **Arguments:**
 
     - `make_model`: makes the model from a key. Its arrays must not depend on anything outside.
-    - `mesh`, `overrides`: as for `shard_rules`.
+    - `mesh`, `overrides`, `loss_fn`, `batch`: as for `shard_rules`.
     - `key`: a PRNG key.
 
     **Returns:**
@@ -61,7 +69,7 @@ def init_model(make_model: Callable[[Key], M], mesh: Mesh, *, key: Key, override
 
     `ValueError` as `shard_rules` does, before anything is computed.
     """
-    traced = trace(make_model, mesh, key=key, overrides=overrides)
+    traced = trace(make_model, mesh, key=key, overrides=overrides, loss_fn=loss_fn, batch=batch)
     if any(equation.effects for equation in traced.program.equations):
         arrays = _one_by_one(traced)  # in order
     else:
@@ -82,7 +90,15 @@ class Traced:
     static: PyTree
 
 
-def trace(make_model: Callable[[Key], PyTree], mesh: Mesh, *, key: Key, overrides: Overrides = ()) -> Traced:
+def trace(
+    make_model: Callable[[Key], PyTree],
+    mesh: Mesh,
+    *,
+    key: Key,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+) -> Traced:
     """Traces `make_model` and asks the rules. Raises `ValueError` if one array is two leaves."""
     statics = []
 
@@ -106,12 +122,16 @@ def trace(make_model: Callable[[Key], PyTree], mesh: Mesh, *, key: Key, override
             )
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
     abstract = eqx.combine(jax.tree.unflatten(treedef, abstract), static)
-    if is_pair(abstract):
-        model, model_state = abstract
-        layout = shard_rules(model, mesh, overrides=overrides)
-        layout = (layout, jax.tree.map(lambda _: replicated(mesh), model_state))
+    if not is_pair(abstract):
+        layout = shard_rules(abstract, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
     else:
-        layout = shard_rules(abstract, mesh, overrides=overrides)
+        model, model_state = abstract
+        if loss_fn is None and batch is None:
+            layout = shard_rules(model, mesh, overrides=overrides)
+        else:  # a loss takes the pair, whose first is the model
+            of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
+            layout, _ = shard_rules(abstract, mesh, overrides=of_pair, loss_fn=loss_fn, batch=batch)
+        layout = (layout, jax.tree.map(lambda _: replicated(mesh), model_state))
     # NumPy constants are not part of the program: they stay as they are.
     layout = eqx.filter(layout, jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract))
     return Traced(program, paths, jax.tree.leaves(layout), treedef, static)

@@ -2,11 +2,15 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.rules import Decision, Overrides, decide
+from redco_eqx._dataflow.communication import Communication, communication
+from redco_eqx._sharding.mesh import check_mesh
+from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
 from redco_eqx._tree import describe
 
 
@@ -15,10 +19,12 @@ class Explanation:
     """The layout of a model and the reasons for it; `str()` is a table.
 
     - `decisions`: one for each array, by path.
+    - `communication`: what a step sends, if a program decided.
     """
 
     decisions: dict[str, Decision]
     mesh_shape: dict[str, int]
+    communication: Communication | None = None
 
     @property
     def bytes_per_device(self) -> int:
@@ -38,7 +44,8 @@ class Explanation:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
         total = f"{_bytes(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
         is_gathered = any("fsdp" in _entry(entry) for d in self.decisions.values() for entry in d.spec)
-        return "\n".join([*lines, total, *([_GATHERS] if is_gathered else [])])
+        sent = [] if self.communication is None else [str(self.communication)]
+        return "\n".join([*lines, total, *([_GATHERS] if is_gathered else []), *sent])
 
 
 _GATHERS = (
@@ -47,13 +54,25 @@ _GATHERS = (
 )
 
 
-def explain(model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()) -> Explanation:
+def explain(
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
+) -> Explanation:
     """The layout that `shard_rules` gives, with the role of each array and the reason for it.
 
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
-    return Explanation(decide(model, mesh, overrides), dict(mesh.shape))
+    check_mesh(mesh)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
+    decisions = decide_by(analysis, model, mesh, overrides)
+    sent = None if analysis is None else communication(analysis)
+    return Explanation(decisions, dict(mesh.shape), sent)
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:

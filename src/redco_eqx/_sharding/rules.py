@@ -1,4 +1,5 @@
-"""`shard_rules`: a layout for any model, decided from paths, types and shapes alone.
+"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and
+shapes.
 
 Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
@@ -7,7 +8,7 @@ import dataclasses
 import fnmatch
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, check_mesh, trimmed
+from redco_eqx._dataflow.engine import Analysis, analyse
+from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, check_mesh, num_batch_shards, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
 
@@ -54,16 +56,25 @@ class Decision:
 
 
 def shard_rules(
-    model: PyTree, mesh: Mesh | AbstractMesh, *, overrides: Overrides = ()
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
     """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
 
-    Two rules (RedCoast, section 3.1) choose what the `tensor` axis splits: consecutive Linear layers
-    alternate between column and row splits, and an attention's output projection is split opposite to
-    its query, key and value. Embeddings and heads are split over the vocabulary. The `fsdp` axis then
-    splits the largest remaining dim of every matrix. From 4 MiB on, what `tensor` cannot split (heads, or a
-    vocabulary, that do not divide) is stored split over `("fsdp", "tensor")`, and gathered for use by the
-    steps, as what `fsdp` splits is. Place a model by `eqx.filter_shard(model, result)`.
+    With `loss_fn` and `batch`, the traced program decides what the `tensor` axis splits, for any
+    architecture and whatever its names: of all splits that do not clash, it takes those that send least for
+    the work that they divide. Without them, two rules do (RedCoast, section 3.1), by names, types and
+    shapes: consecutive Linear layers alternate between column and row splits, and an attention's output
+    projection is split opposite to its query, key and value; embeddings and heads are split over the
+    vocabulary. The `fsdp` axis then splits the largest remaining dim of every matrix. From 4 MiB on, what
+    `tensor` cannot split (heads, or a vocabulary, that do not divide) is stored split over
+    `("fsdp", "tensor")`, and gathered for use by the steps, as what `fsdp` splits is. Place a model by
+    `eqx.filter_shard(model, result)`.
 
     **Arguments:**
 
@@ -72,6 +83,11 @@ def shard_rules(
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
         (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone. Of
         an entry `("fsdp", "tensor")` both axes are gathered for use, of `("tensor", "fsdp")` only `fsdp` is.
+    - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
+    - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the
+        sizes. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
+    - `max_bytes_per_device`: of the model's arrays, at most: of the layouts that fit, the one that sends
+        least. Only with `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -80,23 +96,86 @@ def shard_rules(
     **Raises:**
 
     `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
-    mesh does not have, repeats one, has more dims than the array, or does not divide it.
+    mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn`
+    and `batch` is missing, or they do not run on abstract arrays; if no layout
+    fits into `max_bytes_per_device`.
 
     Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
     reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
     """
-    decisions = decide(model, mesh, overrides)
+    decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
     _warn(decisions, mesh)
     specs = iter(decisions.values())
     return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
 
 
-def decide(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()) -> dict[str, Decision]:
+def decide(
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    overrides: Overrides = (),
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
+) -> dict[str, Decision]:
     """The decision for every array of `model`, by path, in the model's order."""
+    check_mesh(mesh)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
+    return decide_by(analysis, model, mesh, overrides)
+
+
+def analysis_of(
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    loss_fn: Callable[..., Any] | None,
+    batch: PyTree,
+    max_bytes_per_device: int | None = None,
+) -> Analysis | None:
+    """What the program says, if there is one."""
+    if loss_fn is None and batch is None:
+        if max_bytes_per_device is not None:
+            raise ValueError(
+                "shard_rules: max_bytes_per_device needs loss_fn and batch: the path rules know one layout."
+            )
+        return None
+    if loss_fn is None or batch is None:
+        given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
+        raise ValueError(
+            f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
+            "neither: then the path rules decide, by names and shapes."
+        )
+    tensor = axis_size(mesh, "tensor")
+    by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
+    max_bytes = None if max_bytes_per_device is None else max_bytes_per_device * axis_size(mesh, "fsdp")
+    return analyse(
+        loss_fn,
+        model,
+        batch,
+        tensor=tensor,
+        num_shards=num_batch_shards(mesh),
+        given=by_paths,
+        max_bytes=max_bytes,
+    )
+
+
+def decide_by(
+    analysis: Analysis | None, model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()
+) -> dict[str, Decision]:
+    """The decisions by the analysis of a program; without one, by the paths."""
     check_mesh(mesh)
     arrays = to_arrays(model)
     chosen = _match_overrides(arrays, mesh, overrides)
-    roles = tensor_roles(model, axis_size(mesh, "tensor"))
+    if analysis is None:
+        roles = tensor_roles(model, axis_size(mesh, "tensor"))
+    else:
+        found = analysis.roles()
+        roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
+        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
+        if analysis.is_given:
+            by_paths = tensor_roles(model, axis_size(mesh, "tensor"))
+            roles |= {
+                path: dataclasses.replace(role, reason=f"the path rules' layout sends less: {role.reason}")
+                for path, role in by_paths.items()
+            }
     decisions = {}
     for path, x in arrays.items():
         shape = tuple(x.shape)

@@ -1,0 +1,246 @@
+"""Equinox models that other people published on PyPI, each with a loss: small, of the kinds there are.
+
+    pip install --no-deps esm2quinox e1jax jaxonmodels flowjax paramax gatv2-eqx
+
+A package that is not there, or does not run with this JAX, is named and left out.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """- `make`: key -> model, or the pair of a model and its `eqx.nn.State`.
+    - `loss`: (model, batch, key) -> loss.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[Any], Any]
+    loss: Callable[..., Any]
+    batch: Any
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _labels_loss(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _tokens(model: Any, batch: Any, key: Any) -> Any:
+    return _labels_loss(jax.vmap(model)(batch["x"]), batch["y"])
+
+
+def _image(model: Any, batch: Any, key: Any) -> Any:
+    logits = jax.vmap(lambda x: jax.tree.leaves(model(x))[0])(batch["x"])
+    return _labels_loss(logits, batch["y"])
+
+
+def _stateful_image(pair: Any, batch: Any, key: Any) -> Any:
+    model, state = pair
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
+    logits, state = run(batch["x"], state, key)
+    return _labels_loss(logits, batch["y"]), {}, state
+
+
+def _esm2() -> Foreign:
+    module = importlib.import_module("esm2quinox")
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return _labels_loss(jax.vmap(lambda x: model(x).logits)(batch["x"]), batch["y"])
+
+    return Foreign(
+        "esm2quinox ESM2",
+        "protein encoder, stacked",
+        lambda key: module.ESM2(4, 128, 8, True, key),
+        loss,
+        {"x": _ints(8, 64), "y": _ints(8, 64)},
+    )
+
+
+def _e1() -> Foreign:
+    module = importlib.import_module("e1jax")
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        def one(x: Any) -> Any:
+            order, same = jnp.arange(64), jnp.zeros(64, int)
+            out = model(x, order, order, same, jnp.zeros(64, bool))
+            return jax.tree.leaves(out)[-1] if not isinstance(out, jax.Array) else out
+
+        return _labels_loss(jax.vmap(one)(batch["x"]), batch["y"])
+
+    return Foreign(
+        "e1jax E1",
+        "protein encoder",
+        lambda key: module.E1(128, 8, 512, 3, key=key),
+        loss,
+        {"x": _ints(8, 64), "y": _ints(8, 64)},
+    )
+
+
+def _vit() -> Foreign:
+    module = importlib.import_module("jaxonmodels.models.vit")
+    return Foreign(
+        "jaxonmodels ViT",
+        "vision transformer",
+        lambda key: module.VisionTransformer(32, 4, 128, 4, 8, 64, key=key, dtype=jnp.float32),
+        _image,
+        {"x": _floats(8, 3, 32, 32), "y": _ints(8)},
+    )
+
+
+class ChannelNorm(eqx.Module):
+    """A LayerNorm over the channels of (channels, height, width): the package's own takes them last."""
+
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, shape: int, eps: float = 1e-5):
+        self.norm = eqx.nn.LayerNorm(shape, eps=eps)
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        return jax.vmap(jax.vmap(self.norm, 1, 1), 1, 1)(x)
+
+
+def _convnext() -> Foreign:
+    module = importlib.import_module("jaxonmodels.models.convnext")
+    settings = [module.CNBlockConfig(32, 64, 2), module.CNBlockConfig(64, None, 2)]
+
+    def make(key: Any) -> Any:
+        return eqx.nn.make_with_state(module.ConvNeXt)(
+            settings, 0.0, 1e-6, 64, None, ChannelNorm, True, key, jnp.float32
+        )
+
+    return Foreign(
+        "jaxonmodels ConvNeXt", "ConvNet", make, _stateful_image, {"x": _floats(8, 3, 32, 32), "y": _ints(8)}
+    )
+
+
+def _swin() -> Foreign:
+    module = importlib.import_module("jaxonmodels.models.swin_transformer")
+
+    def make(key: Any) -> Any:
+        return module._swin_transformer(
+            key,
+            True,
+            64,
+            [4, 4],
+            32,
+            [2, 2],
+            [4, 8],
+            [4, 4],
+            0.0,
+            module.SwinTransformerBlock,
+            module.PatchMerging,
+            module.ShiftedWindowAttention,
+        )
+
+    return Foreign(
+        "jaxonmodels Swin", "windowed vision transformer", make, _stateful_image,
+        {"x": _floats(8, 3, 64, 64), "y": _ints(8)},
+    )  # fmt: skip
+
+
+def _resnet() -> Foreign:
+    module = importlib.import_module("jaxonmodels.models.resnet")
+
+    def loss(pair: Any, batch: Any, key: Any) -> Any:
+        return _stateful_image((lambda x, s, k: pair[0](x, s), pair[1]), batch, key)
+
+    def make(key: Any) -> Any:
+        return eqx.nn.make_with_state(module.ResNet)(
+            module.BasicBlock, [1, 1, 1, 1], 64, zero_init_residual=False, groups=1, width_per_group=64,
+            replace_stride_with_dilation=None, key=key,
+        )  # fmt: skip
+
+    return Foreign(
+        "jaxonmodels ResNet", "ResNet with BatchNorm", make, loss, {"x": _floats(8, 3, 32, 32), "y": _ints(8)}
+    )
+
+
+def _mamba() -> Foreign:
+    module = importlib.import_module("jaxonmodels.models.mamba")
+    return Foreign(
+        "jaxonmodels Mamba",
+        "state-space model",
+        lambda key: module.Mamba(128, 256, 3, key=key),
+        _tokens,
+        {"x": _ints(8, 64), "y": _ints(8, 64)},
+    )
+
+
+def _gat() -> Foreign:
+    module = importlib.import_module("gatv2_eqx")
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        out = jax.vmap(lambda x, a: model(x, a, 3, key=key))(batch["x"], batch["edges"])
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    nodes = _floats(8, 32, 64)
+    return Foreign(
+        "gatv2-eqx GATv2",
+        "graph attention",
+        lambda key: module.GATv2(64, key=key),
+        loss,
+        {"x": nodes, "y": nodes, "edges": _floats(8, 32, 32)},
+    )
+
+
+def _flow(name: str, kind: str) -> Callable[[], Foreign]:
+    def build() -> Foreign:
+        flows = importlib.import_module("flowjax.flows")
+        normal = importlib.import_module("flowjax.distributions").Normal
+        paramax = importlib.import_module("paramax")
+
+        def make(key: Any) -> Any:
+            return getattr(flows, name)(
+                key, base_dist=normal(jnp.zeros(16)), invert=True, flow_layers=4, nn_width=128
+            )
+
+        def loss(model: Any, batch: Any, key: Any) -> Any:
+            return -jnp.mean(paramax.unwrap(model).log_prob(batch["x"]))
+
+        return Foreign(f"flowjax {name}", kind, make, loss, {"x": _floats(64, 16)})
+
+    return build
+
+
+BUILDERS: dict[str, Callable[[], Foreign]] = {
+    "esm2quinox": _esm2,
+    "e1jax": _e1,
+    "jaxonmodels.vit": _vit,
+    "jaxonmodels.convnext": _convnext,
+    "jaxonmodels.swin": _swin,
+    "jaxonmodels.resnet": _resnet,
+    "jaxonmodels.mamba": _mamba,
+    "gatv2_eqx": _gat,
+    "flowjax.coupling": _flow("coupling_flow", "coupling flow"),
+    "flowjax.autoregressive": _flow("masked_autoregressive_flow", "autoregressive flow"),
+}
+
+
+def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
+    """The models that are installed and run; and why others are not there."""
+    found, missing = [], {}
+    for name, build in BUILDERS.items():
+        try:
+            model = build()
+            abstract = eqx.filter_eval_shape(model.make, jax.random.key(0))
+            eqx.filter_eval_shape(model.loss, abstract, model.batch, jax.random.key(0))
+            found.append(model)
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
+    return found, missing

@@ -1,0 +1,110 @@
+"""What a layout communicates, as a text for `explain`."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from redco_eqx._dataflow.bound import lower_bound
+from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._dataflow.report import factors, largest, megabytes
+from redco_eqx._dataflow.search import freed_bytes
+from redco_eqx._dataflow.source import short_line
+from redco_eqx._dataflow.splits import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """What one device sends in a step, predicted from the program; of collectives the size of the results.
+
+    - `num_bytes`: in all, by a compiler that adds the results of products before it sums them over devices,
+        as those for TPU and GPU do.
+    - `num_bytes_unmerged`: by one that does not, as that for CPU.
+    - `at_least`: no layout in which arrays that share an index are split alike sends less, if its parameters
+        take as little memory. By a compiler that adds first.
+    - `lines`: where it is sent, most bytes first.
+    - `advice`: what to change in the model.
+    - `opaque`: operations that are not understood, and so taken to need their operands whole.
+    """
+
+    num_bytes: float
+    num_bytes_unmerged: float
+    at_least: float
+    lines: tuple[str, ...]
+    advice: tuple[str, ...]
+    opaque: tuple[str, ...]
+
+    def __str__(self) -> str:
+        gap = f", {self.num_bytes / self.at_least:.2f} times that" if self.at_least > 0 else ""
+        total = f"sent by a device in a step: {megabytes(self.num_bytes)}"
+        if self.num_bytes_unmerged > 1.01 * self.num_bytes:
+            total += f" ({megabytes(self.num_bytes_unmerged)} on CPU, whose compiler sums before it adds)"
+        total += f"; at least {megabytes(self.at_least)} with as little memory{gap}"
+        unknown = [f"not understood, and taken to need operands whole: {', '.join(self.opaque)}"]
+        lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
+        return "\n".join(lines)
+
+
+def communication(analysis: Analysis) -> Communication:
+    """What the layout of `analysis` sends."""
+    costs, paths = analysis.costs, analysis.traced.paths
+    sent = analysis.sent(analysis.layout)
+    merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
+    least = lower_bound(costs, freed_bytes(costs, analysis.parameters, analysis.layout), merged=True)
+    numbers = dict.fromkeys(analysis.layout.values())
+    splits = [costs.splits[number] for number in numbers]
+    over_batch = sum(size for event, size in sent.events if costs.leads.over_batch(event))
+    groups: dict[str, list[Split]] = {}
+    for split in splits:
+        name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
+        groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
+    lines = [(over_batch, f"{megabytes(over_batch)} over the batch axes, gradients before all")]
+    lines += [(_total(group), _line(group, analysis)) for group in groups.values()]
+    lines.sort(key=lambda line: -line[0])
+    opaque = [
+        f"{name} ({len(found)}, first at {short_line(found[0])})"
+        for name, found in analysis.walk.opaque.items()
+    ]
+    return Communication(
+        num_bytes=merged,
+        num_bytes_unmerged=unmerged,
+        at_least=min(least, merged),
+        lines=tuple(text for _, text in lines),
+        advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
+        opaque=tuple(opaque),
+    )
+
+
+def _total(group: Sequence[Split]) -> float:
+    return sum(split.num_bytes(merged=True) for split in group)
+
+
+def _line(group: Sequence[Split], analysis: Analysis) -> str:
+    first = group[0]
+    leaf, dim = next(iter(first.leaves.items()))
+    others = len(first.leaves) - 1
+    name = f"dim {dim} of {analysis.traced.paths[leaf]}, {factors(analysis.parameters[leaf].dims[dim])}"
+    name += f", and {others} more" if others else ""
+    name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
+    sent = [pair for split in group for pair in split.sent]
+    return f"{megabytes(_total(group))} for {name}: {largest(sent)}"
+
+
+def _advice(group: Sequence[Split], analysis: Analysis) -> str:
+    """What a fused weight costs, and what it would cost with its pieces apart."""
+    first, costs = group[0], analysis.costs
+    leaf = first.crossed[0]
+    dim = analysis.parameters[leaf].dims[first.leaves[leaf]]
+    before = _total(group)
+    crossing = sum(
+        size
+        for split in group
+        for event, size in split.sent
+        if costs.leads.num_pieces(split, event.dims) or costs.leads.num_pieces(split, event.unless)
+        if event.unless
+    )
+    pieces, *inner = factors(dim).partition("(")[2].rstrip(")").split(" x ")
+    path, after = analysis.traced.paths[leaf], before - crossing
+    return (
+        f"{path} holds {pieces} pieces of {' x '.join(inner)}, and an even split crosses their borders: keep "
+        f"the pieces on a dim of their own, {megabytes(before)} -> {megabytes(after)}"
+    )

@@ -1,0 +1,90 @@
+"""Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`."""
+
+import math
+from typing import Any
+
+from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, pin, unify
+from redco_eqx._dataflow.values import Value
+from redco_eqx._dataflow.walk import Walk, result
+
+
+def dot_general(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    lhs, rhs = operands
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
+    aval = equation.outvars[0].aval
+    for i, j in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch)):
+        walk.same([lhs.dims[i]], [rhs.dims[j]], rhs, equation)
+    lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
+    rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch)]
+    out = result(aval, [*(lhs.dims[i] for i in lhs_batch), *lhs_free, *rhs_free], operands)
+    walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands)
+    summed = math.prod(equation.invars[0].aval.shape[i] for i in lhs_sum)
+    for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, rhs_batch)):
+        roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
+        walk.use(weight, data, roles, out, summed)
+    return [out]
+
+
+def ragged_dot(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    """Rows of `(rows, in)` by the matrix of their group, `(groups, in, out)`."""
+    lhs, rhs, sizes = operands[:3]
+    aval = equation.outvars[0].aval
+    if [len(x.dims) for x in (lhs, rhs, sizes)] != [2, 3, 1] or len(aval.shape) != 2:
+        return opaque(walk, equation, operands)
+    walk.same([lhs.dims[1]], [rhs.dims[1]], rhs, equation)
+    out = result(aval, [lhs.dims[0], rhs.dims[2]], operands)
+    walk.event("sum", [lhs.dims[1]], out, equation, arrays=operands)
+    walk.event("whole", [rhs.dims[0], sizes.dims[0]], rhs, equation)
+    walk.event("whole", [lhs.dims[0]], lhs, equation)
+    walk.use(rhs, lhs, ["expert", "row", "column"], out, equation.invars[0].aval.shape[1])
+    return [out]
+
+
+def convolution(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    """Channels are like the features of a product. Along the window, a split is not understood."""
+    lhs, rhs = operands
+    params, aval = equation.params, equation.outvars[0].aval
+    numbers = params["dimension_numbers"]
+    batch, channels, *spatial = numbers.lhs_spec
+    outputs, inputs, *window = numbers.rhs_spec
+    dims: list[Dim] = list(new_dims(aval.shape))
+    dims[numbers.out_spec[1]] = rhs.dims[outputs]
+    sums = lhs.dims[channels]
+    groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    if batch_groups > 1:
+        group = new_dim(batch_groups)
+        walk.same([(*group, *dims[numbers.out_spec[0]])], [lhs.dims[batch]], lhs, equation)
+        _lead(walk, equation, group, rhs, outputs, batch_groups)
+    else:
+        dims[numbers.out_spec[0]] = lhs.dims[batch]
+    if groups > 1:
+        group, sums = new_dim(groups), rhs.dims[inputs]
+        walk.same([(*group, *sums)], [lhs.dims[channels]], lhs, equation)
+        _lead(walk, equation, group, rhs, outputs, groups)
+    else:
+        walk.same([sums], [rhs.dims[inputs]], rhs, equation)
+    out = result(aval, dims, operands)
+    walk.event("sum", [sums], out, equation, arrays=operands)
+    walk.event("whole", [lhs.dims[i] for i in spatial], lhs, equation)
+    for i in window:
+        if rhs.weights:
+            pin(rhs.dims[i], "a convolution's window")
+    each = math.prod(equation.invars[1].aval.shape) // max(equation.invars[1].aval.shape[outputs], 1)
+    roles = ["column" if i == outputs else "row" if i == inputs else "" for i in range(len(rhs.dims))]
+    walk.use(rhs, lhs, roles, out, each)
+    return [out]
+
+
+def _lead(walk: Walk, equation: Any, group: Dim, rhs: Value, outputs: int, count: int) -> None:
+    """The outputs of a kernel are `count` groups, one after the other."""
+    each = equation.invars[1].aval.shape[outputs] // count
+    if not unify(rhs.dims[outputs], (*group, *new_dim(each))):
+        walk.event("reshard", [rhs.dims[outputs]], rhs, equation)
+
+
+def opaque(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+    """Nothing is known of it: it has to have everything whole."""
+    walk.opaque.setdefault(equation.primitive.name, []).append(equation)
+    for operand in operands:
+        walk.event("whole", operand.dims, operand, equation)
+    return [result(var.aval, new_dims(getattr(var.aval, "shape", ())), operands) for var in equation.outvars]

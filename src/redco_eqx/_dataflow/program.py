@@ -1,0 +1,147 @@
+"""The program that a layout is for: the loss and its gradient, or a prediction, traced on abstract arrays."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._types import Mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced step.
+
+    - `jaxpr`: takes the model's arrays, the batch and the key, flat.
+    - `paths`, `shapes`: of the model's arrays that the program takes.
+    - `fixed`: for each of them, why it is not split; empty if it may be.
+    - `trained`: for each of them, the number of the result that is its gradient, or `None`.
+    - `num_batch`: how many of the inputs after these are the batch.
+    """
+
+    jaxpr: Any
+    paths: list[str]
+    shapes: list[jax.ShapeDtypeStruct]
+    fixed: list[str]
+    trained: list[int | None]
+    num_batch: int
+
+
+def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
+    """Traces `function(model, batch, key)`, and its gradient if it returns a loss.
+
+    **Raises:**
+
+    `ValueError` if there is no batch, or the function does not run on abstract arrays.
+    """
+    dynamic, static = eqx.partition(model, _is_input)
+    arrays = [_abstract(x) for x in jax.tree.leaves(dynamic)]
+    treedef = jax.tree.structure(dynamic)
+    numbers = jax.tree.unflatten(treedef, range(len(arrays)))
+    paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
+    fixed = [_why_fixed(x, in_state) for x, in_state in zip(arrays, jax.tree.leaves(_in_state(dynamic)))]
+    batch_arrays, batch_static = eqx.partition(batch, is_array)
+    rows = [_abstract(x) for x in jax.tree.leaves(batch_arrays)]
+    if not rows or any(not x.shape for x in rows):
+        raise ValueError(
+            "shard_rules: batch has no arrays with a leading dim. Pass what the data loader gives to "
+            "loss_fn, as arrays or as jax.ShapeDtypeStruct."
+        )
+    if len({x.shape[0] for x in rows}) > 1:
+        raise ValueError(
+            f"shard_rules: the arrays of batch differ in their leading dim: {[list(x.shape) for x in rows]}. "
+            "It numbers the examples, in all of them."
+        )
+    batch_treedef = jax.tree.structure(batch_arrays)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def run(arrays: list[Any], rows: list[Any], key: Any) -> tuple[Any, list[Any]]:
+        whole = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
+        given = eqx.combine(jax.tree.unflatten(batch_treedef, rows), batch_static)
+        result = function(whole, given, key)
+        return _loss_of(result), [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+
+    chosen = [i for i, reason in enumerate(fixed) if not reason]
+    is_loss = True
+
+    def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
+        def loss_of(variables: list[Any]) -> Any:
+            nonlocal is_loss
+            own = list(arrays)
+            for i, x in zip(chosen, variables):
+                own[i] = x
+            loss, results = run(own, rows, key)
+            is_loss = loss is not None
+            return (loss if is_loss else jnp.zeros(())), results
+
+        return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
+
+    def trace(function: Callable[..., Any]) -> Any:
+        return jax.make_jaxpr(function)(arrays, rows, key)
+
+    try:
+        try:
+            closed = trace(step)
+        except Exception:
+            shown = trace(lambda *arguments: run(*arguments)[1])  # what a prediction does may have no gradient
+            if is_loss:
+                raise
+            closed = shown
+        else:
+            if not is_loss:
+                closed = trace(lambda *arguments: run(*arguments)[1])
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"shard_rules: loss_fn(model, batch, key) could not be traced: {type(error).__name__}: {line} "
+            f"It was called with abstract arrays: a batch of "
+            f"{', '.join(f'{x.dtype}{list(x.shape)}' for x in rows[:4])}{', ...' if len(rows) > 4 else ''}. "
+            "Pass a batch that fits it, and use no Python branches and no NumPy functions on arrays; or pass "
+            "neither loss_fn nor batch: then the path rules decide, by names and shapes."
+        ) from error
+    trained: list[int | None] = [None] * len(arrays)
+    if is_loss:
+        first = len(closed.out_avals) - len(chosen)
+        for n, i in enumerate(chosen):
+            trained[i] = first + n
+    return Traced(closed.jaxpr, paths, arrays, fixed, trained, len(rows))
+
+
+def _in_state(tree: Any) -> Any:
+    """Of each leaf, whether it is in an `eqx.nn.State`."""
+
+    def one(x: Any) -> Any:
+        is_state = isinstance(x, eqx.nn.State)
+        return jax.tree.map(lambda _: True, x) if is_state else False
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))
+
+
+def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:
+    if in_state:
+        return "state of the model, whole on every device"
+    return "" if jnp.issubdtype(x.dtype, jnp.floating) else f"{x.dtype} is not trained"
+
+
+def _is_input(x: Any) -> bool:
+    """NumPy arrays are constants, that the function may use in NumPy."""
+    return is_array(x) and not isinstance(x, np.ndarray | np.generic)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+
+def _loss_of(result: Any) -> Any | None:
+    """The loss, if a loss function returned this: a scalar or a `Mean`, alone or first of several."""
+    first = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(first, Mean):
+        first = first.value
+    if not isinstance(first, jax.Array) or first.shape != ():
+        return None
+    return first if jnp.issubdtype(first.dtype, jnp.floating) else None

@@ -1,0 +1,66 @@
+"""From the chosen splits to a layout: judged as a whole, beside the layout of the path rules."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from redco_eqx._dataflow.choice import MEMORY, WORK
+from redco_eqx._dataflow.costs import Costs
+from redco_eqx._dataflow.simulation import Sent
+from redco_eqx._dataflow.values import Value
+
+Layout = dict[int, int]
+"""Of each parameter that is split, by number, the number of its split."""
+
+MAX_STEPS = 200_000
+"""So many operations are gone through at most, for layouts that leave single parameters whole."""
+
+
+def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
+    """The layout that splits these dims of parameters; of several such splits, those that split most of them.
+
+    `None` if it splits a dim whose factors do not divide: what that sends is not known.
+    """
+    fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in dims.items()) for split in costs.splits]
+    found: Layout = {}
+    for leaf, dim in dims.items():
+        numbers = [split.number for split in costs.splits if split.leaves.get(leaf) == dim]
+        if not numbers:
+            return None
+        found[leaf] = max(numbers, key=lambda n: (fitting[n], -n))
+    return found
+
+
+def freed_bytes(costs: Costs, parameters: Sequence[Value], layout: Layout) -> float:
+    """Bytes of parameters that a device does not hold."""
+    return (1 - 1 / costs.tensor) * sum(parameters[leaf].num_bytes for leaf in layout)
+
+
+def score(costs: Costs, parameters: Sequence[Value], layout: Layout, sent: Sent) -> float:
+    """What a layout is worth, in bytes, as splits are weighed for the choice."""
+    work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
+    gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, parameters, layout)
+    return gained - sent.num_bytes(merged=True) - sent.waits
+
+
+def relax(
+    layout: Layout,
+    paths: Sequence[str],
+    num_steps: int,
+    judge: Callable[[Layout], float],
+) -> Layout:
+    """`layout` without the parameters that are better left whole, such as routers beside split experts.
+
+    Parameters that differ only in the numbers of their paths are tried together.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for leaf in layout:
+        groups.setdefault((re.sub(r"\d+", "#", paths[leaf]),), []).append(leaf)
+    if len(groups) * num_steps > MAX_STEPS:
+        return layout
+    best = judge(layout)
+    for leaves in groups.values():
+        smaller = {leaf: number for leaf, number in layout.items() if leaf not in leaves}
+        found = judge(smaller)
+        if found > best + 1e-3 * abs(best):
+            layout, best = smaller, found
+    return layout

@@ -1,0 +1,119 @@
+"""One walk through a program: dims become atoms, and what a split would cost is written down."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax.extend.core as jex_core
+
+from redco_eqx._dataflow.atoms import Dim, new_dims, unify
+from redco_eqx._dataflow.programs import used
+from redco_eqx._dataflow.values import Event, Step, Use, Value
+
+Rule: TypeAlias = Callable[["Walk", Any, list[Value]], list[Value]]
+"""What an operation does to the dims of its operands: `(walk, equation, operands) -> results`."""
+
+
+class Walk:
+    """What was found so far.
+
+    - `events`, `uses`, `steps`: in the program's order.
+    - `opaque`: operations that nothing is known of, with how many there are and one of them.
+    """
+
+    def __init__(self, rule_of: Callable[[Any], Rule]):
+        self.rule_of = rule_of
+        self.events: list[Event] = []
+        self.uses: list[Use] = []
+        self.steps: list[Step] = []
+        self.opaque: dict[str, list[Any]] = {}
+        self.times = self.waits = 1
+
+    def run(
+        self, program: Any, arguments: Sequence[Value], wanted: Sequence[bool] | None = None
+    ) -> list[Value]:
+        """The results of a program without constants; those that are not `wanted` may know nothing."""
+        values: dict[Any, Value] = dict(zip(program.invars, arguments))
+        values |= {var: unknown(var.aval) for var in program.constvars}
+        flags, _ = used(program, wanted or [True] * len(program.outvars))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, jex_core.Literal):
+                return unknown(atom.aval)
+            return values[atom] if atom in values else unknown(atom.aval)
+
+        for equation, is_used in zip(program.eqns, flags):
+            if not is_used:
+                continue
+            operands = [read(atom) for atom in equation.invars]
+            num_steps, num_events = len(self.steps), len(self.events)
+            results = self.rule_of(equation)(self, equation, operands)
+            if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
+                own = self.events[num_events:]
+                self.steps.append(Step(equation, self.times, operands, results, own))
+            values.update(zip(equation.outvars, results))
+        return [read(atom) for atom in program.outvars]
+
+    @contextlib.contextmanager
+    def loop(self, length: int, waits: bool) -> Iterator[None]:
+        """What is found inside is done `length` times; if it `waits`, one after the other."""
+        before = self.times, self.waits
+        self.times *= length
+        self.waits *= length if waits else 1
+        yield
+        self.times, self.waits = before
+
+    def event(
+        self,
+        kind: str,
+        dims: Sequence[Dim],
+        sent: Value,
+        equation: Any,
+        *,
+        unless: Sequence[Dim] = (),
+        arrays: Sequence[Value] = (),
+    ) -> None:
+        """Notes that `sent` is sent if one of `dims`, of it or of `arrays`, is split."""
+        if any(dims):
+            of = tuple(arrays) or (sent,)
+            found = Event(kind, tuple(dims), sent, of, equation, self.times, self.waits, tuple(unless))
+            self.events.append(found)
+            if kind == "sum":
+                sent.sums = (found,)
+
+    def hand_on(self, equation: Any, before: Sequence[Value], after: Sequence[Value]) -> None:
+        """Notes that values are handed into a body, or out of it, as they are."""
+        for one, other in zip(before, after):
+            self.steps.append(Step(equation, self.times, [one], [other], []))
+
+    def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: Any) -> None:
+        """Unifies dims pairwise. Where they do not fit, `value`, which has the second, would be sent."""
+        for one, other in zip(first, second):
+            if not unify(one, other):
+                self.event("reshard", (one, other), value, equation)
+
+    def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
+        """Notes the use of a weight on data, if that is what the two operands are."""
+        if data.is_data:
+            for number in weight.weights:
+                size = made.num_bytes * self.times
+                self.uses.append(Use(number, weight.dims, tuple(roles), size, depth))
+
+
+def num_bytes(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 4)
+
+
+def unknown(aval: Any) -> Value:
+    """A value whose dims nothing is known of."""
+    if not hasattr(aval, "dtype"):
+        return Value((), 0)
+    return Value(new_dims(aval.shape), num_bytes(aval))
+
+
+def result(aval: Any, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:
+    """A result with these dims, that comes from these operands."""
+    is_data = any(x.is_data for x in operands)
+    weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
+    return Value(tuple(dims), num_bytes(aval), weights, is_data)

@@ -1,0 +1,210 @@
+"""`shard_rules`, `explain` and `init_model` with a program: what they take, and what they refuse."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import abstract, abstract_mesh
+from helpers import assert_same_layout, cross_entropy, make_transformer, token_batch
+from jax.sharding import NamedSharding, PartitionSpec
+
+import redco_eqx as rx
+from redco_eqx._sharding.rules import decide
+
+P = PartitionSpec
+MESH = abstract_mesh()
+
+
+def mlp(width=64):
+    return abstract(lambda key: eqx.nn.MLP(32, 32, width, 1, key=key))
+
+
+def squared(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def rows(size=8, width=32):
+    x = jax.ShapeDtypeStruct((size, width), jnp.float32)
+    return {"x": x, "y": x}
+
+
+def test_the_result_is_that_of_the_path_rules_in_kind():
+    result = rx.shard_rules(mlp(), MESH, loss_fn=squared, batch=rows())
+    assert result.activation is None
+    assert result.layers[0].weight == NamedSharding(MESH, P("tensor"))
+    assert result.layers[1].weight == NamedSharding(MESH, P(None, "tensor"))
+    assert result == rx.shard_rules(mlp(), MESH)
+
+
+def test_overrides_win():
+    overrides = [("layers.0.weight", P(None, "tensor"))]
+    result = rx.explain(mlp(), MESH, overrides=overrides, loss_fn=squared, batch=rows()).decisions
+    assert result["layers.0.weight"].spec == P(None, "tensor")
+    assert result["layers.0.weight"].role == "override"
+    assert result["layers.1.weight"].spec == P(None, "tensor")
+    with pytest.raises(ValueError, match="matches no array"):
+        rx.shard_rules(mlp(), MESH, overrides=[("none", P())], loss_fn=squared, batch=rows())
+
+
+def test_fsdp_splits_the_largest_dim_that_is_left():
+    mesh = abstract_mesh(data=1, fsdp=2, tensor=4)
+    result = rx.shard_rules(mlp(256), mesh, loss_fn=squared, batch=rows())
+    assert result.layers[0].weight.spec == P("tensor", "fsdp")
+    assert result.layers[1].weight.spec == P("fsdp", "tensor")
+
+
+def test_a_model_is_born_in_the_layout_of_the_program():
+    mesh = rx.make_mesh(tensor=4)
+
+    def make(key):
+        return eqx.nn.MLP(32, 32, 64, 1, key=key)
+
+    born = rx.init_model(make, mesh, key=jax.random.key(0), loss_fn=squared, batch=rows())
+    shardings = rx.shard_rules(mlp(), mesh, loss_fn=squared, batch=rows())
+    placed = eqx.filter_shard(make(jax.random.key(0)), shardings)
+    assert_same_layout(*(eqx.filter(model, eqx.is_array) for model in (born, placed)))
+
+
+def with_state(key):
+    return eqx.nn.make_with_state(Normed)(key)
+
+
+class Normed(eqx.Module):
+    up: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.up, self.down = eqx.nn.Linear(32, 64, key=key), eqx.nn.Linear(64, 32, key=key)
+        self.norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.up(x), state)
+        return self.down(jax.nn.relu(x)), state
+
+
+def stateful(pair, batch, key):
+    model, state = pair
+    y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+    return jnp.mean((y - batch["y"]) ** 2), {}, state
+
+
+def test_a_model_with_state_is_a_pair_and_its_state_is_whole():
+    pair = abstract(with_state)
+    decisions = decide(pair, MESH, (), stateful, rows())
+    assert decisions["0.up.weight"].spec == P("tensor")
+    assert decisions["0.down.weight"].spec == P(None, "tensor")
+    state = [d for path, d in decisions.items() if path.startswith("1.")]
+    assert state
+    assert all(d.spec == P() and d.role == "buffer" for d in state)
+    mesh = rx.make_mesh(tensor=4)
+    overrides = [("up.bias", P())]
+    model, _ = rx.init_model(
+        with_state, mesh, key=jax.random.key(0), overrides=overrides, loss_fn=stateful, batch=rows()
+    )
+    weight, bias = jax.tree.leaves(model.up)
+    assert weight.sharding.spec == P("tensor")
+    assert bias.sharding.is_fully_replicated
+
+
+def test_a_predict_function_and_a_loss_with_metrics_will_do():
+    def predict(model, batch, key):
+        return jax.vmap(model)(batch["x"])
+
+    def with_metrics(model, batch, key):
+        loss = squared(model, batch, key)
+        return rx.Mean(loss, jnp.ones(())), {"loss": loss}
+
+    for function in (predict, with_metrics):
+        found = rx.shard_rules(mlp(), MESH, loss_fn=function, batch=rows())
+        assert found.layers[0].weight.spec == P("tensor")
+
+
+def test_what_a_prediction_cannot_differentiate_is_no_matter():
+    def predict(model, batch, key):
+        y = jax.vmap(model)(batch["x"])
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x - 1, y)
+
+    assert rx.shard_rules(mlp(), MESH, loss_fn=predict, batch=rows()).layers[0].weight.spec == P("tensor")
+
+    def loss(model, batch, key):
+        return jnp.sum(predict(model, batch, key))
+
+    with pytest.raises(ValueError, match=r"could not be traced: ValueError: Reverse-mode.*path rules"):
+        rx.shard_rules(mlp(), MESH, loss_fn=loss, batch=rows())
+
+
+def test_keys_integers_and_constants_are_whole():
+    class Model(eqx.Module):
+        key: jax.Array
+        order: jax.Array
+        table: np.ndarray
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            noise = jax.random.normal(self.key, x.shape)
+            return self.linear((x + noise)[self.order] * np.sqrt(self.table))
+
+    make = lambda key: Model(key, jnp.arange(32), np.ones(32, np.float32), eqx.nn.Linear(32, 32, key=key))  # noqa: E731
+    model = make(jax.random.key(0))
+    decisions = decide(model, MESH, (), squared, rows())
+    assert [decisions[name].role for name in ("key", "order", "table")] == ["buffer"] * 3
+    assert all(decisions[name].spec == P() for name in ("key", "order", "table"))
+
+
+def test_concrete_and_abstract_arguments_are_alike():
+    model, batch = make_transformer(), token_batch(0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    abstract_model = abstract(lambda key: make_transformer())
+    assert decide(model, MESH, (), cross_entropy, batch) == decide(
+        abstract_model, MESH, (), cross_entropy, shapes
+    )
+
+
+def python_branch(model, batch, key):
+    return squared(model, batch, key) if batch["x"].sum() > 0 else 0.0
+
+
+def numpy_call(model, batch, key):
+    return np.mean(np.asarray(jax.vmap(model)(batch["x"])))
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "message"),
+    [
+        (squared, rows(width=33), "could not be traced: TypeError.*float32.8, 33.*path rules decide"),
+        (squared, {"x": rows()["x"]}, "could not be traced: KeyError: 'y'.*path rules decide"),
+        (
+            python_branch,
+            rows(),
+            "could not be traced: TracerBoolConversionError.*no Python branches.*path rules",
+        ),
+        (numpy_call, rows(), "could not be traced: TracerArrayConversionError.*no NumPy functions.*path rules"),
+        (squared, {"x": 1.0}, "batch has no arrays with a leading dim"),
+        (squared, {**rows(), "y": rows(4)["y"]}, "differ in their leading dim"),
+        (squared, None, "loss_fn is given, but not batch"),
+        (None, rows(), "batch is given, but not loss_fn"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_and_the_path_rules_are_offered(function, batch, message):
+    for call in (rx.shard_rules, rx.explain):
+        with pytest.raises(ValueError, match=rf"(?s)shard_rules: .*{message}"):
+            call(mlp(), MESH, loss_fn=function, batch=batch)
+
+
+def test_a_budget_is_kept_or_refused():
+    def whole(model, batch, key):  # what is sorted has to be whole: alone it would not be split
+        return jnp.mean(jnp.sort(jax.vmap(model)(batch["x"]), axis=-1) ** 2)
+
+    model = abstract(lambda key: eqx.nn.Linear(7, 4096, use_bias=False, key=key))
+    batch = {"x": jax.ShapeDtypeStruct((4096, 7), jnp.float32)}
+    free = rx.explain(model, MESH, loss_fn=whole, batch=batch)
+    assert free.bytes_per_device == 4 * 7 * 4096
+    assert "sort at" in free.decisions["weight"].reason
+    fits = rx.explain(model, MESH, loss_fn=whole, batch=batch, max_bytes_per_device=7 * 4096)
+    assert fits.bytes_per_device == 7 * 4096
+    with pytest.raises(ValueError, match=r"no layout on tensor=4 .* 114688 bytes, to 20000 bytes"):
+        rx.explain(model, MESH, loss_fn=whole, batch=batch, max_bytes_per_device=20000)
+    with pytest.raises(ValueError, match="needs loss_fn and batch"):
+        rx.explain(model, MESH, max_bytes_per_device=7 * 4096)
