@@ -79,8 +79,8 @@ def fit(
     - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
         end. Before anything is compiled for training, a batch of them goes through it.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
-        that began with `state` has left checkpoints there, it is gone on with, exactly: its state is read, and
-        the rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
+        that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
+        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
