@@ -20,8 +20,9 @@ import jax.extend.core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from redco_eqx._dataflow.source import source_line
 from redco_eqx._parallel.sums import psum, vary
-from redco_eqx._program.rewrite import manual_axes, source_line
+from redco_eqx._program.rewrite import manual_axes
 from redco_eqx._sharding.mesh import BATCH_AXES
 
 Kernels: TypeAlias = Mapping[int, Collection[str]]
