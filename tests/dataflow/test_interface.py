@@ -225,6 +225,7 @@ def test_explain_says_what_is_sent_and_what_to_change():
     batch = {"x": rows(width=256)["x"], "y": rows()["y"]}
     explanation = rx.explain(abstract(make), MESH, loss_fn=squared, batch=batch)
     sent = explanation.communication
+    assert sent is not None
     assert 0 < sent.at_least <= sent.num_bytes <= sent.num_bytes_unmerged
     (advice,) = sent.advice
     assert advice.startswith("first.weight holds 2 pieces of 256")
@@ -233,6 +234,7 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert "whole operand of split at test_interface.py" in text
     # An override is followed: nothing is split, and nothing is sent but gradients.
     whole = rx.explain(abstract(make), MESH, overrides=[("*", P())], loss_fn=squared, batch=batch)
+    assert whole.communication is not None
     assert len(whole.communication.lines) == 1
     assert whole.communication.num_bytes == whole.bytes_per_device + 4  # and the loss
     assert rx.explain(abstract(make), MESH).communication is None
@@ -244,5 +246,6 @@ def test_what_is_not_understood_is_named():
         return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
 
     explanation = rx.explain(mlp(), MESH, loss_fn=through_host, batch=rows())
+    assert explanation.communication is not None
     assert [text.partition(" ")[0] for text in explanation.communication.opaque] == ["pure_callback"]
     assert "test_interface.py" in explanation.communication.opaque[0]

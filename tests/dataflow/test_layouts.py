@@ -146,6 +146,7 @@ def test_any_layout_is_predicted(name, kind):
 @pytest.mark.parametrize("name", [entry.name for entry in ZOO])
 def test_never_worse_than_the_path_rules(name):
     analysis = analysed(name)
+    assert not analysis.walk.opaque, "every operation is understood"
     decisions = decide(abstract(BY_NAME[name].make), abstract_mesh())
     numbers = {}
     for leaf, path in enumerate(analysis.traced.paths):

@@ -108,4 +108,4 @@ class _Run:
     def _later(self, step: Step, number: int) -> float:
         """What is sent later if a gradient is split in this way, and wanted in another."""
         wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
-        return sum(x.num_bytes * step.times * self.part(x) for x in wrong)
+        return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
