@@ -94,11 +94,13 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [(paths[other], number) for other, number in layout.items() if number in clashing]
         if others:
-            # The nearest one, named from where the two paths part: so alike layers have one reason.
+            # The nearest one, without the number of its layer: so alike layers have one reason.
             nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
-            name = nearest.split(".")[_num_shared(nearest, paths[leaf]) :]
+            parts, shared = nearest.split("."), _num_shared(nearest, paths[leaf])
+            if shared and not parts[shared - 1].isdigit():
+                shared -= 1
             dim = costs.splits[number].leaves[paths.index(nearest)]
-            return f"clashes with dim {dim} of {'.'.join(name)}"
+            return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
     return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest(split.sent)}"
 
 
