@@ -121,34 +121,30 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     noise = dp_accounting.calibrate_dp_mechanism(RdpAccountant, event, args.epsilon, args.delta)
     print(f"{num_steps} samples at rate {rate:.3f}, with noise {noise:.3f} for {args.epsilon=}, {args.delta=}")
 
-    functions: Any = {"collate_fn": collate_fn, "predict_fn": predict_fn}
-
     def accuracies(clip: float, noise: float) -> list[float]:
         size, optimizer, found = train[0][0].size, optax.sgd(1.0, momentum=0.5), []
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
         model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed))
         rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
+        name, functions = f"noise-{noise:.3f}", {"collate_fn": collate_fn, "loss_fn": loss_fn}
+        evaluation = rx.Evaluation(
+            held_out, **functions, every_steps=20, batch_size=places, predict_fn=predict_fn, metric_fn=metric_fn,
+            predictions_directory=args.output and args.output / name,
+        )  # fmt: skip
         state = rx.fit(
             rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
             functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed),
             **functions,
-            loss_fn=loss_fn,
             step_fn=functools.partial(private_step, optimizer=optimizer, **rule),
             optimizer=optimizer,
             batch_size=places,
             num_steps=num_steps,
-            evaluation=rx.Evaluation(
-                held_out,
-                every_steps=20,
-                metric_fn=metric_fn,
-                predictions_directory=args.output and args.output / f"noise-{noise:.3f}",
-            ),
-            checkpoints=args.checkpoints and args.checkpoints / f"noise-{noise:.3f}",
+            evaluation=evaluation,
+            checkpoints=args.checkpoints and args.checkpoints / name,
             loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
         )
         if found == []:  # its checkpoints say that the run is over
-            logits = rx.predict(state, held_out, **functions, batch_size=places)
-            found.append(metric_fn(held_out, logits)["accuracy"])
+            found.append(evaluation(state)["eval/accuracy"])
         return [accuracy for accuracy in found if accuracy is not None]
 
     private, plain = accuracies(args.clip, noise), accuracies(1e9, 0.0)
