@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
         name, functions = f"noise-{noise:.3f}", {"collate_fn": collate_fn, "loss_fn": loss_fn}
         evaluation = rx.Evaluation(
-            held_out, **functions, every_steps=20, batch_size=places, predict_fn=predict_fn, metric_fn=metric_fn,
-            predictions_directory=args.output and args.output / name,
+            held_out, **functions, every_steps=20, predict_fn=predict_fn, metric_fn=metric_fn,
+            batch_size=places, predictions_directory=args.output and args.output / name,
         )  # fmt: skip
         state = rx.fit(
             rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
