@@ -3,6 +3,7 @@
 from redco_eqx._dataflow.choice import best_set
 from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.splits import Split, total_bytes
+from redco_eqx._dataflow.values import Value
 
 
 def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
@@ -14,22 +15,26 @@ def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
     gradients. Changes of layout are taken to be free. `merged` as in [`total_bytes`][].
     """
     whole = sum(size for _, size in costs.batch)
-    worths = [split.unsent - unavoidable(split, merged=merged) for split in costs.splits]
+    worths = [split.unsent - unavoidable(costs, split, merged=merged) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
+    most = sum(freed[n] for n in best_set(freed, freed, range(len(freed)), costs.clashes))
+    least_freed = min(least_freed, most)  # a layout in which splits meet may free more
     numbers = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
-    try:
-        chosen = best_set(worths, freed, numbers, costs.clashes, least_freed)
-    except ValueError:
-        return 0.0
+    chosen = best_set(worths, freed, numbers, costs.clashes, 0.999 * least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
 
 
-def unavoidable(split: Split, *, merged: bool) -> float:
+def unavoidable(costs: Costs, split: Split, *, merged: bool) -> float:
     """What a split sends in any case."""
+
+    def is_split(value: Value) -> bool:
+        # An activation may be whole where it could be split; a parameter that is split is split, but along one
+        # dim only, if two have the index.
+        return bool(value.weights) and split.number not in costs.leads.doubled(value.dims)
+
     sums = [
         (event, size)
         for event, size in split.sent
-        # An activation may be whole where it could be split; a parameter that is split is split.
-        if event.kind in ("sum", "lookup") and any(x.weights for x in event.arrays)
+        if event.kind in ("sum", "lookup") and any(is_split(x) for x in event.arrays)
     ]
     return total_bytes(sums, merged=merged)
