@@ -18,7 +18,8 @@ def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
     worths = [split.unsent - unavoidable(costs, split, merged=merged) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
     most = sum(freed[n] for n in best_set(freed, freed, range(len(freed)), costs.clashes))
-    least_freed = min(least_freed, most)  # a layout in which splits meet may free more
+    if least_freed > 1.001 * most:
+        return 0.0  # only layouts in which splits meet free so much: of those nothing is known
     numbers = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
     chosen = best_set(worths, freed, numbers, costs.clashes, 0.999 * least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
