@@ -5,6 +5,7 @@ import nox
 
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
 # Models that others published, and what they import: without their pins.
 FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "gatv2-eqx"]

@@ -78,7 +78,7 @@ def main() -> None:
         jax.block_until_ready(state)
         return state, time.perf_counter() - began, blocked
 
-    with tempfile.TemporaryDirectory() as directory, rx.CheckpointWriter(directory, keep_last=1) as writer:
+    with tempfile.TemporaryDirectory() as directory, rx.Checkpoints(directory, keep_last=1).open() as writer:
         times: dict[str, list[tuple[float, float]]] = {"none": [], "asynchronous": [], "synchronous": []}
         for _ in range(arguments.rounds + 1):
             for name, found in times.items():

@@ -19,170 +19,44 @@ The reductions over a split vocabulary in the cross-entropy, [batch on a device,
 the gradient norm's scalars are counted as "small".
 """
 
-import functools
 import itertools
 import math
-import pathlib
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
+from workloads import (
+    COMPILER_OPTIONS,
+    FAMILIES,
+    MIB,
+    Case,
+    Overrides,
+    Sizes,
+    abstract_model,
+    family_case,
+    lower_step,
+    num_shards,
+    quickstart_case,
+    table,
+)
 
 import redco_eqx as rx
-from redco_eqx import models
-from redco_eqx._compiled.collectives import Collective, collectives, summarize
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import Communication
+from redco_eqx._compiled.shapes import num_bytes, num_elements
 
-MIB = 2**20
-# Machine code is not wanted. These options act after the collectives are decided: the counts are equal.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with its loss, and what the least communication is derived from.
-
-    - `make_model`: key -> model.
-    - `batch`: abstract.
-    - `activation`: (batch, length, dim), over all devices.
-    - `reductions`: how many all-reduces a layer needs, forward and again backward.
-    - `peer`: redco 0.4.23's MiB with the Flax model of this kind, at these sizes.
-    """
-
-    make_model: Callable[[Any], Any]
-    loss_fn: Callable[..., Any]
-    batch: Any
-    activation: tuple[int, int, int]
-    num_layers: int
-    reductions: int = 2
-    peer: float | None = None
+REDCO = {"LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9}
+"""MiB of redco 0.4.23 with the Flax model of this kind, at the default `Sizes`."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model and its batch; by default those of the peer's measurement.
-
-    The MLP is `4 * dim` wide; LLaMA's gated one `8/3 * dim`, rounded up to a multiple of 16 (688 of 256).
-    """
-
-    dim: int = 256
-    num_layers: int = 4
-    num_heads: int = 8
-    vocabulary: int = 1024
-    length: int = 128
-    batch_size: int = 8
-
-
-PEER = {"LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9}
-
-
-def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Any], Any]:
-    """key -> a model of the library; `options` such as `remat`."""
-    dim, heads, vocabulary, length = sizes.dim, sizes.num_heads, sizes.vocabulary, sizes.length
-    by_gpt: Any = {"n_embd": dim, "n_layer": sizes.num_layers, "n_head": heads, "n_positions": length}
-    by_hidden: Any = {
-        "hidden_size": dim,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": length,
-    }
-    for entries in (by_gpt, by_hidden):
-        entries["vocab_size"] = vocabulary
-    if name == "LLaMA":
-        width = 16 * math.ceil(8 * dim / 3 / 16)
-        config: Any = models.LlamaConfig(**by_hidden, intermediate_size=width)
-        family: Any = models.LlamaForCausalLM
-    elif name == "GPT-2":
-        config, family = models.GPT2Config(**by_gpt), models.GPT2LMHeadModel
-    elif name == "GPT-J":
-        config, family = models.GPTJConfig(**by_gpt, rotary_dim=dim // heads // 4 * 2), models.GPTJForCausalLM
-    else:
-        config = models.OPTConfig(**by_hidden, ffn_dim=4 * dim, word_embed_proj_dim=dim)
-        family = models.OPTForCausalLM
-    return lambda key: family(config, **options, key=key)
-
-
-def loss_fn(model: models.DecoderLM, batch: dict[str, Any], key: Any) -> rx.Mean:
-    """Mean next-token cross-entropy."""
-    hidden, _ = model.hidden_states(batch["tokens"][:, :-1])
-    parallel = model.sequence_parallel
-    return rx.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], sequence_parallel=parallel)
-
-
-def shaped(name: str, sizes: Sizes | None = None, **options: Any) -> Case:
-    """One of the library's models, by default at the peer's sizes."""
-    peer = PEER[name] if sizes is None else None
-    sizes = sizes or Sizes()
-    return Case(
-        make_model=make_model(name, sizes, **options),
-        loss_fn=loss_fn,
-        batch={"tokens": jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32)},
-        activation=(sizes.batch_size, sizes.length, sizes.dim),
-        num_layers=sizes.num_layers,
-        reductions=1 if name == "GPT-J" else 2,
-        peer=peer,
-    )
-
-
-def quickstart_case(batch_size: int = 8) -> Case:
-    """The model of `examples/quickstart.py`."""
-    sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-    import quickstart
-
-    def make_model(key: Any) -> quickstart.Transformer:
-        return quickstart.Transformer(key=key)
-
-    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
-    return Case(
-        make_model=make_model,
-        loss_fn=quickstart.loss_fn,
-        batch=jax.ShapeDtypeStruct((batch_size, quickstart.LENGTH + 1), jnp.int32),
-        activation=(batch_size, quickstart.LENGTH, model.embedding.embedding_size),
-        num_layers=len(model.layers),
-    )
-
-
-# The compiled program.
-
-
-def abstract_model(case: Case, mesh: Mesh, overrides: Sequence[Any] = ()) -> tuple[Any, Any]:
-    """The model with a sharding in each of its abstract arrays, and the tree of these shardings."""
-    model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
-    shardings = rx.shard_rules(model, mesh, overrides=overrides)
-
-    def one(x: Any, sharding: NamedSharding | None) -> Any:
-        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(one, model, shardings), shardings
-
-
-def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()) -> Any:
-    """One `train_step`, lowered; an `eval_step`, which is the forward pass, if not `train`."""
-    model, shardings = abstract_model(case, mesh, overrides)
-    optimizer = optax.adamw(1e-3)
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
-    rows = rx.batch_sharding(mesh)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
-    if train:
-        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
-        return jax.jit(step, donate_argnums=0).lower(state, batch)
-    step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
-    return jax.jit(step).lower(state, batch)
-
-
-def step_collectives(
-    case: Case, mesh: Mesh, *, train: bool = True, overrides: Sequence[Any] = ()
-) -> list[Collective]:
-    """The collectives of `lower_step`, compiled."""
+def step_communication(
+    case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()
+) -> Communication:
+    """What a step communicates; a forward pass if not `train`."""
     lowered = lower_step(case, mesh, train=train, overrides=overrides)
-    return collectives(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
+    return rx.communication(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 
 class Result(NamedTuple):
@@ -192,7 +66,7 @@ class Result(NamedTuple):
     axes: tuple[str, ...]
     small: bool
     backward: bool
-    num_bytes: int
+    size: int
     times: int
 
 
@@ -204,25 +78,11 @@ def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]
     for c in found:
         # The pieces that CPU prints of one all-to-all stay together.
         for shapes in [[x] for x in c.shapes] if c.kind == "all-reduce" else [c.shapes]:
-            num_elements, num_bytes = map(sum, zip(*map(_size, shapes)))
-            small = num_elements <= (rows if "tensor" in c.axes else 1)
-            apart.append(Result(c.kind, c.axes, small, "transpose(" in c.source, num_bytes, c.count))
+            small = sum(map(num_elements, shapes)) <= (rows if "tensor" in c.axes else 1)
+            size = sum(map(num_bytes, shapes))
+            apart.append(Result(c.kind, c.axes, small, c.is_backward, size, c.count))
     assert total_bytes(apart) == sum(c.total_bytes for c in found)
     return apart
-
-
-def _size(shape: str) -> tuple[int, int]:
-    """Elements and bytes of `f32[8,128]`."""
-    found = re.match(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape)
-    if found is None:
-        raise ValueError(f"this shape is not understood: {shape}")
-    num_elements = math.prod(int(n) for n in found[2].split(",") if n)
-    return num_elements, num_elements * int(found[1] or 8) // 8
-
-
-def num_shards(mesh: Mesh) -> int:
-    """Into how many parts the batch is split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def count(found: Iterable[Result], *, small: bool = False) -> dict[tuple[str, tuple[str, ...]], int]:
@@ -235,7 +95,7 @@ def count(found: Iterable[Result], *, small: bool = False) -> dict[tuple[str, tu
 
 
 def total_bytes(found: Iterable[Result]) -> int:
-    return sum(r.num_bytes * r.times for r in found)
+    return sum(r.size * r.times for r in found)
 
 
 # The least.
@@ -262,18 +122,8 @@ def least(case: Case, mesh: Mesh) -> dict[str, int]:
 # The tables.
 
 
-def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """Columns as wide as they need to be; the first `num_left` flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [x.ljust(w) if i < num_left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / MIB:.2f}"
+def mib(size: float) -> str:
+    return f"{size / MIB:.2f}"
 
 
 def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) -> list[str]:
@@ -304,10 +154,10 @@ def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) ->
 def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
     """Table 1."""
     head = ["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]
-    rows = [[*head, "peer's MiB", "ratio"]]
+    rows = [[*head, "redco's MiB", "ratio"]]
     remarks = []
     for name, case in cases.items():
-        found = results(step_collectives(case, mesh), case, mesh)
+        found = results(step_communication(case, mesh), case, mesh)
         needed = least(case, mesh)
         large = [r for r in found if not r.small]
         over_data = [r for r in large if r.axes == ("data",)]
@@ -318,7 +168,8 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
             row += [str(sum(r.times for r in group)), mib(total_bytes(group))]
         total, minimum = total_bytes(found), sum(needed.values())
         row += [mib(total), mib(minimum), f"{total / minimum:.2f}"]
-        row += ["-", "-"] if case.peer is None else [f"{case.peer:.1f}", f"{case.peer * MIB / total:.2f}"]
+        redco = REDCO.get(name)
+        row += ["-", "-"] if redco is None else [f"{redco:.1f}", f"{redco * MIB / total:.2f}"]
         rows.append(row)
         remarks += excess(name, found, needed, activation_bytes(case, mesh))
     print("One train step on data 2 x tensor 4: number of results, and MiB of them, per device\n")
@@ -328,8 +179,8 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
 
 NOTES = """\
 A result is one array; the compiler combines several into one instruction. Small is at most [batch on a device,
-length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least and the peer's / total.
-The peer's: redco 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
+length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least and redco's / total.
+redco's: version 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
 batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0.98 MiB more, of gradients.
 - The quickstart's model is the user's own, plain `eqx.nn`: the CPU compiler reduces the input gradients of its
   separate query, key and value apart, where one sum would do. The compiler for TPU adds before it reduces
@@ -347,13 +198,14 @@ def report_memory(name: str, sizes: Sizes, meshes: dict[str, Mesh]) -> None:
         for remat, parallel in itertools.product(("none", "full", "row_out"), (False, True)):
             if parallel and mesh.shape["tensor"] == 1:
                 continue
-            case = shaped(name, sizes, stacked=True, remat=remat, sequence_parallel=parallel)
+            case = family_case(name, sizes, stacked=True, remat=remat, sequence_parallel=parallel)
             compiled = lower_step(case, mesh).compile(compiler_options=COMPILER_OPTIONS)
-            found = collectives(compiled, mesh)
+            found = rx.communication(compiled, mesh)
             parts = dict.fromkeys(("tensor", "fsdp", "data", "mixed"), 0)
             for c in found:
                 parts[c.axes[0] if len(c.axes) == 1 and c.axes[0] in parts else "mixed"] += c.sent_bytes
             memory = compiled.memory_analysis()
+            assert memory is not None
             row = [mesh_name, remat, "split" if parallel else "whole"]
             row += [mib(n) for n in (*parts.values(), sum(parts.values()), parameter_bytes(case, mesh))]
             rows.append([*row, mib(memory.argument_size_in_bytes + memory.temp_size_in_bytes)])
@@ -377,16 +229,9 @@ temporaries, as planned by the CPU compiler, which fuses less than others.
 
 def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
     """Table 3."""
-    rows = [["mesh", "kind", "axes", "count", "MiB", "MiB sent"]]
+    print("\nThe quickstart's model on other meshes: instructions by kind, axes and line, per device")
     for name, mesh in meshes.items():
-        summary = summarize(step_collectives(case, mesh))
-        named = [(kind, ",".join(axes), row) for (kind, axes), row in summary.rows.items()]
-        for kind, axes, row in [*named, ("total", "", summary.total)]:
-            sizes = [mib(row.result_bytes), mib(row.sent_bytes)]
-            rows.append([name, kind, axes, f"{row.bound}{row.count}", *sizes])
-            name = ""
-    print("\nThe quickstart's model on other meshes: instructions by kind and axes, per device\n")
-    print(table(rows, num_left=3))
+        print(f"\n{name}\n{step_communication(case, mesh)}")
     print(f"\n{MESH_NOTES}")
 
 
@@ -394,15 +239,15 @@ MESH_NOTES = """\
 MiB sent is by the ring algorithm, which makes kinds comparable.
 - tensor 8: the 4 heads do not divide, so attention is whole on every device and communicates nothing.
 - fsdp 8: parameters are gathered forward and again backward, gradients reduced once; the CPU compiler has
-  no reduce-scatter.
-- 2 x 2 x 2: the lookup (a plain `take`) gathers the batch backward; `embed` does not."""
+  no reduce-scatter."""
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     quickstart = quickstart_case()
-    report_models({"quickstart": quickstart, **{name: shaped(name) for name in PEER}}, rx.make_mesh(tensor=4))
+    families = {name: family_case(name) for name in FAMILIES}
+    report_models({"quickstart": quickstart, **families}, rx.make_mesh(tensor=4))
     meshes = {
         "data 8": rx.make_mesh(),
         "tensor 8": rx.make_mesh(tensor=8),

@@ -21,20 +21,21 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
-from collectives import table
-from jaxtyping import Array
+from jaxtyping import Array, Int, Key
+from workloads import Sizes, family_case, lower_step, table
 
 import redco_eqx as rx
 from redco_eqx.models import LlamaConfig, LlamaForCausalLM, generate
 
+Tokens = Int[Array, "batch num"]
 
-def make_model(dim: int, num_layers: int, *, stacked: bool, key: Any) -> LlamaForCausalLM:
+
+def make_model(dim: int, num_layers: int, *, key: Key[Array, ""]) -> LlamaForCausalLM:
+    """Its layers are stacked."""
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=dim,
@@ -44,11 +45,11 @@ def make_model(dim: int, num_layers: int, *, stacked: bool, key: Any) -> LlamaFo
         initializer_range=dim**-0.5,  # large, so that texts differ
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config, stacked=stacked, key=key)
+    return LlamaForCausalLM(config, stacked=True, key=key)
 
 
 @eqx.filter_jit
-def generate_uncached(model: LlamaForCausalLM, input_ids: Array, num: int) -> Array:
+def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> Tokens:
     """`generate`, greedy, by one pass over the whole text for each token. What follows the text is of no
     account to a causal model."""
     length = input_ids.shape[1]
@@ -61,7 +62,7 @@ def generate_uncached(model: LlamaForCausalLM, input_ids: Array, num: int) -> Ar
     return jax.lax.fori_loop(length, length + num, body, jnp.pad(input_ids, [(0, 0), (0, num)]))[:, length:]
 
 
-def seconds(function: Callable[[], Array], rounds: int) -> tuple[float, Array]:
+def seconds(function: Callable[[], Tokens], rounds: int) -> tuple[float, Tokens]:
     """The median time of a call once it is compiled, and what it gives."""
     output = jax.block_until_ready(function())
     times = []
@@ -76,7 +77,7 @@ def report_generation(
     lengths: Sequence[int], rounds: int, *, batch_size: int, dim: int, num_layers: int
 ) -> None:
     """Table 1."""
-    model = make_model(dim, num_layers, stacked=True, key=jax.random.key(0))
+    model = make_model(dim, num_layers, key=jax.random.key(0))
     rows = [["new tokens", "cached tokens/s", "uncached tokens/s", "ratio", "same tokens"]]
     for num in lengths:
         prompt = jax.random.randint(jax.random.key(1), (batch_size, 16), 0, 1024)
@@ -92,18 +93,10 @@ def report_generation(
 
 def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float, float]:
     """To trace (and lower), and to compile, one train step. No array is made."""
-    optimizer = optax.adamw(1e-3)
-    make = functools.partial(make_model, dim, num_layers, stacked=stacked)
-    model = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Array:
-        logits = model(batch[:, :-1])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]))
-
-    step = jax.jit(functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0)
+    sizes = Sizes(dim=dim, num_layers=num_layers, num_heads=dim // 16, length=64)
+    case = family_case("LLaMA", sizes, stacked=stacked)
     start = time.perf_counter()
-    lowered = step.lower(state, jax.ShapeDtypeStruct((8, 65), jnp.int32))
+    lowered = lower_step(case, rx.make_mesh())
     traced = time.perf_counter()
     lowered.compile()
     return traced - start, time.perf_counter() - traced

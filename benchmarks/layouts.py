@@ -22,14 +22,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives
 from redco_eqx._dataflow.bound import lower_bound
 from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import analysis_of, decide, decide_by
 
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TENSOR = 4
 
 Specs = dict[str, PartitionSpec]
@@ -76,7 +75,7 @@ def compiled_bytes(model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh) ->
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
     compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(COMPILER_OPTIONS)
-    return sum(c.total_bytes for c in collectives(compiled, mesh))
+    return rx.communication(compiled, mesh).total.result_bytes
 
 
 # Cases.
@@ -97,12 +96,10 @@ def zoo_cases() -> Iterator[Case]:
 
 
 def family_cases() -> Iterator[Case]:
-    import collectives as steps
-
-    sizes = steps.Sizes(dim=128, num_layers=2, length=64)
-    for name in steps.PEER:
+    sizes = Sizes(dim=128, num_layers=2, length=64)
+    for name in FAMILIES:
         for stacked in (False, True):
-            case = steps.shaped(name, sizes, stacked=stacked)
+            case = family_case(name, sizes, stacked=stacked)
             model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
             yield Case(f"{name}{', stacked' if stacked else ''}", model, case.loss_fn, case.batch)
 

@@ -11,24 +11,20 @@ Only the ratios within one run mean something.
 
 import argparse
 import functools
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from workloads import quickstart
+
+import redco_eqx as rx
 
 jax.config.update("jax_num_cpu_devices", 8)
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import quickstart  # noqa: E402
-
-import redco_eqx as rx  # noqa: E402
 
 
 def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
@@ -80,10 +76,16 @@ def fit_seconds(
     """Seconds per step in each of `rounds` log windows of one `fit`, after the first, which compiles."""
     rates: list[float] = []
     rx.fit(
-        state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer, batch_size=8,
-        num_steps=(rounds + 1) * num_steps, log_every=num_steps, progress=False,
+        state,
+        examples,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=8,
+        num_steps=(rounds + 1) * num_steps,
+        log_every=num_steps,
         loggers=[lambda step, row: rates.append(row["train/examples_per_second"])],
-    )  # fmt: skip
+    )
     return [8 / rate for rate in rates[1:]]
 
 

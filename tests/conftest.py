@@ -2,8 +2,10 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import jax
+import pytest
 
 # Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -17,3 +19,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_programs_of_other_modules() -> Iterator[None]:
+    """Drops what a module compiled, which the next one hardly shares: gigabytes in all."""
+    yield
+    jax.clear_caches()

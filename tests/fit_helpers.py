@@ -23,7 +23,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "mixed": {"tensor": 2, "fsdp": 2},
 }
 # As XLA names them: the loop's body, and the steps of `evaluate` and `predict`.
-BODY, STEP = "jit(body)", "jit(step)"
+BODY, STEP = "jit(body)", "jit(inference)"
 SGD = optax.sgd(0.05)
 
 
@@ -81,7 +81,7 @@ def fit(state: Any, examples: Any, *, call: Any = rx.fit, **arguments: Any) -> A
         "loss_fn": loss_fn,
         "optimizer": SGD,
         "batch_size": 4,
-        "progress": False,
+        "loggers": (),
     }
     return call(state, examples, **{**defaults, **arguments})
 

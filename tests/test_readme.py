@@ -27,7 +27,7 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     example, signatures, loop, pretrained, by_orbax, by_tensorstore = blocks("python")
     run(example)
     out, err = capfd.readouterr()
-    (table,) = blocks("text")
+    table, sent = blocks("text")
     assert table.rstrip() in out
     first, last = 5.55, 3.6  # uniform over 256 bytes is log(256) nats; letters are not uniform
     losses = [float(x) for x in re.findall(r"\bloss (\d+\.\d+)", err)]
@@ -38,6 +38,9 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     exec(compile(signatures, "README.md", "exec"), {})
     step = int(namespace["state"].step)
     run(loop)
+    rows = [re.sub(r"\w+\.\w+:\d+", "", line).split() for line in capfd.readouterr().out.splitlines()]
+    for line in sent.splitlines():
+        assert re.sub(r"\w+\.\w+:\d+", "", line).split() in rows
     assert (
         int(namespace["state"].step)
         == 2 * step

@@ -225,10 +225,12 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
         optimizer=optimizer,
         batch_size=args.batch_size,
         num_epochs=num_epochs,
-        eval_examples=held_out,
-        predict_fn=predict_fn,
-        metric_fn=metric_fn,
-        predictions_directory=args.output and args.output / task,
+        evaluation=rx.Evaluation(
+            held_out,
+            predict_fn=predict_fn,
+            metric_fn=metric_fn,
+            predictions_directory=args.output and args.output / task,
+        ),
         checkpoints=args.checkpoints and args.checkpoints / task,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
     )

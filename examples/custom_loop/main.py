@@ -5,7 +5,8 @@
 
 An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it; learning rate and weight decay
 are tuned by `grad` through whole runs of training; and a vision transformer of equimo, a package that knows
-nothing of this library, is laid out on the mesh and trained unchanged.
+nothing of this library, is laid out on the mesh and trained unchanged. The pieces of `fit` make a loop with an
+end of its own.
 """
 
 import functools
@@ -52,7 +53,7 @@ def predict_by_vit(model: Any, batch: Any, key: Any) -> Float[Array, "batch 10"]
     return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
 
 
-def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.PredictFn = predict_fn) -> Array:
+def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.types.PredictFn = predict_fn) -> Array:
     """The cross-entropy."""
     logits = predict_fn(model, batch, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
@@ -143,6 +144,49 @@ def tune(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> dict[st
     return {"tuned loss": (losses, float(first)), "hypergradient": (float(gradient["log_rate"]), slope)}
 
 
+def stop_early(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> list[float]:
+    """The accuracy after each epoch, until it has not grown three times: `fit` with an end of its own.
+
+    Of `fit`'s pieces: a step that leaves out what is not finite, the epochs, what is due, an evaluation.
+    """
+    optimizer = optax.adamw(1e-3)
+    model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed))
+    shardings = rx.shard_rules(model, mesh)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    step = rx.jit_step(rx.loop.guarded(step_fn, skip_nonfinite=True))
+    evaluation = rx.Evaluation(
+        held_out,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        predict_fn=predict_fn,
+        metric_fn=accuracy,
+        batch_size=32,
+    )
+    epochs = rx.loop.Epochs(train, collate_fn, batch_size=args.batch_size, mesh=mesh)
+    plan = rx.loop.Plan(num_epochs=args.epochs, evaluate=rx.loop.Every(epochs=1))
+    run = rx.types.RunRecord.begin_at(0, batch_size=args.batch_size, num_examples=len(train))
+    logger, scores, window, empty = rx.ConsoleLogger(), [], None, None
+    for batch, place in epochs.after(0, 0, key=rx.loop.order_key(state, run.begin)):
+        if empty is None:
+            window = empty = rx.loop.empty_window(step_fn, state, batch)
+        state, window = step(state, window, batch)
+        run = run.advanced(place.epoch, place.batch)
+        is_late = len(scores) > 3 and max(scores[-3:]) <= max(scores[:-3])
+        due = rx.loop.due(plan, run, stop=is_late)
+        if due.log:
+            logger(run.step, rx.loop.window_row(jax.device_get(window)))
+            window = rx.loop.next_window(empty, window)
+        if due.evaluate:
+            row = evaluation(state)
+            logger(run.step, row)
+            run = run.evaluated(row)
+            scores.append(row["eval/accuracy"])
+        if due.finish:
+            break
+    return scores
+
+
 def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> list[float]:
     """The accuracy, after each epoch, of a published model that was written without a thought of sharding."""
     from equimo.models.vit import VisionTransformer  # its import makes a key, and with it the devices
@@ -163,10 +207,9 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
         optimizer=optimizer,
         batch_size=args.batch_size,
         num_epochs=args.epochs,
-        eval_examples=held_out,
-        predict_fn=predict_by_vit,
-        metric_fn=accuracy,
-        predictions_directory=args.output,
+        evaluation=rx.Evaluation(
+            held_out, predict_fn=predict_by_vit, metric_fn=accuracy, predictions_directory=args.output
+        ),
         checkpoints=args.checkpoints,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )
@@ -187,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     labels = [[y for _, y in examples] for examples in (train, held_out)]
     linear = float(LogisticRegression(max_iter=300).fit(flat[0], labels[0]).score(flat[1], labels[1]))
     results: dict[str, tuple[Any, float]] = {"ensemble of 8": ensemble(args, mesh, train, held_out)}
+    results["until it grows no more"] = (stop_early(args, mesh, train, held_out), linear)
     results |= tune(args, mesh, train[:960], train[960:])
     results["equimo's VisionTransformer"] = (third_party(args, mesh, train, held_out), linear)
     for name, (reached, reference) in results.items():

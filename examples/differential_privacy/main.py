@@ -137,10 +137,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             optimizer=optimizer,
             batch_size=places,
             num_steps=num_steps,
-            eval_examples=held_out,
-            eval_every_steps=20,
-            metric_fn=metric_fn,
-            predictions_directory=args.output and args.output / f"noise-{noise:.3f}",
+            evaluation=rx.Evaluation(
+                held_out,
+                every_steps=20,
+                metric_fn=metric_fn,
+                predictions_directory=args.output and args.output / f"noise-{noise:.3f}",
+            ),
             checkpoints=args.checkpoints and args.checkpoints / f"noise-{noise:.3f}",
             loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
         )

@@ -58,7 +58,9 @@ def collate_fn(examples: Any) -> dict[str, np.ndarray]:
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
     """Bits per byte of the answers. Padding stands on the right, where no token sees it."""
     hidden, _ = model.hidden_states(batch["tokens"][:, :-1], key=key)
-    nats = rx.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], weights=batch["answer"][:, 1:] * 1.0)
+    nats = rx.layers.cross_entropy(
+        hidden, model.head, batch["tokens"][:, 1:], weights=batch["answer"][:, 1:] * 1.0
+    )
     return rx.Mean(nats.total / jnp.log(2), batch["num_bytes"].sum())
 
 
@@ -82,8 +84,7 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
         **functions,
         optimizer=optimizer,
         num_epochs=args.epochs,
-        eval_examples=test,
-        eval_every_steps=num_steps // 5 + 1,
+        evaluation=rx.Evaluation(test, every_steps=num_steps // 5 + 1),
         checkpoints=args.checkpoints and args.checkpoints / name,
         log_every=100,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/loss"))],

@@ -1,47 +1,39 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
+from redco_eqx import layers, loop, types
 from redco_eqx._birth.init_model import init_model
-from redco_eqx._checkpoint.directory import checkpoints
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
+from redco_eqx._checkpoint.checkpoints import Checkpoints
+from redco_eqx._checkpoint.directory import list_checkpoints
+from redco_eqx._checkpoint.record import CheckpointError
 from redco_eqx._checkpoint.restore import restore
-from redco_eqx._checkpoint.writer import CheckpointWriter, save
+from redco_eqx._checkpoint.writer import save
+from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
-from redco_eqx._parallel.linear import column, row
-from redco_eqx._parallel.scan import scan_layers
-from redco_eqx._parallel.vocabulary import cross_entropy, embed
-from redco_eqx._sharding.explain import Explanation, explain
+from redco_eqx._sharding.explain import explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
-from redco_eqx._sharding.rules import Decision, ShardingWarning, shard_rules
+from redco_eqx._sharding.rules import ShardingWarning, shard_rules
 from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.steps import eval_step, predict_step, train_step
 from redco_eqx._training.evaluate import evaluate, predict
+from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.fit import fit, num_train_steps
 from redco_eqx._training.interrupt import TrainingInterrupted
 from redco_eqx._training.run import NonFiniteError
-from redco_eqx._training.saving import Checkpoints
 from redco_eqx._tree import cast, from_arrays, to_arrays
-from redco_eqx._types import CollateFn, Logger, LossFn, Mean, PredictFn
+from redco_eqx._types import Mean
 
 __all__ = [
     "CheckpointError",
-    "CheckpointInfo",
-    "CheckpointWriter",
     "Checkpoints",
-    "CollateFn",
     "ConsoleLogger",
-    "Decision",
-    "Explanation",
+    "Evaluation",
     "JSONLLogger",
-    "Logger",
-    "LossFn",
     "Mean",
     "NonFiniteError",
-    "PredictFn",
-    "RunRecord",
     "ShardingWarning",
     "TensorBoardLogger",
     "TrainState",
@@ -49,10 +41,7 @@ __all__ = [
     "batch_sharding",
     "batches",
     "cast",
-    "checkpoints",
-    "column",
-    "cross_entropy",
-    "embed",
+    "communication",
     "eval_step",
     "evaluate",
     "explain",
@@ -62,15 +51,17 @@ __all__ = [
     "init_state",
     "initialize_distributed",
     "jit_step",
+    "layers",
+    "list_checkpoints",
+    "loop",
     "make_mesh",
     "num_train_steps",
     "predict",
     "predict_step",
     "restore",
-    "row",
     "save",
-    "scan_layers",
     "shard_rules",
     "to_arrays",
     "train_step",
+    "types",
 ]

@@ -5,42 +5,78 @@ and errors.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 T = TypeVar("T")
 
 
-def is_array(x: Any) -> bool:
+AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+"""An array of JAX (also a tracer), of NumPy, or an abstract one."""
+
+
+def is_array(x: object) -> bool:
     """Whether `x` is an array: of JAX, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(x, AnyArray)
 
 
-def is_trainable(x: Any) -> bool:
+def is_trainable(x: object) -> bool:
     """Whether `x` is a floating (or complex) JAX array, concrete or abstract.
 
     NumPy arrays are constants: tables that weight decay must not shrink.
     """
-    is_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    return is_jax and jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def describe(x: Any) -> str:
-    """An array's dtype and shape, `float32[4,8]`, for messages."""
-    return f"{x.dtype}[{','.join(str(n) for n in x.shape)}]"
+@runtime_checkable
+class Shaped(Protocol):
+    """What has a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+
+def describe(x: Shaped, *, leading: str = "") -> str:
+    """An array's dtype and shape for messages, `float32[4,8]`; with a word for its first dim `float32[n,8]`."""
+    shape = (leading, *x.shape[1:]) if leading else x.shape
+    return f"{x.dtype}[{','.join(map(str, shape))}]"
+
+
+def lack_of_value(x: object) -> str | None:
+    """Why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); `None` if it has."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "is abstract"
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        return "has been deleted. It was donated, perhaps with an earlier state"
+    return None
+
+
+def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:
+    """`a, b, c` for messages; of many names the first, and how many there are besides: `a, b, and 7 more`."""
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"and {len(names) - most} more")
+    return separator.join(shown)
 
 
 def join(*parts: str) -> str:
+    """A path of these parts, of which some may be empty."""
     return ".".join(part for part in parts if part)
 
 
-def path_of(keypath: tuple[Any, ...]) -> str:
+def path_of(keypath: KeyPath) -> str:
     """A JAX key path as `layers.0.weight`."""
     parts = []
     for entry in keypath:
@@ -53,7 +89,7 @@ def path_of(keypath: tuple[Any, ...]) -> str:
     return ".".join(parts)
 
 
-def children(node: Any) -> list[tuple[str, Any]]:
+def children(node: PyTree) -> list[tuple[str, PyTree]]:
     """The direct children of a PyTree node as `(name, child)`; nothing for a leaf.
 
     The entries of an `eqx.nn.State` are named after the `StateIndex` that they belong to.
@@ -69,7 +105,7 @@ def children(node: Any) -> list[tuple[str, Any]]:
     return [(name, child) for name, (_, child) in zip(names, pairs)]
 
 
-def _state_name(marker: Any, default: str) -> str:
+def _state_name(marker: object, default: str) -> str:
     # `make_with_state` marks an entry by root class and key path: "Sequential.layers[1].ema_state_index".
     if not isinstance(marker, str):
         return default
@@ -77,7 +113,7 @@ def _state_name(marker: Any, default: str) -> str:
     return dotted.partition(".")[2] or default
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Every leaf with its path, in JAX's order."""
     flat = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: isinstance(x, eqx.nn.State) and x is not tree
@@ -94,12 +130,12 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
     return found
 
 
-def to_paths(tree: PyTree, is_leaf: Any = is_array) -> dict[str, Any]:
+def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTree]:
     """`{path: leaf}` of the leaves for which `is_leaf` holds.
 
     Raises `ValueError` if two leaves have the same path (as `{"a": {"b": x}, "a.b": y}` does).
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, PyTree] = {}
     for path, leaf in leaves_with_paths(tree):
         if not is_leaf(leaf):
             continue
@@ -114,10 +150,10 @@ def to_arrays(tree: PyTree) -> dict[str, Any]:
 
     Raises `ValueError` if two leaves have the same path.
     """
-    return to_paths(tree)
+    return to_paths(tree, is_array)
 
 
-def from_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
+def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
     """`tree` with each of its arrays replaced by the one of the same path; the inverse of `to_arrays`.
 
     **Raises:**
@@ -133,12 +169,13 @@ def from_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
         if path in arrays and (x.shape, x.dtype) != (arrays[path].shape, arrays[path].dtype)
     ]
     if problems:
-        raise ValueError("from_arrays: the arrays do not fit the tree.\n  " + "\n  ".join(problems))
+        listed = first_few(problems, most=20, separator="\n  ")
+        raise ValueError(f"from_arrays: the arrays do not fit the tree.\n  {listed}")
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def cast(tree: T, dtype: Any) -> T:
+def cast(tree: T, dtype: DTypeLike) -> T:
     """The floating arrays of `tree` in `dtype`; integers, booleans, keys and non-arrays as they are.
 
     For low-precision compute over float32 parameters, inside a loss or predict function:
@@ -146,7 +183,7 @@ def cast(tree: T, dtype: Any) -> T:
     float32.
     """
 
-    def one(x: Any) -> Any:
+    def one(x: PyTree) -> PyTree:
         if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating):
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)

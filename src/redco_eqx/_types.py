@@ -1,12 +1,15 @@
 """The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from redco_eqx._pytree import pytree_dataclass
 
 Key: TypeAlias = PRNGKeyArray
 """A typed PRNG key, as made by `jax.random.key`."""
@@ -15,8 +18,20 @@ Batch: TypeAlias = PyTree
 """A PyTree of arrays that share their leading dim."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+Examples: TypeAlias = Any
+"""Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
+
+
+# For a type checker an array, and any number; at run time, all that may stand for one (abstract values, say).
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Array
+    Number: TypeAlias = Any
+else:
+    AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    Number: TypeAlias = AnyArray | float | int
+
+
+@pytree_dataclass
 class Mean:
     """A weighted mean that can still be added to: the sum and the weight it is over.
 
@@ -30,8 +45,8 @@ class Mean:
     - `weight`: the sum of weights (tokens, say), a scalar.
     """
 
-    total: Any
-    weight: Any
+    total: Number
+    weight: Number
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
@@ -46,7 +61,7 @@ class Mean:
         return float(self.value)
 
 
-Loss: TypeAlias = Any
+Loss: TypeAlias = Mean | ArrayLike
 """A scalar array or a `Mean`."""
 
 Metrics: TypeAlias = dict[str, Mean]
@@ -59,7 +74,7 @@ RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
 class CollateFn(Protocol):
     """Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
 
-    def __call__(self, examples: Sequence[Any], /) -> Batch: ...
+    def __call__(self, examples: Sequence[PyTree], /) -> Batch: ...
 
 
 @runtime_checkable
@@ -70,14 +85,14 @@ class LossFn(Protocol):
     an `eqx.nn.State` arrives as the pair `(model, state)`, and `(loss, metrics, new_state)` is returned.
     """
 
-    def __call__(self, model: Any, batch: Any, key: Any, /) -> Any: ...
+    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
 
 
 @runtime_checkable
 class PredictFn(Protocol):
     """`(model, batch, key) -> PyTree of arrays`, each with the leading dim of the batch."""
 
-    def __call__(self, model: Any, batch: Any, key: Any, /) -> PyTree: ...
+    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
 
 
 @runtime_checkable
@@ -87,7 +102,7 @@ class Logger(Protocol):
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
-def as_mean(x: Any, weight: Any, what: str) -> Mean:
+def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
     """`x` as a `Mean` in float32 or wider: as it is, or a scalar with the given weight.
 
     Raises `ValueError` naming `what` if it is not a scalar.

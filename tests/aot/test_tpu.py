@@ -7,6 +7,7 @@ each device's part, which it keeps throughout a scan.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -18,36 +19,38 @@ import optax
 import pytest
 import quickstart
 import topology
+import workloads
 from jax.sharding import PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._birth import init_model as making
 from redco_eqx._birth import plan as planning
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import communication
 
-SIZES = bench.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
+SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up
 # to that, and shifts what is over to the neighbour by a permute.
-WIDE = bench.Sizes(dim=1152, num_layers=24, num_heads=9, vocabulary=1536, length=128, batch_size=8)
+WIDE = workloads.Sizes(dim=1152, num_layers=24, num_heads=9, vocabulary=1536, length=128, batch_size=8)
 
 
 @cache
 def compiled(
-    case_name: str, sizes: bench.Sizes | None, name: str, fsdp: int, tensor: int, **options: Any
+    case_name: str, sizes: workloads.Sizes | None, name: str, fsdp: int, tensor: int, **options: Any
 ) -> Any:
     """Case, mesh, collectives and memory of one `train_step` with AdamW."""
-    case = bench.quickstart_case() if sizes is None else bench.shaped(case_name, sizes, **options)
+    case = workloads.quickstart_case() if sizes is None else workloads.family_case(case_name, sizes, **options)
     mesh = topology.mesh(name, fsdp=fsdp, tensor=tensor)
-    program = bench.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
-    return case, mesh, collectives(program, mesh), program.memory_analysis()
+    program = workloads.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
+    return case, mesh, communication(program, mesh), program.memory_analysis()
 
 
-def over(found: list[Collective], axis: str) -> list[Collective]:
+def over(found: Iterable[Collective], axis: str) -> list[Collective]:
     return [c for c in found if any(axis in a for a in c.axes)]
 
 
-@pytest.mark.parametrize("name", ["quickstart", *bench.PEER])
+@pytest.mark.parametrize("name", ["quickstart", *workloads.FAMILIES])
 def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once(name):
     # The quickstart's is a user's own model, plain eqx.nn, with no building block.
     options = {} if name == "quickstart" else {"remat": "row_out", "stacked": True}
@@ -55,7 +58,7 @@ def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once(name):
     case, mesh, found, _ = compiled(name, sizes, "v4:2x2x2", 1, 4, **options)
     least = bench.least(case, mesh)
     moved = sum(c.total_bytes for c in over(found, "tensor"))
-    rows = 4 * math.prod(case.activation[:2]) // bench.num_shards(mesh)
+    rows = 4 * math.prod(case.activation[:2]) // workloads.num_shards(mesh)
     # And for each token the three numbers of the cross-entropy.
     assert 0 <= moved - least["forward"] - least["backward"] <= 4 * rows
     assert {c.kind for c in over(found, "tensor")} == {"all-reduce"}
@@ -68,7 +71,7 @@ def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once(name):
 def wide() -> tuple[Any, ...]:
     with jax.default_matmul_precision("float32"):
         _, mesh, found, memory = compiled("LLaMA", WIDE, "v5e:2x4", 8, 1, remat="full", stacked=True)
-    model = eqx.filter_eval_shape(bench.make_model("LLaMA", WIDE, stacked=True), jax.random.key(0))
+    model = eqx.filter_eval_shape(workloads.make_model("LLaMA", WIDE, stacked=True), jax.random.key(0))
     return mesh, found, memory, num_bytes(model)
 
 
@@ -107,16 +110,18 @@ def test_fsdp_of_a_users_own_layers_moves_and_keeps_what_zero_3_does():
     def make_model(key: Any) -> Any:
         return quickstart.Transformer(dim=768, num_heads=6, num_layers=8, key=key)
 
-    case = dataclasses.replace(bench.quickstart_case(), make_model=make_model)
+    case = dataclasses.replace(workloads.quickstart_case(), make_model=make_model)
     mesh = topology.mesh("v5e:2x4", fsdp=8)
     with jax.default_matmul_precision("float32"):
-        program = bench.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
+        program = workloads.lower_step(case, mesh).compile(compiler_options=topology.OPTIONS)
     model = eqx.filter_eval_shape(make_model, jax.random.key(0))
     parameters, layer = num_bytes(model), num_bytes(model.layers[0])
-    sent = sum(c.sent_bytes for c in collectives(program, mesh)) / ((1 - 1 / mesh.size) * parameters)
+    sent = sum(c.sent_bytes for c in communication(program, mesh)) / ((1 - 1 / mesh.size) * parameters)
     assert 2.85 <= sent <= 3.15
     # With 8 layers one whole layer is a quarter of what is split.
-    assert program.memory_analysis().peak_memory_in_bytes <= 4 * parameters / mesh.size + layer
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.peak_memory_in_bytes <= 4 * parameters / mesh.size + layer
 
 
 def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone():
@@ -144,7 +149,7 @@ def test_the_gradient_of_a_depthwise_convolution_is_summed_over_the_batch_alone(
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
     batch = jax.ShapeDtypeStruct((16, 32, 8, 8), jnp.float32, sharding=rx.batch_sharding(mesh))
     step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    found = collectives(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
+    found = communication(jax.jit(step).lower(state, batch).compile(compiler_options=topology.OPTIONS), mesh)
     assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("data",))}
 
 

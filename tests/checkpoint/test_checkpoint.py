@@ -176,7 +176,7 @@ def test_saved_on_any_mesh(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_names_do_not_say_what_is_trained(saved: Any) -> None:
     state, directory = saved
-    names = set(rx.checkpoints(directory)[0].arrays)
+    names = set(rx.list_checkpoints(directory)[0].arrays)
     assert {"step", "key", "model/up.weight", "model/up.bias", "optimizer/0.mu.up.weight"} <= names
     other = odd_state(trainable=lambda x: is_weight(x) and x.shape[0] == 16, seed=5)
     assert set(other.params) < set(state.params)
@@ -213,7 +213,7 @@ def test_donation_right_after_an_asynchronous_save(tmp_path: pathlib.Path) -> No
         return dataclasses.replace(state, params=arrays[0], opt_state=arrays[1], step=arrays[2])
 
     state = begin()
-    with rx.CheckpointWriter(tmp_path) as writer:
+    with rx.Checkpoints(tmp_path, keep_last=None).open() as writer:
         for _ in range(4):
             writer.save(state)
             for _ in range(3):
@@ -237,7 +237,7 @@ def test_a_step_that_is_a_numpy_array_is_saved(tmp_path: pathlib.Path) -> None:
 
 def test_the_record(saved: Any) -> None:
     _, directory = saved
-    (info,) = rx.checkpoints(directory)
+    (info,) = rx.list_checkpoints(directory)
     assert (info.step, info.extras, info.metrics, info.run) == (
         7,
         {"note": ["mine", 1, None]},
@@ -247,15 +247,17 @@ def test_the_record(saved: Any) -> None:
     assert info.versions["jax"] == jax.__version__
     assert str(info.arrays["model/keys"]) == "key<fry>[2]"
     assert str(info.arrays["model/half"]) == "bfloat16[8]"
-    assert rx.checkpoints(directory / "nowhere") == []
+    assert rx.list_checkpoints(directory / "nowhere") == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1 / 3])
 def test_numbers_come_back_exactly(value: float, tmp_path: pathlib.Path) -> None:
-    run = rx.RunRecord(0, 7, 1, 2, 4, 22, evaluations=({"step": 3, "eval/loss": value},), window={"a": [value]})
-    with rx.CheckpointWriter(tmp_path) as writer:
+    run = rx.types.RunRecord(
+        0, 7, 1, 2, 4, 22, evaluations=({"step": 3, "eval/loss": value},), window={"a": [value]}
+    )
+    with rx.Checkpoints(tmp_path, keep_last=None).open() as writer:
         path = writer.save(odd_state(mesh=rx.make_mesh(data=1)), metrics={"m": value}, run=run)
-    (info,) = rx.checkpoints(tmp_path)
+    (info,) = rx.list_checkpoints(tmp_path)
     assert repr((info.metrics, info.run)) == repr(({"m": value}, run))
     json.loads((path / "record" / "record.json").read_text(), parse_constant=pytest.fail)  # strict JSON
 
@@ -411,7 +413,7 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: Any, tmp_path: pat
     with pytest.warns(UserWarning, match=f"{tmp_path}/2.*damaged.*The one before it is used"):
         assert int(rx.restore(tmp_path, state).step) == 1
     with pytest.warns(UserWarning, match="It is left out"):
-        assert [info.step for info in rx.checkpoints(tmp_path)] == [1]
+        assert [info.step for info in rx.list_checkpoints(tmp_path)] == [1]
     with pytest.raises(rx.CheckpointError, match="damaged"):
         rx.restore(tmp_path, state, step=2)
     damage(tmp_path / "1" / "record" / "record.json")
@@ -433,22 +435,22 @@ def tiny(step: int) -> Any:
 
 def test_what_is_kept(tmp_path: pathlib.Path) -> None:
     losses = {1: 3.0, 2: float("nan"), 3: 1.0, 4: 2.0, 5: 1.0, 6: None}
-    with rx.CheckpointWriter(tmp_path, keep_last=2, keep_best="loss") as writer:
+    with rx.Checkpoints(tmp_path, keep_last=2, keep_best={"loss": "min"}).open() as writer:
         for step, loss in losses.items():
             writer.save(tiny(step), metrics=None if loss is None else {"loss": loss})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "5", "6"]
-    with rx.CheckpointWriter(tmp_path, keep_last=1, keep_best="loss", best_mode="max") as writer:
+    with rx.Checkpoints(tmp_path, keep_last=1, keep_best={"loss": "max"}).open() as writer:
         writer.save(tiny(7), metrics={"loss": 0.0})
-    assert [info.step for info in rx.checkpoints(tmp_path)] == [3, 7]
+    assert [info.step for info in rx.list_checkpoints(tmp_path)] == [3, 7]
 
 
 def test_a_step_that_is_saved_again_replaces_the_first_when_it_is_whole(tmp_path: pathlib.Path) -> None:
     rx.save(tmp_path, tiny(3), extras={"try": 1})
-    with rx.CheckpointWriter(tmp_path) as writer:
+    with rx.Checkpoints(tmp_path, keep_last=None).open() as writer:
         writer.save(tiny(3), extras={"try": 2})
-        assert rx.checkpoints(tmp_path)[0].extras == {"try": 1}
+        assert rx.list_checkpoints(tmp_path)[0].extras == {"try": 1}
         writer.wait()
-    (info,) = rx.checkpoints(tmp_path)
+    (info,) = rx.list_checkpoints(tmp_path)
     assert info.extras == {"try": 2}
     assert int(rx.restore(tmp_path, tiny(0)).step) == 3
 
@@ -456,7 +458,7 @@ def test_a_step_that_is_saved_again_replaces_the_first_when_it_is_whole(tmp_path
 def test_litter_is_removed_and_nothing_else(tmp_path: pathlib.Path) -> None:
     for name in ("12.orbax-checkpoint-tmp", "7.deleting", "3-2.orbax-checkpoint-tmp-1", "mine", "7.damaged"):
         (tmp_path / name).mkdir()
-    rx.CheckpointWriter(tmp_path).close()
+    rx.Checkpoints(tmp_path).open().close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.damaged", "mine"]
 
 
@@ -465,7 +467,7 @@ def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: pathlib.Path) -> 
     state = dataclasses.replace(state, params={**state.params, "bias": jnp.array([1.0, jnp.nan])})
     with pytest.raises(ValueError, match=r"step 3 is not saved, because model/bias"):
         rx.save(tmp_path, state)
-    assert rx.checkpoints(tmp_path) == []
+    assert rx.list_checkpoints(tmp_path) == []
 
 
 def test_a_state_without_arrays_to_save_is_refused(tmp_path: pathlib.Path) -> None:
@@ -477,13 +479,15 @@ def test_a_state_without_arrays_to_save_is_refused(tmp_path: pathlib.Path) -> No
         rx.save(tmp_path, state)
 
 
-@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"best_mode": "least"}])
+@pytest.mark.parametrize(
+    "arguments", [{"keep_last": 0}, {"keep_best": {"loss": "least"}}, {"keep_best": "loss"}]
+)
 def test_wrong_arguments_of_the_writer(arguments: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
-        rx.CheckpointWriter(tmp_path / "new", **arguments)
+        rx.Checkpoints(tmp_path / "new", **arguments).open()
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="not a path of a file system"):
-        rx.CheckpointWriter("gs://bucket/run")
+        rx.Checkpoints("gs://bucket/run").open()
 
 
 def save_and_wait(writer: Any) -> None:
@@ -494,7 +498,7 @@ def save_and_wait(writer: Any) -> None:
 def test_a_disk_that_is_full_reaches_the_caller(tmp_path: pathlib.Path) -> None:
     rx.save(tmp_path, tiny(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer = rx.CheckpointWriter(tmp_path)
+    writer = rx.Checkpoints(tmp_path, keep_last=None).open()
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
     try:
         with pytest.raises(rx.CheckpointError, match="could not be written"):
@@ -503,7 +507,7 @@ def test_a_disk_that_is_full_reaches_the_caller(tmp_path: pathlib.Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     writer.save(tiny(3))  # and the writer can go on
     writer.close()
-    assert [info.step for info in rx.checkpoints(tmp_path)] == [1, 3]
+    assert [info.step for info in rx.list_checkpoints(tmp_path)] == [1, 3]
 
 
 def test_without_orbax_the_install_line_is_told(tmp_path: pathlib.Path, monkeypatch: Any) -> None:

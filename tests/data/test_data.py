@@ -18,7 +18,7 @@ from helpers import run_two_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redco_eqx._data.batches import batch_sizes, batches, epoch_order, needed_rows, num_batches
+from redco_eqx._data.batches import batch_sizes, batches, epoch_order, needed_rows
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
 
 MESHES = {
@@ -111,9 +111,7 @@ def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainde
         assert len(flat) % batch_size == 0
     assert examples.read == flat[:num_examples]  # each row once, no other row, in order
 
-    sizes = batch_sizes(num_examples, batch_size, remainder, num_shards=num_batch_shards(mesh))
-    assert [len(x) for x in values(made)] == sizes
-    assert num_batches(num_examples, batch_size, remainder, num_shards=num_batch_shards(mesh)) == len(made)
+    assert [len(x) for x in values(made)] == batch_sizes(examples, batch_size, remainder, mesh)
 
     start = data.draw(st.integers(0, len(made)))
     assert values(batches(examples, collate, start=start, **arguments)) == values(made)[start:]
@@ -269,6 +267,8 @@ def test_two_processes(tmp_path):
             # The first tail of "mixed" is split four ways, so each process holds half of it.
             my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
             assert result[name]["seen"] == mine + my_last, (name, process)
+    assert results[0]["refused"] is None
+    assert "len(examples) is 28 on process 1, but 29 on process 0" in results[1]["refused"]
 
 
 # Prefetch

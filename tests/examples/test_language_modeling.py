@@ -54,7 +54,7 @@ def test_what_is_written_is_a_checkpoint_with_its_tokenizer(run):
         names = {file.name for file in (run[0] / task).iterdir()}
         assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
         assert json.loads((run[0] / task / "config.json").read_text())["model_type"] == "llama"
-        assert rx.checkpoints(run[0] / "checkpoints" / task)
+        assert rx.list_checkpoints(run[0] / "checkpoints" / task)
 
 
 def test_transformers_gives_the_same_bits_per_byte(run, held_out):

@@ -91,7 +91,7 @@ def test_only_the_branches_are_trained_and_kept_by_the_optimizer():
         optimizer=optimizer,
         batch_size=8,
         num_steps=3,
-        progress=False,
+        loggers=(),
     )
     assert all((np.asarray(state.frozen[path]) == x).all() for path, x in frozen.items())
     assert all((np.asarray(state.params[path]) != x).any() for path, x in before.items())

@@ -80,10 +80,9 @@ def main(options: dict[str, Any]) -> None:
     evaluation: Any = {}
     if options["evaluates"]:
         evaluation = {
-            "eval_examples": examples[:16],
-            "eval_every_steps": 10,
-            "predict_fn": predict_fn,
-            "metric_fn": metric_fn,
+            "evaluation": rx.Evaluation(
+                examples[:16], every_steps=10, predict_fn=predict_fn, metric_fn=metric_fn
+            )
         }
     optimizer = optax.adam(1e-2)
     checkpoints = rx.Checkpoints(
@@ -104,7 +103,6 @@ def main(options: dict[str, Any]) -> None:
             checkpoints=checkpoints,
             loggers=loggers,
             log_every=1,
-            progress=False,
             prefetch=0,
             **evaluation,
         )

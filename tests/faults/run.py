@@ -161,7 +161,7 @@ def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> 
         optimizer=optax.sgd(0.05),
         batch_size=4,
         num_steps=num_steps,
-        progress=False,
+        loggers=(),
         **{**defaults, **arguments},
     )
 

@@ -148,7 +148,7 @@ def layout_of(model: Any, mesh: Any, kind: str | int) -> Any:
     def one(x: np.ndarray) -> NamedSharding:
         entries: list[tuple[str, ...]] = [()] * x.ndim
         rest = list(x.shape)
-        for axis in ("tensor", "fsdp"):
+        for axis in rng.permutation(("tensor", "fsdp")).tolist():  # the order in an entry has a meaning
             dim = rng.integers(-1, x.ndim)
             if dim >= 0 and rest[dim] % mesh.shape[axis] == 0:
                 entries[dim] = (*entries[dim], axis)

@@ -102,7 +102,6 @@ def equal(out, names):
             num_microbatches=2 if name == "microbatches" else 1,
             log_every=1,
             loggers=[lambda step, row, rows=rows: rows.append([step, row["train/loss"]])],
-            progress=False,
         )
         common = {"collate_fn": collate, "batch_size": BATCH_SIZE}
         predictions = rx.predict(state, examples(NUM_PREDICT, 3), predict_fn=predict_fn, **common)
@@ -157,7 +156,6 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
         num_steps=NUM_STEPS,
         checkpoints=checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
         loggers=[],
-        progress=False,
         step_timeout_seconds=5 if fault == "stuck" else None,
     )
     result = {"params": gather(state)}

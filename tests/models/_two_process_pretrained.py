@@ -1,4 +1,4 @@
-"""One of the two processes of `test_pretrained.py::test_two_processes`; arguments: port, process, directory."""
+"""One of the two processes of `test_save_pretrained.py`; arguments: port, process, directory."""
 
 import json
 import os
@@ -15,19 +15,19 @@ jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 from redco_eqx import make_mesh  # noqa: E402
 from redco_eqx._tree import to_arrays  # noqa: E402
 from redco_eqx.models import load_pretrained, save_pretrained  # noqa: E402
-from redco_eqx.models._files.safetensors import Reader  # noqa: E402
+from redco_eqx.models._files.safetensors import Stored  # noqa: E402
 
 process, directory = int(sys.argv[2]), pathlib.Path(sys.argv[3])
-read, log = Reader.read, []
+read, log = Stored.read, []
 
 
-def counting(self, stored, index):
-    array = read(self, stored, index)
+def counting(self, index):
+    array = read(self, index)
     log.append(array.nbytes)
     return array
 
 
-Reader.read = counting
+Stored.read = counting
 
 # The split goes over all four devices, so each process needs half of what is split.
 for form in ("list", "stacked"):

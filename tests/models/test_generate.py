@@ -14,7 +14,7 @@ from jaxtyping import Array
 from scipy import stats
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives
+from redco_eqx._compiled.communication import communication
 from redco_eqx.models import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -482,8 +482,8 @@ def test_a_token_costs_two_sums_a_layer(options):
         given = {**options, "key": key} if options else {}
         return generate(eqx.combine(arrays, static), ids, max_new_tokens=NEW, eos_token_id=3, **given)
 
-    found = collectives(run.lower(arrays, ids, jax.random.key(0)).compile(), mesh)
-    inside = [c for c in found if "while/body" in c.source]
+    found = communication(run.lower(arrays, ids, jax.random.key(0)).compile(), mesh)
+    inside = [c for c in found if "while/body" in c.operation]
     sums = [c.shapes for c in inside if c.kind == "all-reduce" and c.shapes != ("f32[2]",)]
     assert sums == [("f32[2,1,32]",)] * (2 * config.num_layers + 1)
     gathered = {c.shapes for c in inside if c.kind != "all-reduce"}

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,9 @@ from helpers import MESHES, filled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import Communication, communication
+from redco_eqx._compiled.shapes import num_elements
 from redco_eqx._parallel.scan import check_remat
 from redco_eqx.models import (
     GPT2Config,
@@ -45,18 +48,14 @@ def mesh_of(name: str) -> Mesh:
 def counted(compiled: Any, mesh: Mesh, *, larger_than: int = 0) -> Counter:
     """`{(kind, axes): number of arrays}` of more than so many elements on a device, loops multiplied out."""
     counts: Counter = Counter()
-    for c in collectives(compiled, mesh):
+    for c in communication(compiled, mesh):
         for shape in c.shapes:
-            if elements(shape) > larger_than:
+            if num_elements(shape) > larger_than:
                 counts[c.kind, c.axes] += c.count
     return counts
 
 
-def elements(shape: str) -> int:
-    return math.prod(int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n)
-
-
-def gathered_bytes(found: list[Collective], axis: str) -> int:
+def gathered_bytes(found: Iterable[Collective], axis: str) -> int:
     return sum(c.total_bytes for c in found if c.kind == "all-gather" and c.axes == (axis,))
 
 
@@ -75,12 +74,12 @@ class Attention(eqx.Module):
         if plain:
             q, k, v = (per_token(layer)(x) for layer in siblings)
         else:
-            q, k, v = rx.column(x, *siblings, unit=8, sequence_parallel=parallel)
+            q, k, v = rx.layers.column(x, *siblings, unit=8, sequence_parallel=parallel)
         heads = (y.reshape(*y.shape[:-1], -1, 8) for y in (q, k, v))
         y = jax.nn.dot_product_attention(*heads, is_causal=True).reshape(q.shape)
         if plain:
             return per_token(self.output)(y)
-        return rx.row(y, self.output, unit=8, sequence_parallel=parallel)
+        return rx.layers.row(y, self.output, unit=8, sequence_parallel=parallel)
 
 
 class Layer(eqx.Module):
@@ -93,8 +92,8 @@ class Layer(eqx.Module):
         x = x + self.attention(x, plain, parallel)
         if plain:
             return x + per_token(self.down)(jax.nn.silu(per_token(self.gate)(x)) * per_token(self.up)(x))
-        gate, up = rx.column(x, self.gate, self.up, sequence_parallel=parallel)
-        return x + rx.row(jax.nn.silu(gate) * up, self.down, sequence_parallel=parallel)
+        gate, up = rx.layers.column(x, self.gate, self.up, sequence_parallel=parallel)
+        return x + rx.layers.row(jax.nn.silu(gate) * up, self.down, sequence_parallel=parallel)
 
 
 def per_token(layer: Any) -> Any:
@@ -143,7 +142,7 @@ def run(
 
     def loss(layers: Any, x: Any) -> Any:
         def through(x: Any) -> Any:
-            return rx.scan_layers(
+            return rx.layers.scan_layers(
                 lambda layer, x: layer(x, parallel=parallel),
                 layers,
                 x,
@@ -230,7 +229,9 @@ def split_as(layers: list[Any], weight: PartitionSpec, bias: PartitionSpec) -> l
 def test_siblings_share_one_reduction_backward():
     layers = siblings()
     specs = (ROWS, split_as(layers, COLUMN, COLUMN))
-    counts, result = input_gradient(lambda x, layers: rx.column(x, *layers), stream(), layers, specs=specs)
+    counts, result = input_gradient(
+        lambda x, layers: rx.layers.column(x, *layers), stream(), layers, specs=specs
+    )
     assert counts == {("all-reduce", ("tensor",)): 1}
 
     def apart(x: Any, layers: Any) -> Any:
@@ -250,7 +251,7 @@ def test_two_rows_side_by_side_share_one_reduction_forward():
     xs = [jnp.tile(stream(), 2), jnp.tile(stream(), 2) + 1]
     wide = PartitionSpec("data", None, "tensor")
     specs = ([wide, wide], split_as(layers, ROW, PartitionSpec()))
-    counts, result = input_gradient(lambda xs, layers: rx.row(xs, layers), xs, layers, specs=specs)
+    counts, result = input_gradient(lambda xs, layers: rx.layers.row(xs, layers), xs, layers, specs=specs)
     assert counts == {("all-reduce", ("tensor",)): 1}
     expected = jax.value_and_grad(
         lambda xs: jnp.sum(jnp.sin(per_token(layers[0])(xs[0]) + per_token(layers[1])(xs[1])))
@@ -315,8 +316,8 @@ def test_any_layer_gives_what_it_gives_alone(name, parallel):
     @jax.jit
     def both(arrays: Any, x: Any) -> Any:
         layer = eqx.combine(arrays, static)
-        (column,) = rx.column(x, layer, sequence_parallel=parallel)
-        return column, rx.row(x, layer, sequence_parallel=parallel)
+        (column,) = rx.layers.column(x, layer, sequence_parallel=parallel)
+        return column, rx.layers.row(x, layer, sequence_parallel=parallel)
 
     for got in both(arrays, x):
         np.testing.assert_allclose(got, layer(stream()), rtol=1e-4, atol=1e-4)
@@ -374,9 +375,11 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
 
     def loss(model: dict[str, Any], ids: Any, labels: Any) -> Any:
         table = model["embedding"].weight
-        hidden = jnp.tanh(rx.embed(table, ids, sequence_parallel=parallel))
+        hidden = jnp.tanh(rx.layers.embed(table, ids, sequence_parallel=parallel))
         head = table if model["lm_head"] is None else model["lm_head"]
-        return rx.cross_entropy(hidden, head, labels, num_chunks=num_chunks, sequence_parallel=parallel).value
+        return rx.layers.cross_entropy(
+            hidden, head, labels, num_chunks=num_chunks, sequence_parallel=parallel
+        ).value
 
     gradient = jax.jit(
         jax.value_and_grad(loss),
@@ -389,7 +392,7 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
     for got, wanted in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
-    found = collectives(compiled, mesh)
+    found = communication(compiled, mesh)
     assert not [c for c in found if c.kind in KINDS]
     # Neither the batch nor the logits are gathered: over fsdp each table once, and over tensor the stream.
     assert {c.axes for c in found if c.kind == "all-gather"} <= {("fsdp",), ("tensor",)}
@@ -407,7 +410,7 @@ def test_lookup_and_cross_entropy_over_a_split_vocabulary(name, tied, num_chunks
 def test_labels_weigh_what_they_are_given():
     model, (ids, labels) = ends(tied=True), tokens()
     table, weights = model["embedding"].weight, jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 3
-    mean = rx.cross_entropy(jnp.tanh(table[ids]), table, labels, weights=weights)
+    mean = rx.layers.cross_entropy(jnp.tanh(table[ids]), table, labels, weights=weights)
     logits = jnp.tanh(table[ids]) @ table.T
     counted = weights * (labels != -100)
     each = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
@@ -446,13 +449,15 @@ MODELS: dict[str, Any] = {
 
 def model_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden, _ = model.hidden_states(batch["ids"])
-    return rx.cross_entropy(hidden, model.head, batch["labels"], sequence_parallel=model.sequence_parallel)
+    return rx.layers.cross_entropy(
+        hidden, model.head, batch["labels"], sequence_parallel=model.sequence_parallel
+    )
 
 
 @cache
 def step_of(
     name: str, mesh_name: str, *, train: bool = True, **more: Any
-) -> tuple[Any, list[Collective], dict[str, Any]]:
+) -> tuple[Any, Communication, dict[str, Any]]:
     """Mesh, collectives and abstract arrays of one step of a model, compiled and not run."""
     mesh = mesh_of(mesh_name)
     model = eqx.filter_eval_shape(lambda key: MODELS[name](**more, key=key), jax.random.key(0))
@@ -468,15 +473,15 @@ def step_of(
         step = functools.partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings)
     else:
         step = functools.partial(rx.eval_step, loss_fn=model_loss, shardings=shardings)
-    return mesh, collectives(jax.jit(step).lower(state, batch).compile(), mesh), rx.to_arrays(model)
+    return mesh, communication(jax.jit(step).lower(state, batch).compile(), mesh), rx.to_arrays(model)
 
 
-def over_tensor(mesh: Mesh, found: list[Collective]) -> Counter:
+def over_tensor(mesh: Mesh, found: Iterable[Collective]) -> Counter:
     """Arrays that cross the tensor axis (alone or with others), larger than one number for each token."""
     counts: Counter = Counter()
     for c in found:
         for shape in c.shapes if any("tensor" in axis for axis in c.axes) else ():
-            if elements(shape) > BATCH * LENGTH:
+            if num_elements(shape) > BATCH * LENGTH:
                 counts[c.kind, c.axes] += c.count
     return counts
 
@@ -536,7 +541,7 @@ def test_fsdp_and_tensor_add_up():
 def only_streams(c: Collective) -> Collective:
     """Of what the compiler combined, the arrays (batch, length, size)."""
     shapes = tuple(shape for shape in c.shapes if shape.count(",") == 2)
-    return dataclasses.replace(c, shapes=shapes, result_bytes=4 * sum(map(elements, shapes)))
+    return dataclasses.replace(c, shapes=shapes, result_bytes=4 * sum(map(num_elements, shapes)))
 
 
 @pytest.mark.parametrize(
@@ -571,30 +576,30 @@ def test_a_model_with_a_split_stream_computes_the_same():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_inputs", [False, True])
+@pytest.mark.parametrize("name", ["one", "2x2x2"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_carry_goes_from_layer_to_layer(stacked, with_inputs):
-    """What a loop written by hand gives, with the leading dim of the carry that of nothing else."""
+def test_what_differs_between_layers_and_what_they_carry_go_along(stacked, name):
+    """What a loop written by hand gives, with the leading dim of what is carried that of nothing else."""
     keys = jax.random.split(jax.random.key(0), 3)
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(keys)
     layers = [jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, stack) for i in range(3)]
     x, sums, shifts = jnp.ones((8, 4)), jnp.zeros((5, 8)), jnp.arange(3.0)
 
-    def apply(layer: Any, x: Any, *further: Any) -> Any:
-        *inputs, sums = further
-        x = jax.vmap(layer)(x) + (inputs[0] if inputs else 0.0)
-        sums = jnp.roll(sums, 1, axis=0).at[0].set(x.sum(1))
-        return (x, x.max(), sums) if inputs else (x, sums)
+    def apply(given: Any, flow: Any) -> Any:
+        x, sums = flow
+        x = jax.vmap(given["layer"])(x) + given["shift"]
+        return x, jnp.roll(sums, 1, axis=0).at[0].set(x.sum(1))
 
-    expected, expected_sums, maxima = x, sums, []
+    expected, expected_sums = x, sums
     for layer, shift in zip(layers, shifts, strict=True):
-        expected = expected @ layer.weight.T + layer.bias + (shift if with_inputs else 0.0)
-        maxima.append(expected.max())
+        expected = expected @ layer.weight.T + layer.bias + shift
         expected_sums = jnp.concatenate([expected.sum(1)[None], expected_sums[:-1]])
-    given = stack if stacked else layers
-    found = rx.scan_layers(apply, given, x, inputs=shifts if with_inputs else None, carry=sums)
-    results = (expected, jnp.stack(maxima), expected_sums) if with_inputs else (expected, expected_sums)
-    for one, other in zip(found, results, strict=True):
+    given = {"layer": stack, "shift": shifts} if stacked else [
+        {"layer": layer, "shift": shift} for layer, shift in zip(layers, shifts)
+    ]  # fmt: skip
+    x = jax.device_put(x, rx.batch_sharding(mesh_of(name)))
+    scan = jax.jit(lambda x, sums: rx.layers.scan_layers(apply, given, (x, sums), batched=(True, None)))
+    for one, other in zip(scan(x, sums), (expected, expected_sums), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # float32; sums in another order
 
 
@@ -614,15 +619,15 @@ def test_bad_input_is_refused_by_name():
         check_remat("half")  # by `scan_layers`, whose annotation is checked before it here
     uneven = eqx.tree_at(lambda stack: stack.down.bias, layers, jnp.zeros((3, SIZE)))
     with pytest.raises(ValueError, match=r"has 2 layers, but layers.down.bias has 3"):
-        rx.scan_layers(apply, uneven, x)
+        rx.layers.scan_layers(apply, uneven, x)
     with pytest.raises(ValueError, match=r"dim 1.*tensor=8.*\(8, 12, 64\)"):
-        rx.scan_layers(apply, [on_mesh], placed, sequence_parallel=True)
+        rx.layers.scan_layers(apply, [on_mesh], placed, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"column: sequence_parallel.*\(8, 12, 64\)"):
-        rx.column(placed, on_mesh.up, sequence_parallel=True)
+        rx.layers.column(placed, on_mesh.up, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"row: sequence_parallel.*\(8, 12, 64\)"):
-        rx.row(placed, on_mesh.attention.output, sequence_parallel=True)
+        rx.layers.row(placed, on_mesh.attention.output, sequence_parallel=True)
     with pytest.raises(ValueError, match="row: 1 inputs for 2 layers"):
-        rx.row([x], [layer.up, layer.gate])
+        rx.layers.row([x], [layer.up, layer.gate])
     table = jnp.zeros((ROWS_OF_TABLE, SIZE))
     with pytest.raises(ValueError, match="num_chunks=3 does not divide the length, 16"):
-        rx.cross_entropy(x, table, jnp.zeros((8, 16), jnp.int32), num_chunks=3)
+        rx.layers.cross_entropy(x, table, jnp.zeros((8, 16), jnp.int32), num_chunks=3)

@@ -17,7 +17,7 @@ from redco_eqx._sharding.mesh import (
     check_mesh,
     num_batch_shards,
     one_device_mesh,
-    put,
+    put_global,
     replicated,
 )
 
@@ -163,14 +163,14 @@ def test_put_keeps_values(spec):
     mesh = make_mesh(tensor=2, fsdp=2)
     x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     for value in (x, jnp.asarray(x)):
-        result = put(value, NamedSharding(mesh, spec))
+        result = put_global(value, NamedSharding(mesh, spec))
         assert result.sharding == NamedSharding(mesh, spec)
         np.testing.assert_array_equal(result, x)
 
 
 def test_put_takes_keys():
     key = jax.random.key(3)
-    result = put(key, replicated(make_mesh()))
+    result = put_global(key, replicated(make_mesh()))
     assert result.is_fully_replicated
     assert len(result.devices()) == 8
     helpers.assert_identical(result, key)

@@ -16,7 +16,10 @@ from zoo import ZOO, Entry, goldens
 from zoo._entry import strip
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives
+from redco_eqx import models
+from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.shapes import num_elements
+from redco_eqx._sharding.chains import Link
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE, decide
 
 P = PartitionSpec
@@ -106,11 +109,11 @@ def test_sharded_equals_unsharded_with_clean_collectives(entry):
     if entry.activation_all_reduces is None:
         return
     forward = jax.jit(loss).lower(placed, placed_batch).compile()
-    found = collectives(forward, mesh)
+    found = communication(forward, mesh)
     rows = len(jax.tree.leaves(batch)[0]) // mesh.shape["data"]
     sizes = {rows * size for size in entry.activation_sizes}
     elements = [
-        int(np.prod([int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n]))
+        num_elements(shape)
         for c in found
         if c.kind == "all-reduce" and "tensor" in c.axes
         for shape in c.shapes
@@ -150,7 +153,7 @@ def chain_cost(mesh, widths, specs):
     out = (NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, params))
     step = jax.jit(jax.value_and_grad(loss), out_shardings=out)
     compiled = step.lower(params, array(4, 16, widths[0])).compile()
-    return sum(c.total_bytes for c in collectives(compiled, mesh))
+    return sum(c.total_bytes for c in communication(compiled, mesh))
 
 
 @pytest.mark.parametrize(
@@ -184,14 +187,14 @@ def test_alternation_is_within_5_percent_of_the_best_layout(widths):
 
 
 @st.composite
-def models(draw, depth=2):
+def trees(draw, depth=2):
     """Nested containers of Linears, MLPs, attentions, norms and tables, abstract."""
     sizes = st.sampled_from([6, 8, 16, 32, 48])
     kind = draw(st.sampled_from(["linear", "mlp", "mha", "norm", "table", "list", "dict", "vmapped"]))
     key = jax.random.key(0)
     a, b, c = draw(sizes), draw(sizes), draw(sizes)
     if kind in ("list", "dict") and depth:
-        items = draw(st.lists(models(depth=depth - 1), min_size=1, max_size=3))
+        items = draw(st.lists(trees(depth=depth - 1), min_size=1, max_size=3))
         return items if kind == "list" else {f"part{i}": item for i, item in enumerate(items)}
     match kind:
         case "mlp":
@@ -209,7 +212,7 @@ def models(draw, depth=2):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(models(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
+@given(trees(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]))
 def test_generated_models_are_split_wherever_they_can_be(model, tensor, fsdp):
     mesh = abstract_mesh(fsdp=fsdp, tensor=tensor)
     decisions = decide(model, mesh)
@@ -217,7 +220,8 @@ def test_generated_models_are_split_wherever_they_can_be(model, tensor, fsdp):
     assert list(decisions) == list(layout)
     for path, d in decisions.items():
         check_decision(d, mesh)
-        matrix = path.endswith("weight") and d.role not in ("norm", "position")
+        # What feeds blocks from outside is whole, as their stream is.
+        matrix = path.endswith("weight") and d.role not in ("norm", "position", "input")
         stack = len(d.shape) - 2
         if matrix and stack >= 0 and all(n % tensor == 0 for n in d.shape[stack:]):
             assert "tensor" in d.spec, d
@@ -284,29 +288,124 @@ def test_explicit_and_foreign_meshes_are_refused():
         rx.shard_rules(small_model(), foreign)
 
 
-def test_large_replicated_arrays_are_listed_in_one_warning():
-    class Raw(eqx.Module):
-        w_q: jax.Array
-        w_k: jax.Array
-        small: jax.Array
-        norm: eqx.nn.LayerNorm
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
-    make = lambda: Raw(  # noqa: E731
-        jnp.zeros((512, 8, 64)), jnp.zeros((512, 8, 64)), jnp.zeros((8, 8)), eqx.nn.LayerNorm(2**19)
-    )
+
+def quantized():
+    return [{"weight": shaped(2048, 2048, dtype=jnp.int8), "scale": shaped(2048)} for _ in range(2)]
+
+
+def replicated_share(model, mesh):
+    """How much of a model lies whole on every device, and what `shard_rules` says of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rx.shard_rules(model, mesh)
+    decisions = decide(model, mesh).values()
+    sizes = [int(np.prod(d.shape)) * d.dtype.itemsize for d in decisions]
+    whole = [n for n, d in zip(sizes, decisions) if d.spec == P()]
+    return sum(whole) / sum(sizes), [str(w.message) for w in caught if w.category is rx.ShardingWarning]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "fsdp"])
+@pytest.mark.parametrize(
+    ("make", "split_over"),
+    [
+        (quantized, ("tensor", "fsdp")),
+        (lambda: [{"packed": shaped(2048, 256, dtype=jnp.uint32)} for _ in range(2)], ("fsdp",)),
+        (lambda: [eqx.nn.GRUCell(128, 192, key=jax.random.key(0)) for _ in range(8)], ("fsdp",)),
+        (lambda: [{f"w{x}": shaped(8, 256, 64) for x in "qkvo"} for _ in range(4)], ("tensor", "fsdp")),
+        (lambda: [{"a": shaped(16, 64, 256)}, {"b": shaped(16, 64, 256)}], ("fsdp",)),
+        (lambda: {"wpe": eqx.nn.Embedding(8192, 64, key=jax.random.key(0))}, ("fsdp",)),
+        (lambda: [eqx.nn.LayerNorm(2**18)], ()),
+        (lambda: [eqx.nn.MultiheadAttention(6, 384, key=jax.random.key(0))], ("fsdp",)),
+    ],
+    ids=["int8", "uint32", "gru", "heads", "unknown", "positions", "norms", "6 heads"],
+)
+def test_much_that_is_replicated_is_never_silent(make, split_over, axis):
     model = eqx.filter_eval_shape(make)
-    with pytest.warns(rx.ShardingWarning) as caught:
-        rx.shard_rules(model, abstract_mesh(tensor=4))
-    (message,) = [str(w.message) for w in caught]
-    assert "2 large arrays" in message
-    assert "w_q: float32[512, 8, 64], 1.0 MiB on every device" in message
-    assert "small" not in message
-    assert "norm" not in message
+    share, messages = replicated_share(model, abstract_mesh(**{axis: 8}))
+    assert (share <= 0.05) == (axis in split_over)
+    assert len(messages) == (axis not in split_over)
+
+
+def test_integer_weights_are_split_with_their_layer():
+    model = quantized()
+    found = {path: d.spec for path, d in decide(model, abstract_mesh(fsdp=2, tensor=4)).items()}
+    assert found["0.weight"] == P("tensor", "fsdp")
+    assert found["1.weight"] == P("fsdp", "tensor")
+
+
+def test_the_warning_says_how_much_and_lists_the_largest():
+    model = {
+        "a": shaped(512, 8, 64),
+        "b": shaped(8, 8),
+        "norm": eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(2**17)),
+    }
+    _, (message,) = replicated_share(model, abstract_mesh(tensor=4))
+    assert message.startswith("shard_rules: 2.0 of 2.0 MiB are replicated")
+    lines = message.splitlines()[1:]
+    assert lines[0].startswith("  a: float32[512,8,64], 1.0 MiB on every device: no rule knows this array")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["norm.weight", "norm.bias", "b"]
+    for mesh in (abstract_mesh(data=4), abstract_mesh(data=2)):
+        assert replicated_share(model, mesh)[1] == []  # nothing was asked to be split
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rx.shard_rules(model, abstract_mesh(data=4))  # nothing was asked to be split
-        rx.shard_rules(model, abstract_mesh(fsdp=4))  # and here both are
-        rx.shard_rules(model, abstract_mesh(tensor=4), overrides=[("w_*", P(None, "tensor"))])
+        rx.shard_rules(model, abstract_mesh(tensor=4), overrides=[("a", P(None, "tensor")), ("norm.*", P())])
+
+
+def test_what_tensor_cannot_split_is_stored_split():
+    config = models.OPTConfig(
+        vocab_size=50257, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72,
+        word_embed_proj_dim=9216,
+    )  # fmt: skip
+    for stacked in (True, False):
+        make = functools.partial(models.OPTForCausalLM, config, stacked=stacked, key=jax.random.key(0))
+        model = eqx.filter_eval_shape(make)
+        explanation = rx.explain(model, abstract_mesh(data=4, tensor=16))
+        whole = sum(int(np.prod(d.shape)) for d in explanation.decisions.values()) * 4 / 16
+        assert whole < explanation.bytes_per_device < 1.01 * whole
+        spec = explanation.decisions["model.decoder.embed_tokens.weight"].spec
+        assert spec == P(None, ("fsdp", "tensor")), "a vocabulary of 50257"
+    model = {"head": shaped(50257, 1024), "small": shaped(513, 1024)}
+    assert decide(model, abstract_mesh(fsdp=2, tensor=4))["head"].spec == P(None, ("fsdp", "tensor"))
+    assert decide(model, abstract_mesh(fsdp=2, tensor=4))["small"].spec == P(None, "fsdp")
+    no_fsdp = AbstractMesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+    assert decide(model, no_fsdp)["head"].spec == P(), "a mesh without fsdp has no name for it"
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_convolution_of_a_type_of_its_own_has_a_possible_layout(window, channels):
+    class Convolution(eqx.Module):
+        weight: jax.Array
+        bias: jax.Array
+
+    def make(key):
+        return Convolution(jnp.ones((32, channels, *[4] * window)), jnp.zeros((32, *[1] * window)))
+
+    mesh = rx.make_mesh(tensor=8)
+    model = rx.init_model(make, mesh, key=jax.random.key(0))
+    weight, bias = (d.spec for d in decide(model, mesh).values())
+    # The other case could be a stack of Linears with one output.
+    assert weight == bias == (P("tensor") if (window, channels) != (1, 1) else P())
+
+
+def test_numbers_in_names_are_an_order():
+    linear = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
+    decisions = decide({f"layer{i}": linear for i in range(12)}, abstract_mesh(tensor=4))
+    for i in range(12):
+        assert decisions[f"layer{i}.weight"].role == ("column", "row")[i % 2]
+
+
+@pytest.mark.parametrize("name", ["layer{}", "layer{}x"])
+def test_the_time_that_the_rules_take_grows_as_the_number_of_matrices(name, monkeypatch):
+    calls = []
+    feeds = Link.feeds
+    monkeypatch.setattr(Link, "feeds", lambda a, b: calls.append(1) or feeds(a, b))
+    linear = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
+    decide({name.format(i): linear for i in range(100)}, abstract_mesh(tensor=4))
+    assert len(calls) <= 10 * 100
 
 
 def test_explain_is_a_table_with_alike_layers_in_one_row():

@@ -1,5 +1,6 @@
 """Weights that are split over `fsdp` are gathered where they are used, in the layout that was chosen."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._compiled.collectives import Collective, collectives
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import communication
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.trace import trace
+from redco_eqx._sharding.mesh import for_use, stored_axes
+from redco_eqx._step.state import layout_of
 
 MESH = mesh_of("fsdp8")
 SPLIT, WHOLE = NamedSharding(MESH, PartitionSpec("fsdp")), NamedSharding(MESH, PartitionSpec())
@@ -33,7 +37,7 @@ def gathers(function: Callable[..., Any], weight: Any) -> list[Collective]:
     program, keeps = gather_where_used(trace(function, weight, X), [weight.sharding, None])
     loss = jax.checkpoint(program, policy=lambda *_, **__: False) if keeps else program
     gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(WHOLE, weight.sharding))
-    found = collectives(gradient.lower(weight, X).compile(), MESH)
+    found = communication(gradient.lower(weight, X).compile(), MESH)
     assert {c.kind for c in found} <= {"all-gather", "all-reduce"}  # no activation was moved
     return [c for c in found if c.kind == "all-gather"]
 
@@ -104,7 +108,7 @@ CONFIG = models.LlamaConfig(
 
 def model_loss(model: Any, batch: Any, key: Any) -> Any:
     hidden, _ = model.hidden_states(batch[:, :-1], key=key)
-    return rx.cross_entropy(hidden, model.head, batch[:, 1:])
+    return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
@@ -125,7 +129,7 @@ def test_an_override_reaches_every_block(stacked):
         state = rx.init_state(model, optimizer, key=jax.random.key(1))
         batch = jax.ShapeDtypeStruct((16, 17), jnp.int32, sharding=rx.batch_sharding(MESH))
         step = partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings)
-        found = collectives(jax.jit(step).lower(state, batch).compile(), MESH)
+        found = communication(jax.jit(step).lower(state, batch).compile(), MESH)
         return {shape for c in found if c.kind == "all-gather" for shape in c.shapes}
 
     by_rules = gathered([])
@@ -136,6 +140,121 @@ def test_an_override_reaches_every_block(stacked):
     dims = [None, None, "fsdp"] if stacked else [None, "fsdp"]
     only_up = gathered([("*up_proj.weight", PartitionSpec(*dims)), everything])
     assert {shape.replace("[1,", "[") for shape in only_up} == {mlp}
+
+
+# What `tensor` cannot split: 6 heads, and a vocabulary of 65.
+
+ODD = models.LlamaConfig(
+    vocab_size=65, hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=6
+)
+
+
+@pytest.fixture
+def stores_all(monkeypatch):
+    monkeypatch.setattr("redco_eqx._sharding.rules.STORED_BYTES", 0)
+
+
+def trained(mesh: Any, stacked: bool, **options: Any) -> tuple[dict[str, Any], rx.TrainState]:
+    """The layout, and the state after two steps, of a LLaMA on a mesh."""
+    model = rx.init_model(
+        lambda key: models.LlamaForCausalLM(ODD, stacked=stacked, key=key, **options),
+        mesh,
+        key=jax.random.key(0),
+    )
+    shardings, optimizer = rx.shard_rules(model, mesh), optax.sgd(0.5, momentum=0.9)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    rows = np.random.default_rng(0).integers(0, 65, (16, 17)).astype(np.int32)
+    batch = jax.device_put(rows, rx.batch_sharding(mesh))
+    step = jax.jit(
+        partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings, num_microbatches=2)
+    )
+    for _ in range(2):
+        state, _ = step(state, batch)
+    layout = {path: sharding.spec for path, sharding in (layout_of(state) or {}).items()}
+    assert layout == {path: d.spec for path, d in rx.explain(model, mesh).decisions.items()}
+    return layout, state
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
+@pytest.mark.parametrize("remat", ["none", "row_out"])
+def test_what_tensor_cannot_split_is_stored_split_and_no_number_changes(stacked, remat, stores_all):
+    _, expected = trained(mesh_of("one"), stacked)
+    for name in ("data2xtensor4", "tensor8") if remat == "none" else ("data2xtensor4",):
+        layout, found = trained(mesh_of(name), stacked, remat=remat)
+        stored = {path for path, spec in layout.items() if ("fsdp", "tensor") in spec}
+        projections = {path for path in layout if "self_attn" in path}
+        assert stored == projections | {"model.embed_tokens.weight", "lm_head.weight"}
+        for path, x in found.params.items():
+            # float32, summed in another order
+            np.testing.assert_allclose(x, expected.params[path], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_over_fsdp_and_tensor_too(stores_all):
+    mesh = rx.make_mesh(fsdp=2, tensor=4)
+    _, expected = trained(mesh_of("one"), True)
+    layout, found = trained(mesh, True)
+    assert layout["model.layers.self_attn.q_proj.weight"] == PartitionSpec(None, ("fsdp", "tensor"))
+    for path, x in found.params.items():
+        np.testing.assert_allclose(x, expected.params[path], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_to_store_it_split_costs_its_gathers_alone(monkeypatch):
+    """Forward and again backward: all else that is communicated is what is for weights that are whole."""
+    mesh, optimizer = mesh_of("data2xtensor4"), optax.sgd(0.1)
+    abstract = eqx.filter_eval_shape(
+        lambda key: models.LlamaForCausalLM(ODD, stacked=True, key=key), jax.random.key(0)
+    )
+
+    def communicated(smallest: int) -> tuple[int, Counter[str]]:
+        monkeypatch.setattr("redco_eqx._sharding.rules.STORED_BYTES", smallest)
+        shardings = rx.shard_rules(abstract, mesh)
+        model = jax.tree.map(
+            lambda x, s: x if s is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract,
+            shardings,
+        )
+        state = rx.init_state(model, optimizer, key=jax.random.key(1))
+        stored = sum(state.params[path].size * 4 for path in state.stored)
+        batch = jax.ShapeDtypeStruct((16, 17), jnp.int32, sharding=rx.batch_sharding(mesh))
+        step = partial(rx.train_step, loss_fn=model_loss, optimizer=optimizer, shardings=shardings)
+        sent: Counter[str] = Counter()
+        for c in communication(jax.jit(step).lower(state, batch).compile(), mesh):
+            sent[f"{c.kind} {c.axes}"] += c.total_bytes
+        return stored, sent
+
+    none, whole = communicated(2**40)
+    stored, sent = communicated(0)
+    gathers = sent.pop("all-gather ('tensor',)")
+    assert none == 0
+    assert 0 < gathers <= 2 * stored
+    assert sent.total() <= whole.total() + 64  # the gradient norm sums what is split, a number for each array
+
+
+@pytest.mark.parametrize("layers", [own_scan, own_list])
+def test_what_is_stored_split_is_gathered_layer_by_layer(layers):
+    mesh = mesh_of("data2xtensor4")
+    spec = PartitionSpec(None, ("fsdp", "tensor"))
+    stack = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32, sharding=NamedSharding(mesh, spec))
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=rx.batch_sharding(mesh))
+    program, keeps = gather_where_used(trace(layers, stack, x), [stack.sharding, None])
+    assert keeps
+    loss = jax.checkpoint(program, policy=lambda *_, **__: False)
+    whole = NamedSharding(mesh, PartitionSpec())
+    gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, stack.sharding))
+    found = [c for c in communication(gradient.lower(stack, x).compile(), mesh) if "tensor" in c.axes]
+    assert {c.kind for c in found} == {"all-gather"}
+    assert {c.shapes for c in found} <= {("f32[64,64]",), ("f32[1,64,64]",)}
+    assert sum(c.count for c in found) in (7, 8)
+
+
+def test_an_order_of_axes_says_what_is_for_storage_alone():
+    spec = PartitionSpec(None, ("fsdp", "tensor"))
+    assert (stored_axes(spec), for_use(spec)) == (("fsdp", "tensor"), PartitionSpec(None, None))
+    spec = PartitionSpec(("tensor", "fsdp"))
+    assert (stored_axes(spec), for_use(spec)) == (("fsdp",), PartitionSpec(("tensor",)))
+    spec = PartitionSpec("fsdp", "tensor")
+    assert (stored_axes(spec), for_use(spec)) == (("fsdp",), PartitionSpec(None, "tensor"))
+    assert stored_axes(PartitionSpec("tensor")) == ()
 
 
 def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
@@ -156,9 +275,15 @@ def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
     monkeypatch.setattr("redco_eqx._sharding.rules.decide", refuse)
     rows = np.random.default_rng(0).integers(0, 64, (24, 17)).astype(np.int32)
     rx.fit(
-        state, rows, collate_fn=np.stack, loss_fn=loss_fn, optimizer=optimizer, batch_size=8, num_steps=3,
-        progress=False,
-    )  # fmt: skip
+        state,
+        rows,
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=8,
+        num_steps=3,
+        loggers=(),
+    )
     assert len(traces) == 1
 
 

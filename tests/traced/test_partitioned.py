@@ -14,7 +14,7 @@ from helpers import MESHES, assert_close, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import collectives, summarize
+from redco_eqx._compiled.communication import communication
 from redco_eqx._program.partitioned import partitioned
 
 SGD = optax.sgd(1.0)
@@ -122,7 +122,7 @@ def test_a_weight_gradient_is_summed_over_the_axes_of_the_batch_once():
     mesh = mesh_of("data2xtensor4")
     model, x = placed(mesh)
     gradient = partitioned(jax.grad(lambda model, x: jnp.mean(model(x) ** 2)), mesh)
-    counts = summarize(collectives(jax.jit(gradient).lower(model, x).compile(), mesh)).counts
+    counts = communication(jax.jit(gradient).lower(model, x).compile(), mesh).counts
     assert set(counts) == {("all-reduce", ("data",))}
 
 
@@ -144,7 +144,7 @@ def test_channels_that_are_split_stay_so():
         return jnp.mean(convolve(hidden, weights["down"]) ** 2)
 
     compiled = jax.jit(partitioned(jax.grad(loss), mesh, {32 * 3 * 3: ["tensor"]})).lower(weights, x).compile()
-    counts = summarize(collectives(compiled, mesh)).counts
+    counts = communication(compiled, mesh).counts
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 
 
@@ -209,9 +209,16 @@ def test_fit_mends_a_step_of_the_users_own():
             return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": value}
 
         state = rx.fit(
-            state, images(), collate_fn=np.stack, loss_fn=whole_loss, optimizer=SGD, batch_size=16,
-            num_steps=1, step_fn=step_fn, progress=False,
-        )  # fmt: skip
+            state,
+            images(),
+            collate_fn=np.stack,
+            loss_fn=whole_loss,
+            optimizer=SGD,
+            batch_size=16,
+            num_steps=1,
+            step_fn=step_fn,
+            loggers=(),
+        )
         return jax.tree.map(np.asarray, state.params)
 
     assert_close(run("data2xtensor4"), run("one"), **CLOSE)
@@ -225,10 +232,10 @@ def test_complex_products_train(name):
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def layers(model: Any, x: Any) -> Any:
-            return rx.row(jnp.tanh(rx.column(x, model[0])[0]), model[1])
+            return rx.layers.row(jnp.tanh(rx.layers.column(x, model[0])[0]), model[1])
 
-        x = rx.scan_layers(layers, [model], batch, remat="row_out")
-        x = rx.scan_layers(layers, [model], x)
+        x = rx.layers.scan_layers(layers, [model], batch, remat="row_out")
+        x = rx.layers.scan_layers(layers, [model], x)
         return jnp.mean(jnp.abs(jax.vmap(model[1])(jax.vmap(model[0])(x))) ** 2)
 
     def grads(name: str) -> Any:

@@ -53,8 +53,8 @@ def on_eight(**arguments: Any) -> Any:
     run(linear_state(mesh=rx.make_mesh()), make_examples(48), batch_size=8, **arguments)
 
 
-def evaluating(**arguments: Any) -> Any:
-    run(**{"eval_examples": EXAMPLES, "predict_fn": predict_fn, **arguments})
+def evaluating(examples: Any = EXAMPLES, **fields: Any) -> Any:
+    run(evaluation=rx.Evaluation(examples, **{"predict_fn": predict_fn, **fields}))
 
 
 def metric(value: Any) -> Callable[[], Any]:
@@ -164,41 +164,26 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     (
         "evaluation's batch over shards",
-        lambda: on_eight(eval_examples=make_examples(48), eval_batch_size=12),
+        lambda: on_eight(evaluation=rx.Evaluation(make_examples(48), batch_size=12)),
         ValueError,
-        r"fit: eval_batch_size=12 must be a positive multiple of 8, the number of data shards",
+        r"fit: Evaluation's batch_size=12 must be a positive multiple of 8, the number of data",
     ),
-    ("evaluation's batch of 0", lambda: evaluating(eval_batch_size=0), ValueError, r"eval_batch_size=0, but"),
+    ("evaluation's batch of 0", lambda: evaluating(batch_size=0), ValueError, r"Evaluation: batch_size=0, but"),
     # Examples
     ("no examples", lambda: run(examples=[]), ValueError, r"examples is empty"),
     ("too few", lambda: run(examples=EXAMPLES[:3]), ValueError, r"batch_size=4, but there are only 3 examples"),
     ("an iterator", lambda: run(examples=generator()), TypeError, r"examples is a generator.*list\(\.\.\.\)"),
     ("a dict", lambda: run(examples={0: EXAMPLES[0]}), TypeError, r"examples is a dict.*sequence"),
     ("by epoch, none", lambda: run(examples=lambda epoch: []), ValueError, r"examples is empty"),
-    ("nothing to evaluate", lambda: evaluating(eval_examples=[]), ValueError, r"(?s)is empty.*eval_examples"),
+    ("nothing to evaluate", lambda: evaluating([]), ValueError, r"(?s)is empty.*the evaluation"),
     (
         "an iterator to evaluate",
-        lambda: evaluating(eval_examples=generator()),
+        lambda: evaluating(generator()),
         TypeError,
-        r"(?s)examples is a generator.*list\(\.\.\.\).*eval_examples",
+        r"(?s)examples is a generator.*list\(\.\.\.\).*the evaluation",
     ),
-    # Evaluation that is not asked for
-    *[
-        (
-            f"{name} alone",
-            lambda name=name, value=value: run(**{name: value}),
-            ValueError,
-            rf"fit: {name} was given without eval_examples",
-        )
-        for name, value in {
-            "eval_batch_size": 4,
-            "eval_every_steps": 2,
-            "predict_fn": predict_fn,
-            "metric_fn": lambda examples, predictions: {},
-            "predictions_directory": "nowhere",
-        }.items()
-    ],
-    ("eval_every_steps", lambda: evaluating(eval_every_steps=0), ValueError, r"eval_every_steps=0, but it"),
+    # Evaluation
+    ("every 0 steps", lambda: evaluating(every_steps=0), ValueError, r"Evaluation: every_steps=0, but it"),
     (
         "metric_fn without predict_fn",
         lambda: evaluating(predict_fn=None, metric_fn=lambda examples, predictions: {}),
@@ -383,7 +368,12 @@ def test_what_is_right_is_compiled() -> None:
 
     with Compilations() as compilations:
         fit(
-            linear_state(), EXAMPLES, num_epochs=1, step_fn=counting_step, eval_examples=EXAMPLES, loss_fn=plain
+            linear_state(),
+            EXAMPLES,
+            num_epochs=1,
+            step_fn=counting_step,
+            evaluation=rx.Evaluation(EXAMPLES),
+            loss_fn=plain,
         )
     assert compilations.names.count(BODY) == 1
     assert compilations.names.count(STEP) == 1

@@ -84,7 +84,7 @@ def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) ->
     layout = {path: x.sharding for path, x in state.params.items()}
     arguments: Any = {"batch_size": 16, "optimizer": optimizer}
     expected = state_after(6, state, examples, **arguments)
-    monkeypatch.setattr("redco_eqx._training.fit.train_step", spying)
+    monkeypatch.setattr("redco_eqx._training.compile.train_step", spying)
     with Compilations() as compilations:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)
@@ -360,11 +360,9 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
         num_steps=40,
         log_every=log_every,
         loggers=[rows],
-        eval_examples=examples[:3],
-        eval_batch_size=3,
-        eval_every_steps=eval_every_steps,
-        predict_fn=predict_fn,
-        metric_fn=metric_fn,
+        evaluation=rx.Evaluation(
+            examples[:3], batch_size=3, every_steps=eval_every_steps, predict_fn=predict_fn, metric_fn=metric_fn
+        ),
     )
     train = rows.with_prefix("train/")
     assert [step for step, _ in train] == [
@@ -394,7 +392,7 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
             step_fn=counting_step,
             log_every=2,
             loggers=[logger, lambda step, row: rows(step, row)],
-            eval_examples=EXAMPLES[:5],
+            evaluation=rx.Evaluation(EXAMPLES[:5]),
         )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -406,14 +404,14 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
 # Terminal
 
 
-def test_progress_false_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments: Any = {"eval_examples": EXAMPLES[:5], "step_fn": counting_step}
-    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, progress=False, **arguments)
+def test_without_loggers_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments: Any = {"evaluation": rx.Evaluation(EXAMPLES[:5]), "step_fn": counting_step}
+    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=(), **arguments)
     assert capfd.readouterr() == ("", "")
 
 
 def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, progress=None, step_fn=counting_step)
+    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=None, step_fn=counting_step)
     out, err = capfd.readouterr()
     assert out == ""
     first, *rest = err.splitlines()
@@ -423,8 +421,9 @@ def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture
     assert "it/s" not in err
 
 
-def test_progress_true_shows_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=[], progress=True, step_fn=counting_step)
+def test_a_bar_where_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    loggers = [rx.ConsoleLogger(progress=True)]
+    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=loggers, step_fn=counting_step)
     err = capfd.readouterr().err
     assert "train: 100%" in err
     assert "5/5" in err
@@ -466,15 +465,16 @@ class Metric:
 def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
     rows, metric = Rows(), Metric()
     arguments = dict(arguments)
+    every_steps = arguments.pop("eval_every_steps", None)
     examples: Any = (lambda _: EXAMPLES) if arguments.pop("by_epoch", False) else EXAMPLES
     found = fit(
         linear_state(),
         examples,
         step_fn=counting_step,
         loggers=[rows],
-        eval_examples=EXAMPLES[:11],
-        predict_fn=predict_fn,
-        metric_fn=metric,
+        evaluation=rx.Evaluation(
+            EXAMPLES[:11], every_steps=every_steps, predict_fn=predict_fn, metric_fn=metric
+        ),
         **arguments,
     )
     evaluations = rows.with_prefix("eval/")
@@ -494,7 +494,9 @@ def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
 
 
 def test_evaluation_changes_nothing_in_training() -> None:
-    found = fit(linear_state(), EXAMPLES, num_epochs=2, eval_examples=EXAMPLES, predict_fn=predict_fn)
+    found = fit(
+        linear_state(), EXAMPLES, num_epochs=2, evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn)
+    )
     assert_same(found, state_after(10))
 
 
@@ -511,9 +513,7 @@ def test_evaluation_compiles_each_step_once() -> None:
             EXAMPLES,
             loss_fn=fresh_loss,
             num_epochs=3,
-            eval_examples=EXAMPLES[:8],
-            eval_every_steps=2,
-            predict_fn=fresh_predict,
+            evaluation=rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=fresh_predict),
         )
     assert compilations.names.count(STEP) == 2
     assert compilations.names.count(BODY) == 1
@@ -542,9 +542,7 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
         collate_fn=without_extra,
         num_epochs=2,
         step_fn=counting_step,
-        eval_examples=examples,
-        predict_fn=predict_fn,
-        predictions_directory=directory,
+        evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=directory),
     )
     assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
     text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
@@ -581,9 +579,7 @@ def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path)
             collate_fn=without_extra,
             num_steps=1,
             step_fn=counting_step,
-            eval_examples=examples,
-            predict_fn=predict_fn,
-            predictions_directory=tmp_path,
+            evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=tmp_path),
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -595,11 +591,11 @@ def broken(*_: Any) -> Any:
 @pytest.mark.parametrize("name", ["predict_fn", "metric_fn", "loss_fn"])
 def test_what_is_broken_fails_before_training(name: str) -> None:
     state = linear_state()
-    functions = {"predict_fn": predict_fn, "metric_fn": Metric(), "loss_fn": loss_fn, name: broken}
+    functions: Any = {"predict_fn": predict_fn, "metric_fn": Metric(), "loss_fn": loss_fn, name: broken}
     with Compilations() as compilations, pytest.raises(KeyError, match="mine") as caught:
-        fit(state, EXAMPLES, num_epochs=1, eval_examples=EXAMPLES, **functions)
+        fit(state, EXAMPLES, num_epochs=1, evaluation=rx.Evaluation(EXAMPLES, **functions))
     assert BODY not in compilations.names
-    assert any("eval_examples" in note for note in caught.value.__notes__)
+    assert any("the evaluation" in note for note in caught.value.__notes__)
     assert_same(state, linear_state())  # and the state is still there
 
 
@@ -616,8 +612,7 @@ def test_prefetch_zero_keeps_all_to_one_thread() -> None:
         collate_fn=spying,
         num_epochs=1,
         step_fn=counting_step,
-        eval_examples=EXAMPLES,
-        predict_fn=predict_fn,
+        evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn),
         prefetch=0,
     )
     assert threads == {threading.main_thread()}
@@ -670,8 +665,7 @@ def test_a_nonfinite_step_is_found_before_an_evaluation() -> None:
             num_epochs=2,
             log_every=100,
             loggers=[rows],
-            eval_examples=EXAMPLES[:4],
-            eval_every_steps=step + 1,
+            evaluation=rx.Evaluation(EXAMPLES[:4], every_steps=step + 1),
         )
     assert rows.rows == []
 
@@ -791,9 +785,7 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
             EXAMPLES,
             num_steps=2,
             step_fn=counting_step,
-            eval_examples=EXAMPLES,
-            predict_fn=predict_fn,
-            metric_fn=metric_fn,
+            evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn, metric_fn=metric_fn),
         )
     assert_counted(caught.value.state, 2, linear_state())
 
@@ -868,10 +860,11 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
             from fit_helpers import counting_step, fit, linear_state, make_examples
             import redco_eqx as rx
 
-            examples, options = make_examples(20), dict(step_fn=counting_step, progress=None, log_every=500)
+            examples, options = make_examples(20), dict(step_fn=counting_step, log_every=500)
             try:
                 say = lambda step, row: print("step", step, file=sys.stdout, flush=True)
-                fit(linear_state(), examples, num_epochs=10**6, loggers=[say], **options)
+                console = rx.ConsoleLogger(open(os.devnull, "w"), progress=True)
+                fit(linear_state(), examples, num_epochs=10**6, loggers=[say, console], **options)
             except rx.TrainingInterrupted as error:
                 state = fit(error.state, examples, num_steps=5, **options)
                 print("went on", int(state.step) - error.step, flush=True)

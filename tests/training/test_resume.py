@@ -82,7 +82,7 @@ def counted(state: Any, directory: Any, **arguments: Any) -> Any:
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
-    return [info.step for info in rx.checkpoints(directory)]
+    return [info.step for info in rx.list_checkpoints(directory)]
 
 
 def without_times(rows: list[Any]) -> list[Any]:
@@ -117,8 +117,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(at: int, tmp_path: pathlib
         "batch_size": 8,
         "num_microbatches": 2,
         "num_epochs": 3,
-        "eval_examples": examples[:8],
-        "eval_every_steps": 4,
+        "evaluation": rx.Evaluation(examples[:8], every_steps=4),
         "log_every": 3,
         "prefetch": 0,
     }
@@ -361,7 +360,7 @@ def test_when_to_save(options: Any, arguments: Any, expected: list[int], tmp_pat
     checkpoints = rx.Checkpoints(tmp_path, **{"keep_last": None, **options})
     counted(linear_state(), checkpoints, **arguments)
     assert steps_in(tmp_path) == expected
-    infos = rx.checkpoints(tmp_path)
+    infos = rx.list_checkpoints(tmp_path)
     assert [info.run and info.run.finished for info in infos] == [False] * (len(expected) - 1) + [True]
 
 
@@ -391,7 +390,10 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return batch["id"]
 
 
-EVALUATED: Any = {"eval_examples": EXAMPLES[:4], "predict_fn": predict_fn, "num_epochs": 6}
+def scored(values: Any) -> Any:
+    """Six epochs, and a metric that takes these values after each."""
+    evaluation = rx.Evaluation(EXAMPLES[:4], predict_fn=predict_fn, metric_fn=scores(values))
+    return {"evaluation": evaluation, "num_epochs": 6}
 
 
 @pytest.mark.parametrize(
@@ -399,11 +401,11 @@ EVALUATED: Any = {"eval_examples": EXAMPLES[:4], "predict_fn": predict_fn, "num_
 )
 def test_the_best_is_kept_beside_the_last(mode: Any, expected: Any, tmp_path: pathlib.Path) -> None:
     checkpoints = rx.Checkpoints(
-        tmp_path, every_epochs=100, keep_last=1, keep_best="eval/score", best_mode=mode, extras={"a": 1}
+        tmp_path, every_epochs=100, keep_last=1, keep_best={"eval/score": mode}, extras={"a": 1}
     )
     values = [4.0, float("nan"), 1.0, 2.0, 9.0, 5.0]
-    counted(linear_state(), checkpoints, metric_fn=scores(values), **EVALUATED)
-    infos = rx.checkpoints(tmp_path)
+    counted(linear_state(), checkpoints, **scored(values))
+    infos = rx.list_checkpoints(tmp_path)
     assert {info.step // 5: info.metrics["eval/score"] for info in infos} == expected
     assert infos[0].extras == {"a": 1}
     run = infos[-1].run
@@ -412,12 +414,12 @@ def test_the_best_is_kept_beside_the_last(mode: Any, expected: Any, tmp_path: pa
 
 
 def test_a_metric_that_there_is_not_is_told_before_training(tmp_path: pathlib.Path) -> None:
-    checkpoints = rx.Checkpoints(tmp_path, keep_best="eval/accuracy")
+    checkpoints = rx.Checkpoints(tmp_path, keep_best={"eval/accuracy": "max"})
     with pytest.raises(
-        ValueError, match=r"keep_best='eval/accuracy'.*evaluations give 'eval/loss', 'eval/plain'"
+        ValueError, match=r"keep_best={'eval/accuracy'.*evaluations give 'eval/loss', 'eval/plain'"
     ):
-        counted(linear_state(), checkpoints, eval_examples=EXAMPLES)
-    with pytest.raises(ValueError, match="keep_best was given without eval_examples"):
+        counted(linear_state(), checkpoints, evaluation=rx.Evaluation(EXAMPLES))
+    with pytest.raises(ValueError, match=r"keep_best=.*evaluations give nothing, without an evaluation="):
         counted(linear_state(), checkpoints)
     assert steps_in(tmp_path) == []
 
@@ -433,11 +435,23 @@ def test_wrong_options(options: Any) -> None:
 
 def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path) -> None:
     rows = Rows()
-    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[rows], num_epochs=2, eval_examples=EXAMPLES)
+    counted(
+        linear_state(),
+        rx.Checkpoints(tmp_path),
+        loggers=[rows],
+        num_epochs=2,
+        evaluation=rx.Evaluation(EXAMPLES),
+    )
     evaluations = rows.with_prefix("eval/")
-    assert [(info.step, info.metrics) for info in rx.checkpoints(tmp_path)] == evaluations
+    assert [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path)] == evaluations
     again = Rows()
-    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[again], num_epochs=2, eval_examples=EXAMPLES)
+    counted(
+        linear_state(),
+        rx.Checkpoints(tmp_path),
+        loggers=[again],
+        num_epochs=2,
+        evaluation=rx.Evaluation(EXAMPLES),
+    )
     assert again.rows == []
 
 
@@ -446,7 +460,10 @@ def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path
 def test_an_evaluation_that_was_cut_short_is_made_again(
     during: str, num_epochs: int, tmp_path: pathlib.Path
 ) -> None:
-    arguments: Any = {"eval_examples": EXAMPLES[:12], "predict_fn": predict_fn, "num_epochs": num_epochs}
+    arguments: Any = {
+        "evaluation": rx.Evaluation(EXAMPLES[:12], predict_fn=predict_fn),
+        "num_epochs": num_epochs,
+    }
     whole, cut = Rows(), Rows()
     counted(linear_state(), tmp_path / "whole", loggers=[whole], **arguments)
     # Two rehearsing calls, five of training, and three for each of the two.
@@ -457,12 +474,12 @@ def test_an_evaluation_that_was_cut_short_is_made_again(
     assert caught.value.checkpoint == tmp_path / "cut" / "5"
     assert spy.num_calls <= 2 + 5 + 6  # it did not go on to the end
     assert [row for _, row in cut.with_prefix("eval/")] == []
-    (_, info) = rx.checkpoints(tmp_path / "cut")[-2:]
+    (_, info) = rx.list_checkpoints(tmp_path / "cut")[-2:]
     assert (info.step, info.metrics) == (5, {})
     counted(linear_state(), tmp_path / "cut", loggers=[cut], **arguments)
     assert without_times(cut.rows) == without_times(whole.rows)
-    assert [i.metrics for i in rx.checkpoints(tmp_path / "cut")[-2:]] == [
-        i.metrics for i in rx.checkpoints(tmp_path / "whole")[-2:]
+    assert [i.metrics for i in rx.list_checkpoints(tmp_path / "cut")[-2:]] == [
+        i.metrics for i in rx.list_checkpoints(tmp_path / "whole")[-2:]
     ]
 
 
@@ -516,7 +533,7 @@ def collate_fn(examples):
             os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     return collate(examples)
 fit(linear_state(), make_examples(20), collate_fn=collate_fn, step_fn=counting_step, num_steps=9, prefetch=0,
-    checkpoints=sys.argv[1], progress=None)
+    checkpoints=sys.argv[1], loggers=None)
 """
 
 

@@ -2,13 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from redco_eqx._program.atoms import Atom, dtype_of, type_of
+
+Value: TypeAlias = jax.Array | np.ndarray
+"""What a variable stands for when the program runs."""
 
 # What these primitives call is run in their place, on the same operands.
 CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
@@ -28,30 +36,30 @@ class FlatProgram:
     """
 
     equations: list[JaxprEqn]
-    values: dict[Var, Any]
+    values: dict[Var, Value]
     outputs: list[Var]
     producers: dict[Var, int]
     template: Jaxpr
 
 
-def flatten(program: ClosedJaxpr, arguments: Sequence[Any]) -> FlatProgram:
+def flatten(program: ClosedJaxpr, arguments: Sequence[Value]) -> FlatProgram:
     """`program` on `arguments`, with its calls inlined."""
     equations: list[JaxprEqn] = []
-    values: dict[Var, Any] = {}
+    values: dict[Var, Value] = {}
 
-    def known(value: Any, aval: Any) -> Var:
+    def known(value: Value, aval: AbstractValue) -> Var:
         var = Var(aval)
         values[var] = value
         return var
 
-    def lift(atom: Any) -> Any:
+    def lift(atom: Atom) -> Var:
         return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
 
-    def inline(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], outermost: bool) -> list[Any]:
-        env = {var: known(value, var.aval) for var, value in zip(jaxpr.constvars, consts)}
+    def inline(jaxpr: Jaxpr, consts: Sequence[Value], operands: Sequence[Atom], outermost: bool) -> list[Atom]:
+        env: dict[Var, Atom] = {var: known(value, var.aval) for var, value in zip(jaxpr.constvars, consts)}
         env.update(zip(jaxpr.invars, operands))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Atom:
             if isinstance(atom, Literal):
                 return lift(atom) if outermost else atom
             return env[atom]
@@ -60,8 +68,9 @@ def flatten(program: ClosedJaxpr, arguments: Sequence[Any]) -> FlatProgram:
             inputs = [read(atom) for atom in equation.invars]
             called = called_by(equation)
             if called is None:
-                outputs: list[Any] = [Var(var.aval) for var in equation.outvars]
-                equations.append(equation.replace(invars=inputs, outvars=outputs))
+                results = [Var(var.aval) for var in equation.outvars]
+                equations.append(equation.replace(invars=inputs, outvars=results))
+                outputs: list[Atom] = [*results]
             else:
                 outputs = inline(*called, inputs, False)
             if outermost:
@@ -69,8 +78,8 @@ def flatten(program: ClosedJaxpr, arguments: Sequence[Any]) -> FlatProgram:
             env.update(zip(equation.outvars, outputs))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def rounded(atom: Any) -> Any:
-        aval = atom.aval
+    def rounded(atom: Atom) -> Atom:
+        aval = type_of(atom)
         if not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4:
             return atom
         # Within one program, XLA computes in more bits than bfloat16 has, and would not round here.
@@ -84,7 +93,7 @@ def flatten(program: ClosedJaxpr, arguments: Sequence[Any]) -> FlatProgram:
     return FlatProgram(equations, values, outputs, producers, program.jaxpr)
 
 
-def called_by(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+def called_by(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Value]] | None:
     """The jaxpr that an equation calls, and its constants."""
     if equation.primitive.name not in CALLS:
         return None
@@ -94,22 +103,7 @@ def called_by(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     return (called, ()) if isinstance(called, Jaxpr) and not called.constvars else None
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
-    return tuple(atom.aval.shape)
-
-
-def dtype_of(atom: Any) -> Any:
-    """The dtype of a variable or literal."""
-    return atom.aval.dtype
-
-
-def is_key(atom: Any) -> bool:
-    """Whether a variable is an array of PRNG keys."""
-    return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
-
-
-def variables(atoms: Iterable[Any]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """The variables among the operands of an equation, each once."""
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
 
@@ -152,9 +146,9 @@ class Canonical:
 
 
 def _canonical_key(jaxpr: Jaxpr) -> Hashable:
-    numbers: dict[Any, int] = {}
+    numbers: dict[Atom, int] = {}
 
-    def name(atom: Any) -> Hashable:
+    def name(atom: Atom) -> Hashable:
         if isinstance(atom, Literal):
             return atom.aval, np.asarray(atom.val).tobytes()
         return numbers.setdefault(atom, len(numbers))
@@ -172,7 +166,7 @@ def _canonical_key(jaxpr: Jaxpr) -> Hashable:
     return inputs, equations, tuple(name(atom) for atom in jaxpr.outvars)
 
 
-def _frozen(value: Any) -> Hashable:
+def _frozen(value: object) -> Hashable:
     """A parameter of an equation as a key. What can be compared in no other way is equal to itself alone."""
     if isinstance(value, ClosedJaxpr):
         return _canonical_key(value.jaxpr), tuple(_Same(const) for const in value.consts)
@@ -190,7 +184,7 @@ def _frozen(value: Any) -> Hashable:
 class _Same:
     """Equal by identity, of what it keeps alive."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -200,7 +194,7 @@ class _Same:
         return id(self.value)
 
 
-def run_stepwise(program: FlatProgram, wanted: Sequence[Var], keep: Callable[[Var, Any], None]) -> None:
+def run_stepwise(program: FlatProgram, wanted: Sequence[Var], keep: Callable[[Var, Value], None]) -> None:
     """Runs what makes `wanted`, and every effect, one equation at a time and in order.
 
     Each value is handed to `keep` as soon as it is there, and dropped after its last use.
@@ -231,7 +225,9 @@ def run_stepwise(program: FlatProgram, wanted: Sequence[Var], keep: Callable[[Va
         values = value = None  # or the last array would live on, whole, while the next is made
 
 
-def _run(template: Jaxpr, equation: JaxprEqn, inputs: Sequence[Var], values: Sequence[Any]) -> Sequence[Any]:
+def _run(
+    template: Jaxpr, equation: JaxprEqn, inputs: Sequence[Var], values: Sequence[Value]
+) -> Sequence[Array]:
     if equation.primitive.name == "slice" and set(equation.params["strides"] or (1,)) == {1}:
         # Where it starts is an operand here, not a part of the program: keys[0], keys[1], ... compile once.
         starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
@@ -240,6 +236,6 @@ def _run(template: Jaxpr, equation: JaxprEqn, inputs: Sequence[Var], values: Seq
     return run_jaxpr(as_jaxpr(template, [equation], inputs, equation.outvars), values)
 
 
-def run_jaxpr(jaxpr: Jaxpr, values: Sequence[Any]) -> Sequence[Any]:
+def run_jaxpr(jaxpr: Jaxpr, values: Sequence[ArrayLike]) -> Sequence[Array]:
     """The results of a jaxpr without constants."""
     return jex_core.jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)

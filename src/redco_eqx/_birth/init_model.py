@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -13,10 +13,11 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from redco_eqx._birth.flat import Canonical, FlatProgram, flatten, is_key, run_jaxpr, run_stepwise
+from redco_eqx._birth.flat import Canonical, FlatProgram, Value, flatten, run_jaxpr, run_stepwise
 from redco_eqx._birth.plan import Birth, is_small, plan
 from redco_eqx._birth.unstack import stack_layers
-from redco_eqx._sharding.mesh import put, replicated
+from redco_eqx._program.atoms import is_key, type_of
+from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 from redco_eqx._tree import leaves_with_paths
@@ -92,11 +93,11 @@ class Traced:
     paths: list[str]
     shardings: list[NamedSharding]
     treedef: Any
-    static: Any
+    static: PyTree
 
 
 def trace(
-    make_model: Callable[[Key], Any],
+    make_model: Callable[[Key], PyTree],
     mesh: Mesh,
     *,
     key: Key,
@@ -108,7 +109,7 @@ def trace(
     """Traces `make_model` and asks the rules. Raises `ValueError` if one array is two leaves."""
     statics = []
 
-    def make_arrays(key: Key) -> list[Any]:
+    def make_arrays(key: Key) -> list[Array]:
         made = make_model(key)
         dynamic, static = eqx.partition(made, lambda x: isinstance(x, jax.Array))
         statics.append((jax.tree.structure(dynamic), static))
@@ -160,15 +161,15 @@ def _on_this_process(key: Key) -> Key:
 class Small:
     """The small values that leaves are made of: as JAX made them, and on the host (of a key, its data)."""
 
-    values: dict[Var, Any]
-    host: dict[Var, Any]
+    values: dict[Var, Value]
+    host: dict[Var, Value]
 
 
 def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
     """Computes what the programs of the leaves take, and the leaves that are given."""
     inputs = list(dict.fromkeys(var for birth in births for var in birth.inputs))
     given = [birth.leaf for birth in births if birth.way == "given"]
-    values: dict[Var, Any] = {}
+    values: dict[Var, Value] = {}
     run_stepwise(program, [*inputs, *given], values.__setitem__)
     # One transfer for all. Programs take NumPy arrays: those are the same for every process, and lie nowhere.
     fetched = [var for var in inputs if is_small(var)]
@@ -179,20 +180,20 @@ def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
 def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
-        return put(small.values[birth.leaf], sharding)
+        return put_global(small.values[birth.leaf], sharding)
     run = compiled(birth, small, sharding)
     if birth.way == "spread":
         return run(*operands(birth, small))
     if birth.way == "whole":
-        value = put(run(*operands(birth, small)), sharding)
+        value = put_global(run(*operands(birth, small)), sharding)
     else:
-        aval: Any = birth.leaf.aval
+        aval = type_of(birth.leaf)
         layers = (run(*operands(birth, small, layer)) for layer in range(aval.shape[0]))
         value = stack_layers(layers, aval.shape, aval.dtype, sharding)
     return jax.block_until_ready(value)  # or the next would be made, whole, beside this one
 
 
-def operands(birth: Birth, small: Small, layer: int = 0) -> list[Any]:
+def operands(birth: Birth, small: Small, layer: int = 0) -> list[Value]:
     """What the program of a leaf takes; for this layer, if it makes one."""
     values = [small.host[var] for var in birth.inputs]
     return [x[layer : layer + 1] if split else x for x, split in zip(values, birth.per_layer)]
@@ -205,13 +206,15 @@ def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..
 
 
 @functools.lru_cache(maxsize=128)
-def _jit(program: Canonical, sharding: NamedSharding | None, impls: tuple[Any, ...]) -> Callable[..., Array]:
+def _jit(
+    program: Canonical, sharding: NamedSharding | None, impls: tuple[Hashable, ...]
+) -> Callable[..., Array]:
     """A program of NumPy arrays; where there is a PRNG implementation, the array is the data of its key."""
 
-    def wrap(x: Any, impl: Any) -> Any:
+    def wrap(x: Array, impl: Hashable) -> Array:
         return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
-    def run(*operands: Any) -> Array:
+    def run(*operands: Array) -> Array:
         return run_jaxpr(program.jaxpr, [wrap(x, impl) for x, impl in zip(operands, impls)])[0]
 
     return jax.jit(run, out_shardings=sharding)
@@ -222,8 +225,8 @@ def _one_by_one(traced: Traced) -> list[Array]:
     shardings = dict(zip(traced.program.outputs, traced.shardings))
     arrays: dict[Var, Array] = {}
 
-    def place(var: Var, value: Any) -> None:
-        arrays[var] = put(value, shardings[var])
+    def place(var: Var, value: Value) -> None:
+        arrays[var] = put_global(value, shardings[var])
 
     run_stepwise(traced.program, traced.program.outputs, place)
     return [arrays[var] for var in traced.program.outputs]

@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from redco_eqx._birth.flat import FlatProgram, cut_out, is_key, shape_of, variables
+from redco_eqx._birth.flat import FlatProgram, cut_out, variables
 from redco_eqx._birth.unstack import ELEMENTWISE, draws_by_counter, one_layer
+from redco_eqx._program.atoms import is_key, shape_of
 
 # Up to this many elements a value is small.
 SMALL = 1024

@@ -13,15 +13,21 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Shaped
 
-from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, shape_of, variables
-from redco_eqx._sharding.mesh import put
+from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, variables
+from redco_eqx._program.atoms import dtype_of, shape_of, type_of
+from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None
+Size: TypeAlias = int | np.integer
 Params: TypeAlias = dict[str, Any]
+StackDims: TypeAlias = Sequence[Any]
+"""A `Dim` for each operand; that of a single operand is known."""
 
 # Each element of the result depends on the elements of the operands at its own place alone, or on none.
 _NAMES = """
@@ -63,10 +69,10 @@ def one_layer(program: Jaxpr) -> tuple[Jaxpr, list[bool]] | None:
     shape = shape_of(program.outvars[0])
     if len(shape) < 2 or shape[0] < 2:
         return None
-    avals: list[Any] = [var.aval for var in program.invars]
+    avals = [type_of(var) for var in program.invars]
     per_layer = [x.shape[:1] == shape[:1] for x in avals]
 
-    def make_layer(*operands: Any) -> Array:
+    def make_layer(*operands: Array) -> ArrayLike:
         values, dims = _run(program, operands, [0 if split else None for split in per_layer])
         if dims != [0]:
             raise _NotSeparableError
@@ -84,7 +90,9 @@ def one_layer(program: Jaxpr) -> tuple[Jaxpr, list[bool]] | None:
     return (made.jaxpr, per_layer) if fits else None
 
 
-def stack_layers(layers: Iterable[Array], shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+def stack_layers(
+    layers: Iterable[Shaped[Array, "1 ..."]], shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding
+) -> Array:
     """Layers, each of shape `(1, *shape[1:])` and whole on one device, as one array laid out by `sharding`.
 
     The next layer is asked for once the last one is in its place.
@@ -92,20 +100,27 @@ def stack_layers(layers: Iterable[Array], shape: tuple[int, ...], dtype: Any, sh
     stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     place = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
     for index, layer in enumerate(layers):
-        stack = jax.block_until_ready(_write(stack, put(layer, place), index, sharding))
+        stack = jax.block_until_ready(_write(stack, put_global(layer, place), index, sharding))
     return stack
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _write(stack: Array, layer: Array, index: Any, sharding: NamedSharding) -> Array:
+def _write(
+    stack: Shaped[Array, "layers *one"],
+    layer: Shaped[Array, "1 *one"],
+    index: ArrayLike,
+    sharding: NamedSharding,
+) -> Shaped[Array, "layers *one"]:
     stack = jax.lax.dynamic_update_slice_in_dim(stack, layer, index, 0)
     return jax.lax.with_sharding_constraint(stack, sharding)
 
 
-def _run(program: Jaxpr, operands: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Any], list[Dim]]:
+def _run(
+    program: Jaxpr, operands: Sequence[ArrayLike], dims: Sequence[Dim]
+) -> tuple[list[ArrayLike], list[Dim]]:
     """The results of a program for one layer, and their stack dims."""
-    values: dict[Any, Any] = dict(zip(program.invars, operands))
-    where: dict[Any, Dim] = dict(zip(program.invars, dims))
+    values: dict[Var, ArrayLike] = dict(zip(program.invars, operands))
+    where: dict[Var, Dim] = dict(zip(program.invars, dims))
     makers = {var: equation for equation in program.eqns for var in equation.outvars}
     for equation in program.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
@@ -130,23 +145,24 @@ def _run(program: Jaxpr, operands: Sequence[Any], dims: Sequence[Dim]) -> tuple[
             results, found = _bind(equation, inputs, {}), [dim]
         values.update(zip(equation.outvars, results))
         where.update(zip(equation.outvars, found * len(results) if len(found) == 1 else found))
-    if any(isinstance(atom, Literal) for atom in program.outvars):
+    made = [atom for atom in program.outvars if isinstance(atom, Var)]
+    if len(made) < len(program.outvars):
         raise _NotSeparableError
-    return [values[var] for var in program.outvars], [where[var] for var in program.outvars]
+    return [values[var] for var in made], [where[var] for var in made]
 
 
-def _bind(equation: JaxprEqn, inputs: Sequence[Any], changed: Params) -> Sequence[Any]:
+def _bind(equation: JaxprEqn, inputs: Sequence[ArrayLike], changed: Params) -> Sequence[Array]:
     results = equation.primitive.bind(*inputs, **{**equation.params, **changed})
     return results if equation.primitive.multiple_results else [results]
 
 
 def _run_branches(
-    branches: Sequence[ClosedJaxpr], inputs: Sequence[Any], stacked: Sequence[Dim]
-) -> tuple[Sequence[Any], list[Dim]]:
+    branches: Sequence[ClosedJaxpr], inputs: Sequence[ArrayLike], stacked: Sequence[Dim]
+) -> tuple[Sequence[Array], list[Dim]]:
     """The branch that the first of `inputs` chooses, for all layers the same."""
     found: list[list[Dim]] = []
 
-    def run(jaxpr: Jaxpr, *operands: Any) -> list[Any]:
+    def run(jaxpr: Jaxpr, *operands: Array) -> list[ArrayLike]:
         values, dims = _run(jaxpr, operands, stacked)
         found.append(dims)
         return values
@@ -179,41 +195,40 @@ def _kept_dim(equation: JaxprEqn, stacked: Sequence[Dim]) -> int:
 
 def draws_by_counter(equation: JaxprEqn) -> bool:
     """Whether the bits of an equation `random_bits` each depend on their key and their place alone."""
-    threefry: Any = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
-    key: Any = equation.invars[0].aval
-    return key.dtype == threefry.dtype
+    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+    return dtype_of(equation.invars[0]) == threefry.dtype
 
 
-def _of_one_layer(x: Any, maker: JaxprEqn | None, dim: int) -> Any:
+def _of_one_layer(x: ArrayLike, maker: JaxprEqn | None, dim: int) -> ArrayLike:
     """An operand that all layers share, where another has a stack dim: it must be the same along that dim."""
-    if jnp.ndim(x) == 0 or x.shape[dim] == 1:
+    if jnp.ndim(x) == 0 or jnp.shape(x)[dim] == 1:
         return x
     broadcast = maker is not None and maker.primitive.name == "broadcast_in_dim"
     if maker is not None and broadcast and dim not in maker.params["broadcast_dimensions"]:
-        return jax.lax.slice_in_dim(x, 0, 1, axis=dim)
+        return jax.lax.slice_in_dim(jnp.asarray(x), 0, 1, axis=dim)
     raise _NotSeparableError
 
 
 # Where the stack dim goes, and the parameters for which that dim has size 1.
 
 
-def _replaced(sizes: Sequence[Any], dim: int, size: int = 1) -> tuple[int, ...]:
+def _replaced(sizes: Sequence[Size], dim: int, size: int = 1) -> tuple[Size, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _without(dim: int, removed: Sequence[Any]) -> int:
+def _without(dim: int, removed: Sequence[Size]) -> int:
     """The place of a dim once others are removed."""
     if dim in removed:
         raise _NotSeparableError
     return dim - sum(1 for other in removed if other < dim)
 
 
-def _broadcast_in_dim(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
+def _broadcast_in_dim(equation: JaxprEqn, stacked: StackDims) -> tuple[Params, int]:
     dim = int(equation.params["broadcast_dimensions"][stacked[0]])
     return {"shape": _replaced(equation.params["shape"], dim)}, dim
 
 
-def _reshape(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
+def _reshape(equation: JaxprEqn, stacked: StackDims) -> tuple[Params, int]:
     before, after, dim = shape_of(equation.invars[0]), equation.params["new_sizes"], stacked[0]
     for new, size in enumerate(after):
         if size == before[dim] and math.prod(after[:new]) == math.prod(before[:dim]):
@@ -221,7 +236,7 @@ def _reshape(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
     raise _NotSeparableError
 
 
-def _slice(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
+def _slice(equation: JaxprEqn, stacked: StackDims) -> tuple[Params, int]:
     params, dim = equation.params, stacked[0]
     limits, strides = params["limit_indices"], params["strides"]
     if shape_of(equation.outvars[0])[dim] != shape_of(equation.invars[0])[dim]:
@@ -229,7 +244,7 @@ def _slice(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
     return {"limit_indices": _replaced(limits, dim), "strides": strides and _replaced(strides, dim)}, dim
 
 
-def _gather(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
+def _gather(equation: JaxprEqn, stacked: StackDims) -> tuple[Params, int]:
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     operand, indices = stacked
     rank = len(shape_of(equation.outvars[0]))
@@ -244,7 +259,7 @@ def _gather(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
     return {"slice_sizes": _replaced(sizes, operand)}, int(numbers.offset_dims[_without(operand, removed)])
 
 
-def _dot_general(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, int]:
+def _dot_general(equation: JaxprEqn, stacked: StackDims) -> tuple[Params, int]:
     contracting, batch = equation.params["dimension_numbers"]
     left, right = stacked
     if left is not None and right is not None:
@@ -259,7 +274,7 @@ def _dot_general(equation: JaxprEqn, stacked: Sequence[Any]) -> tuple[Params, in
     return {}, before + free
 
 
-MOVES: dict[str, Callable[[JaxprEqn, Sequence[Any]], tuple[Params, int]]] = {
+MOVES: dict[str, Callable[[JaxprEqn, StackDims], tuple[Params, int]]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "dot_general": _dot_general,
     "gather": _gather,

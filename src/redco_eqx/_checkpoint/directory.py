@@ -12,10 +12,10 @@ import numpy as np
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, decode
 
 _NAME = re.compile(r"(\d+)(?:-(\d+))?")
-_LITTER = re.compile(r"\d+(-\d+)?(\.orbax-checkpoint-tmp.*|\.deleting)")
+_HALF_WRITTEN = re.compile(r"\d+(-\d+)?(\.orbax-checkpoint-tmp.*|\.deleting)")
 
 
-def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """The complete checkpoints of a directory, ascending by step. No array is read.
 
     One whose record is damaged is left out with a warning.
@@ -33,15 +33,12 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     return infos
 
 
-def best_of(infos: Iterable[CheckpointInfo], metric: str | None, mode: str) -> CheckpointInfo | None:
+def best_of(infos: Iterable[CheckpointInfo], metric: str, mode: str) -> CheckpointInfo | None:
     """The one whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
     sign = 1 if mode == "min" else -1
-    scored = [
-        (sign * info.metrics[metric], info) for info in infos if metric is not None and metric in info.metrics
-    ]
-    return min((pair for pair in scored if not np.isnan(pair[0])), key=lambda pair: pair[0], default=(0, None))[
-        1
-    ]
+    scored = [(sign * info.metrics[metric], info) for info in infos if metric in info.metrics]
+    numbers = [pair for pair in scored if not np.isnan(pair[0])]
+    return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
 
 def read_record(path: pathlib.Path) -> CheckpointInfo:
@@ -67,9 +64,9 @@ def complete(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
     return [path for _, _, path in entries(local(directory))]
 
 
-def litter(directory: pathlib.Path) -> list[pathlib.Path]:
+def half_written(directory: pathlib.Path) -> list[pathlib.Path]:
     """What writers that were killed have left half-written or half-removed."""
-    return [path for path in directory.iterdir() if _LITTER.fullmatch(path.name)]
+    return [path for path in directory.iterdir() if _HALF_WRITTEN.fullmatch(path.name)]
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:

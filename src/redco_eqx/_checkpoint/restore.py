@@ -14,8 +14,9 @@ from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, re
 from redco_eqx._checkpoint.names import MODEL, choose, from_names, has_value, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.mesh import put
+from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
+from redco_eqx._tree import first_few
 
 
 def restore(
@@ -103,10 +104,8 @@ def select(
     )
     names, problems = choose(wanted, found, new=new, unused=unused)
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(
-            f"the state does not fit the checkpoint {info.path}.\n  " + "\n  ".join(problems[:20]) + more
-        )
+        found = first_few(problems, most=20, separator="\n  ")
+        raise ValueError(f"the state does not fit the checkpoint {info.path}.\n  {found}")
     for name, x in own.items():
         if name not in names and not has_value(x):
             raise ValueError(
@@ -125,8 +124,8 @@ def read(info: CheckpointInfo, like: TrainState, names: Sequence[str]) -> TrainS
     damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise CheckpointError(
-            f"{info.path} is damaged: the checksum of {damaged[0]} and of {len(damaged) - 1} more arrays is "
-            "not the one that was written"
+            f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
+            "written"
         )
     for name in names:
         x = stored[name] if name in stored else _empty(targets[name])
@@ -141,7 +140,7 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
     import orbax.checkpoint as ocp
     from etils import epath
 
-    # The handler by itself: a checkpointer would meet the other processes also where one of them has failed.
+    # The handler by itself: a checkpointer would wait for the other processes even where one has failed.
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
@@ -156,4 +155,4 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Any:
-    return put(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
+    return put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]

@@ -16,56 +16,39 @@ import pathlib
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
 from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.directory import best_of, entries, litter, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.directory import (
+    best_of,
+    entries,
+    half_written,
+    local,
+    orbax_checkpoint,
+    read_record,
+)
 from redco_eqx._checkpoint.names import has_value, info_of, storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
 from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._tree import first_few
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a directory, in the background.
-
-    ```python
-    with rx.CheckpointWriter("run", keep_last=2) as writer:
-        for i, batch in enumerate(batches, start=1):
-            state, metrics = step(state, batch)
-            if i % 100 == 0:
-                writer.save(state, extras={"note": "mine"})
-    ```
-    """
+    """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`, which says how."""
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
-        keep_best: str | None = None,
-        best_mode: Literal["min", "max"] = "min",
+        keep_best: Mapping[str, str] = MappingProxyType({}),
     ):
-        """**Arguments:**
-
-        - `directory`: made if it is not there. On several processes, one that all of them see. What an
-            earlier process left half-written in it is removed: one writer at a time.
-        - `keep_last`: how many checkpoints to keep; `None` keeps all. Those of other runs (see
-            `RunRecord.begin`), and of later steps than the newest, are left alone.
-        - `keep_best`: the name of a metric: the checkpoint where it is best is kept besides.
-        - `best_mode`: whether `"min"` or `"max"` is best.
-
-        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
-        `ValueError` for an argument that cannot be used.
-        """
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"CheckpointWriter: keep_last={keep_last}, but it must be positive, or None.")
-        if best_mode not in ("min", "max"):
-            raise ValueError(f'CheckpointWriter: best_mode={best_mode!r}, but it must be "min" or "max".')
         self._directory = local(directory)
-        self._keep_last, self._keep_best, self._best_mode = keep_last, keep_best, best_mode
+        self._keep_last, self._keep_best = keep_last, keep_best
         self._ocp = orbax_checkpoint()
         on_first(self._prepare)
         self._checkpointer = self._make_checkpointer()
@@ -109,11 +92,11 @@ class CheckpointWriter:
                 raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
         step, stored = step_of(state), storable(arrays)
         checksums, nonfinite = digests(stored)
-        spoiled = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
-        if spoiled:
+        bad = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
+        if bad:
             raise ValueError(
-                f"save: the state at step {step} is not saved, because {spoiled[0]} and "
-                f"{len(spoiled) - 1} more parameters hold NaN or infinity."
+                f"save: the state at step {step} is not saved, because {first_few(bad, most=1)} hold NaN or "
+                "infinity."
             )
         infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
         record = encode(step, infos, metrics, extras, run)
@@ -178,7 +161,7 @@ class CheckpointWriter:
         probe = self._directory / ".writable"
         probe.write_text("")
         probe.unlink()
-        for path in litter(self._directory):
+        for path in half_written(self._directory):
             shutil.rmtree(path, ignore_errors=True)
 
     def _make_checkpointer(self) -> Any:
@@ -201,9 +184,8 @@ class CheckpointWriter:
 
     def _prune(self, newest: CheckpointInfo) -> None:
         """Removes what `newest` makes superfluous: other attempts at its step, and what is not to be kept."""
-        doomed = []
         others = [(step, path) for step, _, path in entries(self._directory) if path != newest.path]
-        doomed += [path for step, path in others if step == newest.step]
+        superfluous = [path for step, path in others if step == newest.step]
         if self._keep_last is not None:
             infos = [newest]
             for step, path in others:
@@ -215,9 +197,9 @@ class CheckpointWriter:
                     if _begin(info) == _begin(newest):
                         infos.append(info)
             infos.sort(key=lambda info: info.step)
-            best = best_of(infos, self._keep_best, self._best_mode)
-            doomed += [info.path for info in infos[: -self._keep_last] if info is not best]
-        for path in doomed:
+            best = [best_of(infos, metric, mode) for metric, mode in self._keep_best.items()]
+            superfluous += [info.path for info in infos[: -self._keep_last] if info not in best]
+        for path in superfluous:
             hidden = path.with_name(path.name + ".deleting")
             with contextlib.suppress(OSError):  # a disk that fails is told by the next save
                 path.rename(hidden)  # at once, so that no half of it is ever taken for a checkpoint
@@ -231,7 +213,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Writes one checkpoint and returns when it is complete. In a loop, use a [`CheckpointWriter`][].
+    """Writes one checkpoint and returns when it is complete. In a loop, use `Checkpoints(...).open()`.
 
     **Arguments:**
 
@@ -240,7 +222,7 @@ def save(
 
     **Returns:** The directory of the checkpoint.
 
-    **Raises:** as `CheckpointWriter` and its `save` do.
+    **Raises:** as `Checkpoints.open` and `CheckpointWriter.save` do.
     """
     with CheckpointWriter(directory) as writer:
         return writer.save(state, metrics=metrics, extras=extras)

@@ -30,7 +30,7 @@ def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
     for group in _groups(printed, math.prod(shape)):
         members = sorted(set(group))
         if members[-1] >= math.prod(shape):
-            raise ValueError(f"collectives: device {members[-1]} is not in the mesh {dict(mesh)}.")
+            raise ValueError(f"communication: device {members[-1]} is not in the mesh {dict(mesh)}.")
         coordinates = np.unravel_index(members, shape)
         axes = tuple(i for i, along in enumerate(coordinates) if len(set(along.tolist())) > 1)
         differing.add(axes)

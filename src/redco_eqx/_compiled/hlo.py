@@ -5,9 +5,13 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from redco_eqx._compiled.sources import source_lines
+
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of the text."""
+
     name: str
     shape: str
     opcode: str
@@ -23,10 +27,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
+    """The text, cut into the lines of its instructions, which are parsed when they are wanted."""
+
     computations: dict[str, dict[str, str]]  # name -> {instruction's name: its line}
     roots: dict[str, str]
     entry: str
     num_devices: int | None  # None if the text has no header
+    sources: dict[int, str]  # id of a stack frame -> "file.py:12"
 
 
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
@@ -35,6 +42,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def parse(text: str) -> Program:
+    """The program in a text. Raises `ValueError` if it is not the optimized HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
     entries: list[str] = []
@@ -60,14 +68,15 @@ def parse(text: str) -> Program:
             computations[current][name] += " " + line.strip()
     if len(entries) != 1:
         raise ValueError(
-            f"collectives: the text has {len(entries)} ENTRY computations, but one is expected. Pass "
-            "the optimized HLO of one program: jax.jit(f).lower(...).compile(), or its as_text()."
+            f"communication: the text has {len(entries)} ENTRY computations, but one is expected. Pass the "
+            "program that jit_step(step).lower(state, batch).compile() returns, or its as_text()."
         )
-    return Program(computations, roots, entries[0], num_devices)
+    return Program(computations, roots, entries[0], num_devices, source_lines(text))
 
 
 @lru_cache(maxsize=1024)
 def instruction(line: str) -> Instruction:
+    """What a line of the text says."""
     definition = _DEFINITION.match(line)
     assert definition is not None  # lines are stored by it
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
@@ -75,10 +84,10 @@ def instruction(line: str) -> Instruction:
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode = rest.partition("(")[0]
     if not re.fullmatch(r"[\w\-]+", opcode):
-        raise ValueError(f"collectives: this is not understood as an instruction: {line.strip()[:300]}")
+        raise ValueError(f"communication: this is not understood as an instruction: {line.strip()[:300]}")
     end = _closing(rest, len(opcode))
     # An operand comes with or without its shape and "%".
-    operands = [x.split()[-1].lstrip("%") for x in split(rest[len(opcode) + 1 : end - 1])]
+    operands = [x.split()[-1].lstrip("%") for x in split_commas(rest[len(opcode) + 1 : end - 1])]
     attributes = _STRING.sub('""', rest[end:])
     return Instruction(definition[2], shape, opcode, tuple(operands), attributes, line)
 
@@ -93,7 +102,7 @@ def _closing(text: str, opening: int) -> int:
     return len(text)
 
 
-def split(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     """The parts between the commas that no bracket encloses."""
     parts, depth, start = [], 0, 0
     for mark in re.finditer(r"[()\[\]{},]", text):

@@ -16,17 +16,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from redco_eqx._data.consistency import open_stream
+from redco_eqx._data.consistency import CallFacts, open_stream
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch, CollateFn, Key
+from redco_eqx._types import Batch, CollateFn, Examples, Key
 
 # Keeps the order of an epoch apart from whatever else is derived from the same key.
 _EPOCH_ORDER = 0x65706F63
 
 
 def batches(
-    examples: Any,
+    examples: Examples,
     collate_fn: CollateFn,
     *,
     batch_size: int,
@@ -71,40 +71,20 @@ def batches(
     process. At a batch, `TypeError` or `ValueError` naming the leaf, if `collate_fn` returns anything but
     numeric arrays with one row per example, or on another process arrays of another shape.
     """
-    check_mesh(mesh)
-    num_examples = _length(examples)
-    num_shards = num_batch_shards(mesh)
-    if batch_size < 1 or batch_size % num_shards != 0:
-        axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
-        raise ValueError(
-            f"batches: batch_size={batch_size} must be a positive multiple of {num_shards}, the number "
-            f"of data shards of the mesh ({axes}). "
-            f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
-        )
-    sizes = batch_sizes(num_examples, batch_size, remainder, num_shards=num_shards)
-    if not sizes:
-        raise ValueError(
-            f"batches: batch_size={batch_size}, but there are only {num_examples} examples, and "
-            'remainder="drop" leaves out what does not fill a batch. Use a smaller batch_size, or '
-            'remainder="split" or "pad".'
-        )
+    sizes = batch_sizes(examples, batch_size, remainder, mesh)
+    num_examples = len(examples)
     if not 0 <= start <= len(sizes):
         raise ValueError(
             f"batches: start={start}, but the epoch has {len(sizes)} batches ({num_examples} examples, "
             f"batch_size={batch_size}). It must lie in 0..{len(sizes)}."
         )
-    if prefetch < 0:
-        raise ValueError(f"batches: prefetch={prefetch}, but it must be 0 (no thread) or more.")
+    check_prefetch(prefetch)
     order = None if key is None else epoch_order(num_examples, key, epoch)
-    agreement = open_stream(mesh)
-    if agreement is not None:
-        words = None if order is None else order[:4].tolist()
-        agreement.check_call(
-            {"len(examples)": num_examples, "batch_size": batch_size, "epoch": epoch, "start": start}
-            | {"remainder": remainder, "the order by key": words, "mesh": dict(mesh.shape)}
-        )
+    start_of_order = None if order is None else order[:4].tolist()
+    call = CallFacts(num_examples, batch_size, epoch, start, remainder, start_of_order, dict(mesh.shape))
+    stream = open_stream(mesh, call)
     offsets = list(itertools.accumulate(sizes, initial=0))
-    layouts = {size: _layout(mesh, size) for size in set(sizes)}
+    layouts = {size: _batch_layout(mesh, size) for size in set(sizes)}
     # `with jax.enable_x64(...)` around the consumer does not reach other threads.
     x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -116,8 +96,8 @@ def batches(
             read = {i: examples[i] for i in dict.fromkeys(wanted)}
             batch = collate_fn([read[i] for i in wanted])
             _check_batch(batch, len(rows))
-            if agreement is not None:
-                agreement.check_batch(index, batch)
+            if stream is not None:
+                stream.add(index, batch)
         except Exception as error:
             again = f"batches(..., epoch={epoch}, start={index}, prefetch=0)"
             error.add_note(f"This is batch {index} of epoch {epoch}; {again} makes it again.")
@@ -128,11 +108,20 @@ def batches(
     return _run_ahead(make, range(start, len(sizes)), prefetch)
 
 
-def batch_sizes(num_examples: int, batch_size: int, remainder: str, *, num_shards: int) -> list[int]:
-    """The number of rows of each batch of an epoch. One that `num_shards` divides is split over them.
+def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
+    """The number of rows of each batch of an epoch. One that the data shards divide is split over them.
 
-    Raises `ValueError` if `remainder` is none of `"drop"`, `"split"`, `"pad"`.
+    Arguments and errors as for [`batches`][].
     """
+    check_mesh(mesh)
+    num_examples, num_shards = _length(examples), num_batch_shards(mesh)
+    if batch_size < 1 or batch_size % num_shards != 0:
+        axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
+        raise ValueError(
+            f"batches: batch_size={batch_size} must be a positive multiple of {num_shards}, the number "
+            f"of data shards of the mesh ({axes}). "
+            f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
+        )
     num_whole, tail = divmod(num_examples, batch_size)
     if remainder == "drop":
         last = []
@@ -142,12 +131,14 @@ def batch_sizes(num_examples: int, batch_size: int, remainder: str, *, num_shard
         last = [batch_size if tail else 0]
     else:
         raise ValueError(f'batches: remainder={remainder!r}, but it must be "drop", "split" or "pad".')
-    return [batch_size] * num_whole + [size for size in last if size]
-
-
-def num_batches(num_examples: int, batch_size: int, remainder: str, *, num_shards: int) -> int:
-    """The number of batches of an epoch. Arguments and errors as for [`batch_sizes`][]."""
-    return len(batch_sizes(num_examples, batch_size, remainder, num_shards=num_shards))
+    sizes = [batch_size] * num_whole + [size for size in last if size]
+    if not sizes:
+        raise ValueError(
+            f"batches: batch_size={batch_size}, but there are only {num_examples} examples, and "
+            'remainder="drop" leaves out what does not fill a batch. Use a smaller batch_size, or '
+            'remainder="split" or "pad".'
+        )
+    return sizes
 
 
 def epoch_order(num_examples: int, key: Key, epoch: int) -> Int[np.ndarray, " num_examples"]:
@@ -182,7 +173,13 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
     return np.flatnonzero(needed)
 
 
-def _length(examples: Any) -> int:
+def check_prefetch(prefetch: int) -> None:
+    """Raises `ValueError` if it is negative."""
+    if prefetch < 0:
+        raise ValueError(f"batches: prefetch={prefetch}, but it must be 0 (no thread) or more.")
+
+
+def _length(examples: Examples) -> int:
     sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     if not sized or isinstance(examples, Mapping):
         raise TypeError(
@@ -194,7 +191,7 @@ def _length(examples: Any) -> int:
     return len(examples)
 
 
-def _layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
+def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
     """How a batch of `size` rows lies on the mesh, and which of them this process needs."""
     sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
     rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)

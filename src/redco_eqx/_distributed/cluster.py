@@ -1,14 +1,21 @@
 """What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
 
 import dataclasses
-import ipaddress
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from redco_eqx._distributed.jax_internals import detect_launch
 
-ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-LOCAL_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
+T = TypeVar("T")
+
+VARIABLES = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+    "local_device_ids": "JAX_LOCAL_DEVICE_IDS",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,37 +58,48 @@ def find_launch(
     Raises `TypeError` or `ValueError` if these do not fit together, `RuntimeError` in a batch script of
     SLURM with several tasks but without srun.
     """
-    address = coordinator_address or environment.get(ADDRESS) or None
-    number = _whole_number("num_processes", NUM_PROCESSES, num_processes, environment)
-    process = _whole_number("process_id", PROCESS_ID, process_id, environment)
-    devices = _device_ids(local_device_ids, environment)
-    if number is not None and number < 1:
-        raise ValueError(f"initialize_distributed: num_processes={number}, but there is at least one.")
-    if number == 1:
-        _check_process(process, number)
-        return None
-    if address is None or number is None or process is None:
+    for name, value in (("num_processes", num_processes), ("process_id", process_id)):
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
+    if isinstance(local_device_ids, int):
+        local_device_ids = (local_device_ids,)
+    read = functools.partial(_setting, environment)
+    address = read("coordinator_address", coordinator_address or None, str, "")
+    number = read("num_processes", num_processes, int, "a whole number")
+    process = read("process_id", process_id, int, "a whole number")
+    devices = read("local_device_ids", local_device_ids, _numbers, "numbers with commas between them")
+    if number != 1 and None in (address, number, process):
         address, number, process, local = detect_launch(address, number, process, timeout_seconds)
         if local is not None and devices is None:
             devices = share_of_devices(local, tasks_on_node(environment), environment)
         if address is None and number is None and process is None:
             _refuse_batch_script(environment)
             return None
-    given = {"coordinator_address": address, "num_processes": number, "process_id": process}
+    if number is not None and number < 1:
+        raise ValueError(f"initialize_distributed: num_processes={number}, but there is at least one.")
+    if number is not None and process is not None and not 0 <= process < number:
+        raise ValueError(
+            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
+            f"0..{number - 1}. Each process has its own."
+        )
+    if number == 1:
+        return None
     if address is None or number is None or process is None:
-        missing = [name for name, value in given.items() if value is None]
+        given = {"coordinator_address": address, "num_processes": number, "process_id": process}
         known = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-        variables = dict(zip(given, (ADDRESS, NUM_PROCESSES, PROCESS_ID)))
+        missing = [name for name, value in given.items() if value is None]
         raise ValueError(
             f"initialize_distributed: {known} given, but not {' and '.join(missing)}, and no launcher that "
             "JAX knows (SLURM, Open MPI, Kubernetes, TPU) says so. Pass all three, or set "
-            f"{' and '.join(variables[name] for name in missing)} in the environment."
+            f"{' and '.join(VARIABLES[name] for name in missing)} in the environment."
         )
-    _check_process(process, number)
-    if number == 1:
-        return None
-    _check_address(address)
-    return Launch(address, number, process, devices)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
+            "'10.0.0.1:1234': the address of process 0 and a port that is free there."
+        )
+    return Launch(address, number, process, None if devices is None else tuple(devices))
 
 
 def tasks_on_node(environment: Mapping[str, str]) -> int | None:
@@ -114,55 +132,22 @@ def share_of_devices(
     return tuple(range(local_process * each, (local_process + 1) * each))
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is written as an address of the machine itself."""
+def _setting(
+    environment: Mapping[str, str], name: str, argument: T | None, parse: Callable[[str], T], expected: str
+) -> T | None:
+    """An argument, or else what its environment variable holds."""
+    variable = VARIABLES[name]
+    text = environment.get(variable, "").strip()
+    if argument is not None or not text:
+        return argument
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return parse(text)
     except ValueError:
-        return host == "localhost"
+        raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be {expected}.") from None
 
 
-def _whole_number(name: str, variable: str, value: int | None, environment: Mapping[str, str]) -> int | None:
-    if value is None:
-        text = environment.get(variable, "").strip()
-        if text and not text.lstrip("-").isdigit():
-            raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be a whole number.")
-        return int(text) if text else None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"initialize_distributed: {name}={value!r}, but it must be a whole number.")
-    return value
-
-
-def _device_ids(value: int | Sequence[int] | None, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    if value is None:
-        text = environment.get(LOCAL_DEVICE_IDS, "")
-        if not text:
-            return None
-        try:
-            return tuple(int(word) for word in text.split(","))
-        except ValueError:
-            raise ValueError(
-                f"initialize_distributed: {LOCAL_DEVICE_IDS}={text!r}, but it must be numbers with commas "
-                "between them."
-            ) from None
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _check_process(process: int | None, number: int) -> None:
-    if process is not None and not 0 <= process < number:
-        raise ValueError(
-            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
-            f"0..{number - 1}. Each process has its own."
-        )
-
-
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"initialize_distributed: coordinator_address={address!r}, but it must be 'host:port', such as "
-            "'10.0.0.1:1234': the address of process 0 and a port that is free there."
-        )
+def _numbers(text: str) -> Sequence[int]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def _refuse_batch_script(environment: Mapping[str, str]) -> None:
@@ -175,5 +160,5 @@ def _refuse_batch_script(environment: Mapping[str, str]) -> None:
         raise RuntimeError(
             f"initialize_distributed: this SLURM job has {nodes} nodes and {tasks} tasks, but this process "
             "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
-            f"script, or set {NUM_PROCESSES}=1 if one process is meant."
+            f"script, or set {VARIABLES['num_processes']}=1 if one process is meant."
         )

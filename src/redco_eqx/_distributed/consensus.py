@@ -4,16 +4,19 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+T = TypeVar("T")
 
 
-def from_first(make: Callable[[], Any]) -> Any:
+def from_first(make: Callable[[], T]) -> T:
     """What `make()` gives on process 0, on all of them; it must be plain JSON. What it raises there is raised
     on the others as a `RuntimeError`."""
     if jax.process_count() == 1:
@@ -21,30 +24,26 @@ def from_first(make: Callable[[], Any]) -> Any:
     text, problem = b"", None
     if jax.process_index() == 0:
         try:
-            text = json.dumps([make(), None]).encode()
+            text = json.dumps({"made": make()}).encode()
         except Exception as error:
             problem = error
-            text = json.dumps([None, f"{type(error).__name__}: {error}"]).encode()
+            text = json.dumps({"problem": f"{type(error).__name__}: {error}"}).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     data = np.frombuffer(text, np.uint8) if text else np.zeros(size, np.uint8)
-    made, told = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8).tobytes())
+    told = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8).tobytes())
     if problem is not None:
         raise problem
-    if told is not None:
-        raise RuntimeError(f"on process 0: {told}")
-    return made
+    if "problem" in told:
+        raise RuntimeError(f"on process 0: {told['problem']}")
+    return told["made"]
 
 
-def on_first(act: Callable[[], Any]) -> None:
+def on_first(act: Callable[[], object]) -> None:
     """`act()` on process 0. What it raises there is raised on all."""
-
-    def make() -> None:
-        act()
-
-    from_first(make)
+    from_first(lambda: act() and None)
 
 
-def together(load: Callable[[], Any], failure: type[Exception]) -> Any:
+def together(load: Callable[[], T], failure: type[Exception]) -> T:
     """`load()`, which raises `failure` on every process if it does so on one."""
     result, problem = None, None
     try:
@@ -57,7 +56,7 @@ def together(load: Callable[[], Any], failure: type[Exception]) -> Any:
             problem = failure(f"this failed on the processes {np.flatnonzero(failed).tolist()}")
     if problem is not None:
         raise problem
-    return result
+    return cast(T, result)
 
 
 class Vote:
@@ -72,39 +71,35 @@ class Vote:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._behind: deque[Any] = deque()
-        self._handed_in: dict[tuple[int, ...], Any] = {}
+        self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...]:
         if jax.process_count() == 1:
             return numbers
-        self._behind.append(_greatest(self._mesh)(self._place(numbers)))
+        self._behind.append(_greatest(self._mesh, numbers))
         if len(self._behind) <= self.NUM_BEHIND:
             return (0,) * len(numbers)
-        return _to_ints(self._behind.popleft())
+        return tuple(np.asarray(self._behind.popleft()).tolist())
 
     def now(self, *numbers: int) -> tuple[int, ...]:
         """The same for the numbers of this very call; waits."""
         self._behind.clear()
-        return numbers if jax.process_count() == 1 else _to_ints(_greatest(self._mesh)(self._place(numbers)))
-
-    def _place(self, numbers: tuple[int, ...]) -> Any:
-        if numbers not in self._handed_in:
-            row = np.array([numbers], np.int32)
-            self._handed_in = {
-                numbers: jax.make_array_from_callback(
-                    (self._mesh.size, len(numbers)),
-                    NamedSharding(self._mesh, PartitionSpec(tuple(self._mesh.axis_names))),
-                    lambda _: row,
-                )
-            }
-        return self._handed_in[numbers]
+        if jax.process_count() == 1:
+            return numbers
+        return tuple(np.asarray(_greatest(self._mesh, numbers)).tolist())
 
 
-@functools.cache
-def _greatest(mesh: Mesh) -> Callable[[Any], Any]:
+def _greatest(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, " n"]:
+    return _compiled_max(mesh)(_placed(mesh, numbers))
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled_max(mesh: Mesh) -> Callable[[Int[Array, "devices n"]], Int[Array, " n"]]:
     return jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _to_ints(x: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in np.asarray(x))
+@functools.lru_cache(maxsize=4)  # nearly always zeros
+def _placed(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, "devices n"]:
+    row = np.array([numbers], np.int32)
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+    return jax.make_array_from_callback((mesh.size, len(numbers)), sharding, lambda _: row)

@@ -1,18 +1,13 @@
 """Joining the processes of a run on many hosts, or failing soon and with a reason."""
 
-import os
-import socket
-import warnings
 from collections.abc import Sequence
 
 import jax
 
-from redco_eqx._distributed import store
-from redco_eqx._distributed.cluster import Launch, find_launch, is_loopback
-from redco_eqx._distributed.failure import Leaving, say
-from redco_eqx._distributed.heartbeat import watch_coordinator, watch_processes
+from redco_eqx._distributed.cluster import find_launch
 from redco_eqx._distributed.jax_internals import has_devices
-from redco_eqx._distributed.rendezvous import meet
+from redco_eqx._distributed.process_group import ProcessGroup
+from redco_eqx._distributed.rendezvous import rendezvous
 
 
 def initialize_distributed(
@@ -35,7 +30,7 @@ def initialize_distributed(
 
     **Main arguments:**
 
-    - `coordinator_address`: `"host:port"` of process 0, which opens that port and one more that is free.
+    - `coordinator_address`: `"host:port"` of process 0, which opens that port.
     - `num_processes`: how many there are.
     - `process_id`: which one this is, from 0.
 
@@ -81,7 +76,9 @@ def initialize_distributed(
             "initialize_distributed: JAX has been used already (an array, jax.devices(), ...), and its "
             f"devices are those of one process, not of {launch.num_processes}. Call it first of all."
         )
-    meet(launch, timeout_seconds)
+    # The platform that was asked for; empty where the choice is JAX's.
+    platform = (jax.config.jax_platforms or "").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
+    names, connections = rendezvous(launch, timeout_seconds, platform)
     jax.distributed.initialize(
         launch.coordinator_address,
         launch.num_processes,
@@ -92,69 +89,12 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
-    store.introduce(launch.process_id)
-    if launch.process_id != 0:
-        store.wait("process/0", timeout_seconds)
-    leaving = Leaving(launch.process_id, launch.num_processes, leave_seconds)
-    leaving.start()
-    # A little before JAX aborts for the same reason, with a message that names no host.
-    probe = 0.5 * heartbeat_timeout_seconds
-    if launch.process_id == 0:
-        leaving.before_exit(watch_processes(leaving.lost, leaving.silent, probe_seconds=probe))
-    else:
-        try:
-            done = watch_coordinator(
-                launch.host,
-                launch.process_id,
-                leaving.lost,
-                leaving.silent,
-                probe_seconds=probe,
-                timeout_seconds=10,
-            )
-            leaving.before_exit(done)
-        except OSError as error:
-            say(f"no connection to watch process 0 by ({error}); if it is lost, heartbeats will tell.")
-    _check_own_address(launch)
-
-
-def _check_own_address(launch: Launch) -> None:
-    """Refuses a hosts file that gives this host's name a loopback address, where there are other hosts.
-
-    On CPU each process tells the others to connect to what its own host name resolves to; a line such as
-    `127.0.1.1 myhost`, which Debian writes, has them wait for themselves.
-    """
-    own, name = _network(), socket.gethostname()
-    store.put(f"network/{launch.process_id}", own)
-    others = [0] if launch.process_id else range(1, launch.num_processes)
-    if all(store.wait(f"network/{other}", 60) == own for other in others):
-        return
-    try:
-        address = str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError:
-        address = ""
-    if address and not is_loopback(address):
-        return
-    found = f"resolves to {address}, which other hosts cannot reach" if address else "does not resolve"
-    message = (
-        f"initialize_distributed: the name of this host, {name!r}, {found}. On CPU the processes would wait "
-        f"for each other in vain. Give {name} its address in the network in /etc/hosts (Debian writes "
-        f"`127.0.1.1 {name}` there)."
+    # A process is named before JAX aborts for the same reason, with a message that names no host.
+    group = ProcessGroup(
+        launch.process_id,
+        names,
+        connections,
+        leave_seconds=leave_seconds,
+        silent_seconds=0.5 * heartbeat_timeout_seconds,
     )
-    if _platform() == "cpu":
-        raise RuntimeError(message)
-    warnings.warn(f"{message} On GPU and TPU this does not matter.", stacklevel=3)
-
-
-def _platform() -> str:
-    """The one that was asked for, and nothing where the choice is JAX's; asking JAX would use its devices."""
-    return (jax.config.jax_platforms or "").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _network() -> str:
-    """Names the network stack of this process: equal for processes that share loopback addresses."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # not Linux
-        return socket.gethostname()
+    group.start()

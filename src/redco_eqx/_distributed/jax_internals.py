@@ -4,7 +4,7 @@ from typing import Any
 
 
 def coordination_client() -> Any:
-    """The client of JAX's coordination service, `None` where there is one process."""
+    """The client of JAX's coordination service, `None` where JAX has not joined others, or has left them."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -30,5 +30,4 @@ def detect_launch(
     found = ClusterEnv.auto_detect_unset_distributed_params(
         address, num_processes, process_id, None, None, timeout_seconds
     )
-    local = found[3]
-    return found[0], found[1], found[2], None if local is None else next(iter(local))
+    return *found[:3], None if found[3] is None else next(iter(found[3]))

@@ -1,20 +1,13 @@
 """Ends a process in which no step has finished for a long time: a loader that is stuck, a frozen peer."""
 
 import faulthandler
-import os
 import sys
 import threading
 import time
 
-from redco_eqx._distributed import failure
+from redco_eqx._distributed.process_group import end_process
 
-_active: list["Watchdog"] = []
-
-
-def beat() -> None:
-    """Says that a step, of training or evaluation, has finished or been handed over."""
-    for watchdog in _active:
-        watchdog.since = time.monotonic()
+_STDERR = 2  # a C function writes to it, also where `sys.stderr` has been replaced
 
 
 class Watchdog:
@@ -29,44 +22,35 @@ class Watchdog:
             raise ValueError(f"step_timeout_seconds={timeout_seconds}, but it must be positive, or None.")
         self._seconds = timeout_seconds
         self._done = threading.Event()
-        self.since = 0.0
+        self._last_beat = 0.0
+
+    def beat(self) -> None:
+        """Says that a step, of training or evaluation, has finished or been handed over."""
+        self._last_beat = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
         if self._seconds is not None:
-            self.since = time.monotonic()
-            _active.append(self)
-            threading.Thread(target=self._run, name="redco_eqx.watchdog", daemon=True).start()
+            self.beat()
+            threading.Thread(
+                target=self._run, args=(self._seconds,), name="redco_eqx.watchdog", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._done.set()
         if self._seconds is not None:
-            _active.remove(self)
-            self._done.set()
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self) -> None:
-        seconds = self._seconds
-        assert seconds is not None
+    def _run(self, seconds: float) -> None:
         while not self._done.is_set():
             # A thread in C: an extension that does not release the interpreter stops this one.
-            faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_stderr())
+            faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_STDERR)
             self._done.wait(min(1.0, seconds / 4))
-            if time.monotonic() - self.since > seconds and not self._done.is_set():
-                self._end(seconds)
+            if time.monotonic() - self._last_beat > seconds and not self._done.is_set():
+                sys.stderr.flush()
+                faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+                end_process(
+                    f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
+                    "its threads stands."
+                )
         faulthandler.cancel_dump_traceback_later()
-
-    def _end(self, seconds: float) -> None:
-        sys.stderr.flush()
-        faulthandler.dump_traceback(file=_stderr(), all_threads=True)
-        failure.end(
-            f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of its "
-            "threads stands."
-        )
-
-
-def _stderr() -> int:
-    """A file that a C function can write to, also where `sys.stderr` has been replaced."""
-    try:
-        return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return os.dup(2)

@@ -6,19 +6,33 @@ nothing of processes: the caller uses them on one.
 
 import itertools
 import json
-import math
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tqdm import tqdm
+
+from redco_eqx._json import to_json
 
 C = TypeVar("C")
 
 _num_event_files = itertools.count()
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """What is printed to: `sys.stderr`, an open file."""
+
+    def write(self, text: str, /) -> object:
+        """Takes some text."""
+        ...
+
+    def flush(self) -> object:
+        """Hands it on."""
+        ...
 
 
 class _Closing:
@@ -40,16 +54,24 @@ def _format_row(row: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger(_Closing):
-    """Prints one line per row, its columns aligned, above a progress bar if there is one."""
+    """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from."""
 
-    def __init__(self, stream: Any = None):
-        """**Arguments:** `stream`: the text stream to print to, `sys.stderr` by default."""
+    def __init__(self, stream: TextStream | None = None, *, progress: bool | None = None):
+        """**Arguments:**
+
+        - `stream`: the text stream to print to, `sys.stderr` by default.
+        - `progress`: whether `fit` shows a bar; `None` does so on a terminal.
+        """
         self._stream = stream
+        self.progress = progress
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         columns = [f"{name} {float(value):<10.4g}" for name, value in row.items()]
-        line = "  ".join([f"step {step:>8}", *columns]).rstrip()
-        tqdm.write(line, file=self._stream or sys.stderr)
+        self.say("  ".join([f"step {step:>8}", *columns]).rstrip())
+
+    def say(self, message: str) -> None:
+        """Prints a line, above a bar if there is one."""
+        tqdm.write(message, file=self._stream or sys.stderr)
 
 
 class JSONLLogger(_Closing):
@@ -66,7 +88,7 @@ class JSONLLogger(_Closing):
         self._file = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
-        values = {name: _json_number(value) for name, value in row.items()}
+        values = {name: to_json(float(value)) for name, value in row.items()}
         line = json.dumps({"step": int(step), "time": time.time(), **values}, allow_nan=False)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,15 +122,6 @@ def _is_until(step: int, line: bytes) -> bool:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def _json_number(x: float) -> float | str:
-    x = float(x)
-    if math.isnan(x):
-        return "NaN"
-    if math.isinf(x):
-        return "Infinity" if x > 0 else "-Infinity"
-    return x
 
 
 class TensorBoardLogger(_Closing):
@@ -163,7 +176,7 @@ class Progress(_Closing):
         initial: int = 0,
         description: str = "",
         show: bool | None = None,
-        stream: Any = None,
+        stream: TextStream | None = None,
     ):
         """**Arguments:**
 

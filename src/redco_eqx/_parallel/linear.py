@@ -5,16 +5,16 @@ that of applying the layers one by one. On one device, and on a mesh whose `tens
 also what is done.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Inexact
 
-from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
-from redco_eqx._parallel.split import Split, apply, split_layer
+from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
+from redco_eqx._parallel.split import Layer, SplitLayer, apply, split_layer
 from redco_eqx._parallel.sums import psum, vary
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
@@ -22,7 +22,7 @@ Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 def column(
     x: Inexact[Array, "*batch in"],
-    *layers: Callable[[Array], Array],
+    *layers: Layer,
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[Inexact[Array, "..."], ...]:
@@ -51,7 +51,7 @@ def column(
 
     `ValueError` if the length does not divide under `sequence_parallel`.
     """
-    mesh = mesh_of(layers, x)
+    mesh = traced_mesh(layers, x)
     if mesh is None or tensor_size(mesh) == 1:
         return tuple(apply(layer, x) for layer in layers)
     if sequence_parallel:
@@ -62,7 +62,7 @@ def column(
     return tuple(apply(layer, x) if split is None else next(outputs) for layer, split in zip(layers, splits))
 
 
-def _column(x: Array, splits: list[Split], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
+def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> list[Array]:
     def body(x: Array, arrays: list[list[Array]]) -> list[Array]:
         # `vary` transposes to one sum over the shards, after the siblings' gradients are added.
         x = jax.lax.all_gather(x, "tensor", axis=1, tiled=True) if sequence_parallel else vary(x, "tensor")
@@ -84,7 +84,7 @@ def _column(x: Array, splits: list[Split], mesh: AbstractMesh, sequence_parallel
 
 def row(
     x: Inexact[Array, "*batch in"] | Sequence[Inexact[Array, "*batch _"]],
-    layer: Callable[[Array], Array] | Sequence[Callable[[Array], Array]],
+    layer: Layer | Sequence[Layer],
     *,
     unit: int = 1,
     sequence_parallel: bool = False,
@@ -109,11 +109,11 @@ def row(
     `ValueError` if the length does not divide under `sequence_parallel`, or there are not as many inputs as
     layers.
     """
-    xs: list[Any] = list(x) if isinstance(x, list | tuple) else [x]
-    layers: list[Any] = list(layer) if isinstance(layer, list | tuple) else [layer]
+    xs = list(x) if isinstance(x, Sequence) else [x]
+    layers = list(layer) if isinstance(layer, Sequence) else [layer]
     if len(xs) != len(layers) or not xs:
         raise ValueError(f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each layer.")
-    mesh = mesh_of(layers, xs)
+    mesh = traced_mesh(layers, xs)
     is_plain = mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel)
     if is_plain or mesh is None:
         return checkpoint_name(_total([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
@@ -129,7 +129,7 @@ def row(
     return checkpoint_name(_total(outputs), "row_out")
 
 
-def _row(xs: list[Array], splits: list[Split], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
+def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
     def body(xs: list[Array], arrays: list[list[Array]]) -> Array:
         total = _total([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
         if sequence_parallel:

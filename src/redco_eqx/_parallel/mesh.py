@@ -1,7 +1,5 @@
 """The mesh that traced arrays lie on, found from the arrays themselves."""
 
-from typing import Any
-
 import jax
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import PyTree
@@ -9,7 +7,7 @@ from jaxtyping import PyTree
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 
 
-def mesh_of(*trees: PyTree) -> AbstractMesh | None:
+def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
     """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
 
     Under a trace an array no longer knows its spec, but it knows its mesh, if it came in committed to one (or
@@ -17,7 +15,7 @@ def mesh_of(*trees: PyTree) -> AbstractMesh | None:
     """
     for x in jax.tree.leaves(trees):
         if isinstance(x, jax.Array):
-            mesh: Any = jax.typeof(x).sharding.mesh
+            mesh: AbstractMesh = jax.typeof(x).sharding.mesh
             if not mesh.empty:
                 known = any(axis in mesh.shape for axis in AXES)
                 return mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None

@@ -1,18 +1,21 @@
 """Policies of `jax.checkpoint`: what a backward pass keeps, and what it computes again."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
-Policy: TypeAlias = Callable[..., Any]
+Policy: TypeAlias = Callable[..., bool]
+"""`(primitive, *types of its operands, **params) -> whether its results are kept`."""
 
 
 def only_real(policy: Policy) -> Policy:
     """`policy`, but complex values are computed again: JAX rounds what is kept, and cannot round those."""
 
-    def keep(primitive: Any, *operands: Any, **params: Any) -> Any:
+    def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
         is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)
         return False if is_complex else policy(primitive, *operands, **params)
 
@@ -24,11 +27,11 @@ keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"
 
 
 @only_real
-def keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
+def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
     """Results of matrix products and convolutions: not gathered weights, nor what is cheap to compute again."""
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
-def keep_products_and_row_out(primitive: Any, *operands: Any, **params: Any) -> bool:
+def keep_products_and_row_out(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
     """The results of matrix products, and what [`row`][] returns."""
     return keep_products(primitive, *operands, **params) or keep_row_out(primitive, *operands, **params)

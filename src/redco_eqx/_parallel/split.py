@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import equinox as eqx
 import jax
@@ -10,12 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._sharding.model_tree import Matrix, read_model
+from redco_eqx._sharding.model_tree import read_model
+from redco_eqx._sharding.nodes import Matrix
 from redco_eqx._tree import is_array, leaves_with_paths
+
+Layer: TypeAlias = Callable[[Array], Array]
+"""A layer, called on an array; `eqx.nn.Linear` on its last dim."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class SplitLayer:
     """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and how to put it together again.
 
     - `bias`: what a row split adds after the sum over shards; the layer then has zeros in its place.
@@ -23,11 +27,11 @@ class Split:
 
     arrays: list[Array]
     specs: list[PartitionSpec]
-    build: Callable[[list[Array]], Callable[[Array], Array]]
+    build: Callable[[list[Array]], Layer]
     bias: Array | None = None
 
 
-def split_layer(layer: Any, side: Literal["out", "in"], num_shards: int, unit: int) -> Split | None:
+def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit: int) -> SplitLayer | None:
     """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be.
 
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
@@ -53,14 +57,14 @@ def split_layer(layer: Any, side: Literal["out", "in"], num_shards: int, unit: i
         PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(cut.get, paths)
     ]
 
-    def build(leaves: list[Array]) -> Callable[[Array], Array]:
+    def build(leaves: list[Array]) -> Layer:
         whole = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
         return lambda x: apply(whole, x)
 
-    return Split(leaves, specs, build, bias)
+    return SplitLayer(leaves, specs, build, bias)
 
 
-def apply(layer: Any, x: Array) -> Array:
+def apply(layer: Layer, x: Array) -> Array:
     """The layer on the last dim of `x`. `eqx.nn.Linear` itself takes single vectors only."""
     if isinstance(layer, eqx.nn.Linear):
         for _ in range(x.ndim - 1):
@@ -68,7 +72,7 @@ def apply(layer: Any, x: Array) -> Array:
     return layer(x)
 
 
-def _only_matrix(layer: Any) -> Matrix | None:
+def _only_matrix(layer: Layer) -> Matrix | None:
     root, tied = read_model(layer)
     matrices = root.matrices()
     if tied or len(matrices) != 1 or matrices[0].node is not root:

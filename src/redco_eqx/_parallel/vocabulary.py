@@ -1,7 +1,6 @@
 """Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -12,8 +11,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from redco_eqx._parallel.linear import check_sequence
-from redco_eqx._parallel.mesh import batch_axes, mesh_of, tensor_size
-from redco_eqx._parallel.split import Split, apply, split_layer
+from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
+from redco_eqx._parallel.split import Layer, SplitLayer, apply, split_layer
 from redco_eqx._sharding.mesh import axes_of, axis_size
 from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
@@ -39,7 +38,7 @@ def embed(
 
     `ValueError` if the length does not divide under `sequence_parallel`.
     """
-    mesh = mesh_of(table, ids)
+    mesh = traced_mesh(table, ids)
     if mesh is None or mesh.size == 1:
         return jnp.take(table, ids, axis=0)
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
@@ -72,9 +71,13 @@ def embed(
     )(table, ids)
 
 
+Head: TypeAlias = Float[Array, "rows size"] | Layer
+"""What makes logits of hidden states: the table itself, or a layer."""
+
+
 def cross_entropy(
     hidden: Float[Array, "*batch length size"],
-    head: Any,
+    head: Head,
     labels: Int[Array, "*batch length"],
     *,
     weights: Num[Array, "*batch length"] | None = None,
@@ -123,7 +126,7 @@ def cross_entropy(
         )
     counted = (labels != ignore_label).astype(jnp.float32)
     weights = counted if weights is None else counted * weights
-    mesh = mesh_of(head, hidden)
+    mesh = traced_mesh(head, hidden)
     if mesh is None or mesh.size == 1:
         return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
@@ -156,13 +159,13 @@ def cross_entropy(
 
 
 def _chunked(
-    hidden: Array,
-    head: Callable[[Array], Array],
-    labels: Array,
-    weights: Array,
+    hidden: Float[Array, "*batch length size"],
+    head: Layer,
+    labels: Int[Array, "*batch length"],
+    weights: Num[Array, "*batch length"],
     num_chunks: int,
     axis: str | None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, ""], Num[Array, ""]]:
     """Weighted sum of the cross-entropy, and sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
@@ -181,7 +184,9 @@ def _chunked(
     return jnp.sum(totals), jnp.sum(weights)
 
 
-def _cross_entropy(logits: Array, labels: Array, axis: str | None) -> Array:
+def _cross_entropy(
+    logits: Float[Array, "*tokens vocabulary"], labels: Int[Array, "*tokens"], axis: str | None
+) -> Float[Array, "*tokens"]:
     """For each token. With `axis`, the last dim of `logits` is this shard's part of the vocabulary."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
@@ -199,26 +204,26 @@ def _cross_entropy(logits: Array, labels: Array, axis: str | None) -> Array:
     return jnp.log(sums) + greatest - picked
 
 
-def _function(head: Any) -> Callable[[Array], Array]:
-    if is_array(head):
-        return lambda x: jnp.einsum("...i,oi->...o", x, head)
-    return lambda x: apply(head, x)
+def _function(head: Head) -> Layer:
+    if callable(head):
+        return lambda x: apply(head, x)
+    return lambda x: jnp.einsum("...i,oi->...o", x, head)
 
 
-def _split_head(head: Any, num_shards: int) -> Split | None:
+def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
-    if num_shards > 1 and not is_array(head):
+    if num_shards > 1 and callable(head):
         return split_layer(head, "out", num_shards, 1)
-    if num_shards > 1 and head.shape[0] % num_shards:
+    if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
         return None
     arrays, static = eqx.partition(head, is_array)
     leaves, treedef = jax.tree.flatten(arrays)
     spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
 
-    def build(leaves: list[Array]) -> Callable[[Array], Array]:
+    def build(leaves: list[Array]) -> Layer:
         return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
 
-    return Split(leaves, [spec] * len(leaves), build)
+    return SplitLayer(leaves, [spec] * len(leaves), build)
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
@@ -227,7 +232,9 @@ def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _own_part(x: Array, mesh: AbstractMesh) -> Array:
+def _own_part(
+    x: Float[Array, "batch length size"], mesh: AbstractMesh
+) -> Float[Array, "batch own_length size"]:
     """A device's part along dim 1 of what all devices along `tensor` have whole."""
     size = x.shape[1] // axis_size(mesh, "tensor")
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, axis=1)

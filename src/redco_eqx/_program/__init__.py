@@ -1,1 +1,1 @@
-"""Traced programs: what is put in the place of operations that would come out wrong."""
+"""Traced programs: what is gathered in them, and what takes the place of operations that come out wrong."""

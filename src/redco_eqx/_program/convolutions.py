@@ -16,14 +16,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.extend.core as jex_core
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._dataflow.source import source_line
 from redco_eqx._parallel.sums import psum, vary
+from redco_eqx._program.atoms import shape_of
 from redco_eqx._program.rewrite import manual_axes
 from redco_eqx._sharding.mesh import BATCH_AXES
+
+Params: TypeAlias = dict[str, Any]
+"""The parameters of an operation."""
 
 Kernels: TypeAlias = Mapping[int, Collection[str]]
 """For the number of elements of each kernel that is split, the axes which split it. Two kernels of one size are
@@ -31,7 +35,7 @@ taken for split alike, which costs communication at worst."""
 
 
 def replace_convolution(
-    equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
+    equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
     """What takes the place of `equation` in a program on `mesh`, if it is a convolution to be replaced.
 
@@ -45,8 +49,7 @@ def replace_convolution(
         return None
     manual = manual_axes(equation)
     left = [axis for axis, size in mesh.shape.items() if axis not in manual and size > 1]
-    arrays: list[Any] = [equation.invars[1], equation.outvars[0]]
-    sizes = [math.prod(x.aval.shape) for x in arrays]
+    sizes = [math.prod(shape_of(atom)) for atom in (equation.invars[1], equation.outvars[0])]
     if params["batch_group_count"] == params["feature_group_count"] == 1:
         is_split = not manual and any(size in kernels for size in sizes)
         return functools.partial(_with_whole_windows, params, mesh) if is_split else None
@@ -62,25 +65,22 @@ def replace_convolution(
     return functools.partial(_cut, params, mesh, "tensor" in kernels.get(kernel_size, ()))
 
 
-def _with_whole_windows(params: dict[str, Any], mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
+def _with_whole_windows(params: Params, mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
     """The convolution, whose kernel, and whose result, is not split along its window: that went wrong as well.
 
     Of a weight gradient the result is a kernel.
     """
 
     def whole(x: Array, spec: tuple[int, ...]) -> Array:
-        free: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-        for dim in spec[2:]:
-            free[dim] = None
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*free)))
+        window = spec[2:]
+        entries = [None if dim in window else PartitionSpec.UNCONSTRAINED for dim in range(x.ndim)]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
     dims = params["dimension_numbers"]
     return whole(_convolve(params, lhs, whole(rhs, dims.rhs_spec)), dims.out_spec)
 
 
-def _cut(
-    params: dict[str, Any], mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array
-) -> Array:
+def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array) -> Array:
     """The convolution, cut over the axes of the batch: along its examples, or else its groups.
 
     The examples are what a weight gradient contracts, and its sum over devices is written out. `tensor` cuts
@@ -135,5 +135,5 @@ _SETTINGS = (
 )
 
 
-def _convolve(params: dict[str, Any], lhs: Array, rhs: Array) -> Array:
+def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
     return jax.lax.conv_general_dilated(lhs, rhs, **{name: params[name] for name in _SETTINGS})

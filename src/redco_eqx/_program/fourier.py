@@ -7,8 +7,8 @@ of dims in memory), or the partitioner aborts (`fft_handler.cc`).
 from collections.abc import Callable
 
 import jax
-import jax.extend.core as jex_core
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
@@ -16,7 +16,7 @@ from redco_eqx._program.rewrite import manual_axes
 from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
 
-def replace_fft(equation: jex_core.JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
+def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
     """What takes the place of `equation`, if it is an FFT: the same, of dims that are whole on each device.
 
     The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`

@@ -1,4 +1,6 @@
-"""FSDP: parameters that are split over `fsdp`, gathered where they are used first.
+"""FSDP: parameters that are split where they are stored, gathered where they are used first.
+
+That is over `fsdp`, and what an entry `("fsdp", "tensor")` of its spec splits over both.
 
 Inside the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a `shard_map`, the gather
 stands in the body: so at most one layer of a scan is whole, and a checkpoint gathers again for the gradient
@@ -7,22 +9,25 @@ instead of keeping what it gathered.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import jax.extend.core as jex_core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._parallel.fsdp import gather, is_split
+from redco_eqx._program.atoms import Atom, shape_of, type_of
 from redco_eqx._program.trace import Program, abstract
+from redco_eqx._sharding.mesh import axes_of
 
 Layout: TypeAlias = Sequence[NamedSharding | None]
-"""For each of some arrays how it is split over `fsdp`; `None` for one that is not."""
+"""For each of some arrays how it is split where it is stored; `None` for one that is not."""
 
 
 def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
-    """`program` with its inputs gathered that `layout` splits over `fsdp`. No number changes.
+    """`program` with its inputs gathered that `layout` splits where they are stored. No number changes.
 
     What reads a weight number by number, such as a cast, reads it split, and so does a sum to a scalar.
 
@@ -43,7 +48,7 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
 class _Taken:
     """How an operation takes split operands: the operation, which of them it takes so, and what comes out."""
 
-    equation: Any
+    equation: JaxprEqn
     operands: Sequence[int] = ()
     outputs: Layout = ()
 
@@ -55,98 +60,98 @@ class _Walk:
         self.gathers_in_checkpoint = False
 
     def program(
-        self, jaxpr: Any, split: Layout, *, in_checkpoint: bool, whole_outputs: bool = False
-    ) -> tuple[Any, Layout]:
+        self, jaxpr: Jaxpr, split: Layout, *, in_checkpoint: bool, whole_outputs: bool = False
+    ) -> tuple[Jaxpr, Layout]:
         """A program whose inputs are `split`, and how its outputs are: an input may be handed on as it is."""
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, split) if sharding is not None}
-        gathered: dict[Any, Any] = {}
-        equations: list[Any] = []
+        gathered: dict[Var, Atom] = {}
+        equations: list[JaxprEqn] = []
 
-        def whole(atom: Any) -> Any:
-            sharding = None if isinstance(atom, jex_core.Literal) else pending.get(atom)
-            if sharding is None:
+        def whole(atom: Atom) -> Atom:
+            if isinstance(atom, Literal) or atom not in pending:
                 return atom
+            sharding = pending[atom]
             if atom not in gathered:
-                inner = _traced(lambda x: gather(x, sharding), atom.aval)
+                inner = _traced(lambda x: gather(x, sharding), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
                 self.gathers_in_checkpoint |= in_checkpoint
             return gathered[atom]
 
         for equation in jaxpr.eqns:
-            inputs = [None if isinstance(a, jex_core.Literal) else pending.get(a) for a in equation.invars]
+            inputs = [None if isinstance(a, Literal) else pending.get(a) for a in equation.invars]
             taken = self.take(equation, inputs, in_checkpoint) if any(inputs) else _Taken(equation)
             operands = [a if i in taken.operands else whole(a) for i, a in enumerate(equation.invars)]
             equations.append(taken.equation.replace(invars=operands))
             pending |= {var: s for var, s in zip(equation.outvars, taken.outputs) if s is not None}
         outvars = [whole(atom) for atom in jaxpr.outvars] if whole_outputs else jaxpr.outvars
-        outputs = [None if isinstance(a, jex_core.Literal) else pending.get(a) for a in outvars]
+        outputs = [None if isinstance(a, Literal) else pending.get(a) for a in outvars]
         return jaxpr.replace(eqns=equations, outvars=outvars), outputs
 
-    def take(self, equation: Any, inputs: Layout, in_checkpoint: bool) -> _Taken:
+    def take(self, equation: JaxprEqn, inputs: Layout, in_checkpoint: bool) -> _Taken:
         """Which operands `equation` can take as they are; by default none."""
         kind = equation.primitive.name
-        if not any(out.aval.shape for out in equation.outvars) and "jaxpr" not in equation.params:
+        if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
         if kind == "scan":
-            layers = [_of_one_layer(x, outer, inner) for x, outer, inner in self._pairs(equation, inputs)]
-            return self._inside(equation, layers, in_checkpoint)
+            return self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
         if kind in ("checkpoint", "remat", "remat2"):
             return self._inside(equation, inputs, in_checkpoint=True)
         if kind in ("jit", "pjit"):
-            jaxpr, outputs = self.program(equation.params["jaxpr"].jaxpr, inputs, in_checkpoint=in_checkpoint)
+            jaxpr, outputs = self.program(_body(equation), inputs, in_checkpoint=in_checkpoint)
             return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
         return _THROUGH.get(kind, _not_at_all)(equation, inputs)
 
-    def _inside(self, equation: Any, split: Layout, in_checkpoint: bool) -> _Taken:
+    def _inside(self, equation: JaxprEqn, split: Layout, in_checkpoint: bool) -> _Taken:
         """The operation with what is split gathered in its body."""
-        body = equation.params["jaxpr"]
-        jaxpr = getattr(body, "jaxpr", body)
-        jaxpr, _ = self.program(jaxpr, split, in_checkpoint=in_checkpoint, whole_outputs=True)
+        jaxpr, _ = self.program(_body(equation), split, in_checkpoint=in_checkpoint, whole_outputs=True)
         return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(split) if x is not None])
 
-    def _pairs(self, equation: Any, inputs: Layout) -> list[tuple[NamedSharding | None, Any, Any]]:
-        body = equation.params["jaxpr"]
-        inner = getattr(body, "jaxpr", body).invars
-        return [(x, a.aval.shape, b.aval.shape) for x, a, b in zip(inputs, equation.invars, inner)]
 
-
-def _with_body(equation: Any, jaxpr: Any) -> Any:
+def _body(equation: JaxprEqn) -> Jaxpr:
     body = equation.params["jaxpr"]
-    new = body.replace(jaxpr=jaxpr) if isinstance(body, jex_core.ClosedJaxpr) else jaxpr
+    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
+    body = equation.params["jaxpr"]
+    new = body.replace(jaxpr=jaxpr) if isinstance(body, ClosedJaxpr) else jaxpr
     return equation.replace(params={**equation.params, "jaxpr": new})
 
 
-def _of_one_layer(
-    sharding: NamedSharding | None, outer: tuple[int, ...], inner: tuple[int, ...]
-) -> NamedSharding | None:
-    """The layout of what a scan takes of a stack; `None` for what goes through all its steps alike."""
-    if sharding is None or len(inner) == len(outer) or sharding.spec[0] is not None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
+    """The layout of one layer of each stack; `None` for what goes through all steps of the scan alike."""
+
+    def one(sharding: NamedSharding | None, outer: Atom, inner: Atom) -> NamedSharding | None:
+        is_stack = len(shape_of(inner)) < len(shape_of(outer))
+        if sharding is None or not is_stack or sharding.spec[0] is not None:
+            return None
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    return [one(*triple) for triple in zip(inputs, scan.invars, _body(scan).invars)]
 
 
 # Operations that leave a weight split.
 
 
-def _not_at_all(equation: Any, inputs: Layout) -> _Taken:
+def _not_at_all(equation: JaxprEqn, inputs: Layout) -> _Taken:
     return _Taken(equation)
 
 
-def _number_by_number(equation: Any, inputs: Layout) -> _Taken:
+def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:
     """If all arrays among the operands are split alike, so is what comes out."""
-    arrays = [i for i, atom in enumerate(equation.invars) if atom.aval.shape]
+    arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
     if len(specs) > 1 or None in specs:
         return _Taken(equation)
     return _Taken(equation, arrays, [*specs] * len(equation.outvars))
 
 
-def _part_of_it(equation: Any, inputs: Layout) -> _Taken:
+def _part_of_it(equation: JaxprEqn, inputs: Layout) -> _Taken:
     """A slice, if the dims that are split are not cut."""
-    sharding, before, after = inputs[0], equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     if sharding is None or any(
         entry is not None and n != m for entry, n, m in zip(sharding.spec, before, after)
     ):
@@ -154,7 +159,7 @@ def _part_of_it(equation: Any, inputs: Layout) -> _Taken:
     return _Taken(equation, [0], [sharding])
 
 
-def _without_dims(equation: Any, inputs: Layout) -> _Taken:
+def _without_dims(equation: JaxprEqn, inputs: Layout) -> _Taken:
     sharding, dropped = inputs[0], equation.params["dimensions"]
     if sharding is None:
         return _Taken(equation)
@@ -166,7 +171,7 @@ _ELEMENTWISE = (
     *("convert_element_type", "reduce_precision", "copy", "name", "neg", "abs", "sign", "exp", "log", "tanh"),
     *("square", "sqrt", "rsqrt", "integer_pow", "pow", "mul", "add", "sub", "div", "max", "min"),
 )
-_THROUGH: dict[str, Callable[[Any, Layout], _Taken]] = {
+_THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
     **dict.fromkeys(_ELEMENTWISE, _number_by_number),
     "slice": _part_of_it,
     "dynamic_slice": _part_of_it,
@@ -177,18 +182,23 @@ _THROUGH: dict[str, Callable[[Any, Layout], _Taken]] = {
 # In the body of a shard_map a constraint would say nothing: there a gather is written out.
 
 
-def _take_in_shard_map(equation: Any, inputs: Layout) -> _Taken:
+def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
+    """A `shard_map` takes an operand as it is split if its body first casts it to vary along `fsdp`.
+
+    Such a body sums the operand's gradient over `fsdp`, where it casts. A gather in place of the cast hands
+    over the same, and its transpose, a reduce-scatter, leaves each device its own part of the gradient.
+    """
     body, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
     invars, equations, taken = list(body.invars), list(body.eqns), []
     for i, sharding in enumerate(inputs):
         uses = [e for e in equations if sharding is not None and invars[i] in e.invars]
         if sharding is None or invars[i] in body.outvars or not _are_casts(uses):
             continue
-        split = _join(specs[i], sharding.spec, equation.invars[i].aval.ndim)
+        split = _join(specs[i], sharding.spec, type_of(equation.invars[i]).ndim)
         if split is None:
             continue
         (use,) = uses
-        inner = _traced_in(equation.params, split, use.params["axes"], equation.invars[i].aval)
+        inner = _traced_in(equation.params["mesh"], split, use.params["axes"], type_of(equation.invars[i]))
         at = equations.index(use)
         last = inner.eqns[-1].replace(outvars=use.outvars)
         equations[at : at + 1] = [*inner.eqns[:-1], last]
@@ -198,7 +208,7 @@ def _take_in_shard_map(equation: Any, inputs: Layout) -> _Taken:
     return _Taken(equation.replace(params=params), taken)
 
 
-def _are_casts(uses: list[Any]) -> bool:
+def _are_casts(uses: list[JaxprEqn]) -> bool:
     """Whether an operand becomes another on each device along `fsdp` before anything is done with it."""
     return len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
 
@@ -213,7 +223,7 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
     return None
 
 
-def _traced_in(params: dict[str, Any], spec: PartitionSpec, axes: Sequence[str], aval: Any) -> Any:
+def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray) -> Jaxpr:
     """The body of a `shard_map` that gathers its operand and casts it to vary over `axes`."""
     dim = list(spec).index("fsdp")
     rest = tuple(axis for axis in axes if axis != "fsdp")
@@ -222,15 +232,12 @@ def _traced_in(params: dict[str, Any], spec: PartitionSpec, axes: Sequence[str],
         x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
         return jax.lax.pcast(x, rest, to="varying") if rest else x
 
-    out = PartitionSpec(tuple(axis for entry in spec if entry for axis in _axes(entry)) + rest)
-    mapped = jax.shard_map(whole, mesh=params["mesh"], in_specs=(spec,), out_specs=out)
+    # Of the mapped function only the body is used; what varies has to be said in `out_specs` all the same.
+    out = PartitionSpec((*axes_of(spec), *rest))
+    mapped = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=out)
     return _traced(mapped, aval).eqns[0].params["jaxpr"]
 
 
-def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
-
-
-def _traced(function: Callable[[Array], Array], aval: Any) -> Any:
+def _traced(function: Callable[[Array], Array], aval: ShapedArray) -> Jaxpr:
     """The program of a function of one array; its variables are new ones each time."""
     return jax.make_jaxpr(function)(abstract(aval)).jaxpr

@@ -1,16 +1,17 @@
 """Programs that XLA's partitioner gets right."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from redco_eqx._program.convolutions import Kernels, replace_convolution
 from redco_eqx._program.fourier import replace_fft
 from redco_eqx._program.rewrite import rewrite
 from redco_eqx._program.trace import Program, trace
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., PyTree])
 _NONE: Kernels = {}
 
 
@@ -32,7 +33,7 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
 def partitioned(function: F, mesh: Mesh | AbstractMesh | None, kernels: Kernels = _NONE) -> F:
     """`function`, whose arguments and results are PyTrees of arrays, by way of [`for_partitioner`][]."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> PyTree:
         return for_partitioner(trace(function, *arguments), mesh, kernels)(*arguments)
 
     return run  # pyright: ignore[reportReturnType]

@@ -1,14 +1,16 @@
 """A function of arrays as a program: traced once, looked at, changed, and run or differentiated."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jaxtyping import PyTree
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., PyTree])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,27 +21,27 @@ class Program:
     - `results`: the structure of the result.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     results: Any
 
-    def __call__(self, *arguments: Any) -> Any:
-        outputs = jex_core.jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        outputs = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
         # A constant output is a plain number here.
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outputs]
         return jax.tree.unflatten(self.results, arrays)
 
-    def replace(self, jaxpr: Any) -> "Program":
+    def replace(self, jaxpr: Jaxpr) -> "Program":
         """The same, of other operations."""
         return dataclasses.replace(self, closed=self.closed.replace(jaxpr=jaxpr))
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> Program:
+def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
     """`function` as it is for arguments of these shapes and dtypes, which may be abstract."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return Program(closed, jax.tree.structure(shapes))
 
 
-def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
     """What stands for an array of this type; it keeps the mesh that arrays inside a trace know."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
@@ -47,9 +49,9 @@ def abstract(aval: Any) -> jax.ShapeDtypeStruct:
 
 def traced_once(function: F) -> F:
     """`function`, traced once for each combination of shapes and dtypes, under whatever other traces."""
-    programs: dict[Any, Program] = {}
+    programs: dict[Hashable, Program] = {}
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(arguments)
         avals = [jax.typeof(x) for x in leaves]
         key = (treedef, *((x.shape, x.dtype, x.weak_type) for x in avals))

@@ -6,21 +6,32 @@ and a narrowing Linear that is Megatron's column then row.
 """
 
 import dataclasses
-import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from redco_eqx._sharding.nodes import Matrix
 
 
 @dataclasses.dataclass(eq=False)
 class Link:
-    """One step of a chain: a matrix, or parallel siblings of one shape that read the same input."""
+    """One step of a chain: a matrix, or parallel siblings of one shape that read the same input.
+
+    - `is_last`: whether its name says that nothing in its module follows it.
+    """
 
     in_size: int
     out_size: int
-    members: list[Any]
+    members: list[Matrix]
+    is_last: bool = False
+
+    @property
+    def fed_sizes(self) -> tuple[int, ...]:
+        """The inputs that the output fits, whole or as the two halves of a fused gate."""
+        half = (self.out_size // 2,) if self.out_size % 2 == 0 else ()
+        return (self.out_size, *half)
 
     def feeds(self, after: "Link") -> bool:
-        """Whether the output fits the other's input, whole or as the two halves of a fused gate."""
-        return self.out_size in (after.in_size, 2 * after.in_size)
+        """Whether the output fits the other's input."""
+        return after.in_size in self.fed_sizes
 
 
 class Split(NamedTuple):
@@ -35,11 +46,22 @@ def alternate(chain: list[Link], size: int) -> list[Split]:
 
     Costs count the features of every activation that a collective returns, forward and backward.
     """
+    # What the links that are left cost depends on one thing alone of those before: whether the activation
+    # between them is split. So for each of the two only the best way there is kept, and each way is extended by
+    # each split of the next link:
+    #
+    #   link     needs its input    leaves its output    communicates
+    #   whole    whole              whole                nothing
+    #   column   whole              split                the input's gradient, summed: in_size
+    #   row      split              whole                its output, summed: out_size; of an input that came
+    #                                                    whole and is cut here, the gradient, gathered: in_size
+    #
+    # A split activation that the next link needs whole is gathered, and its gradient summed: 2 * in_size.
+    #
     # best[is the activation split]: (links left whole, cost, splits), compared in this order.
     best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
     for index, link in enumerate(chain):
-        widths = [(a.out_size, b.in_size) for a, b in itertools.pairwise(chain)][max(index - 1, 0) : index + 1]
-        paired = any(b % size == 0 for _, b in widths)
+        paired = any(b.in_size % size == 0 for b in chain[max(index, 1) : index + 2])
         options: dict[bool, tuple[int, int, list[str]]] = {}
         for is_split, (whole, cost, names) in best.items():
             gather = 2 * link.in_size if is_split else 0

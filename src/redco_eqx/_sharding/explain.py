@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from redco_eqx._dataflow.communication import Communication, communication
 from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh
 from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
+from redco_eqx._tree import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,9 @@ class Explanation:
         rows: list[tuple[str, ...]] = [header]
         for path, count, d in _collapse(self.decisions):
             size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
-            shape = f"{d.dtype}[{','.join(map(str, d.shape))}]"
             entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
             spec = f"({', '.join(_entry(entry) for entry in entries)})"
-            rows.append((path, shape, spec, d.role, size, d.reason))
+            rows.append((path, describe(d), spec, d.role, size, d.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
@@ -49,8 +49,8 @@ class Explanation:
 
 
 _GATHERS = (
-    "over fsdp: scan_layers gathers one layer at a time; without it all weights are gathered for the loss, and "
-    "again for its gradient, and a lax.scan of your own gets its whole stack"
+    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
+    "layers one layer at a time, and again for its gradient"
 )
 
 

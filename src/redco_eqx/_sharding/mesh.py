@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
@@ -108,16 +109,45 @@ def axes_of(spec: PartitionSpec) -> list[str]:
     return [name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry)]
 
 
-def without_axis(entry: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:
-    """An entry of a `PartitionSpec` without one axis."""
-    if isinstance(entry, tuple):
-        return tuple(name for name in entry if name != axis) or None
-    return None if entry == axis else entry
+STORED = ("fsdp", "tensor")
+"""An entry of a spec: split over both axes where it is stored, and whole for use.
+
+In an entry alone, or before `fsdp`, `tensor` splits an array for use. The order has this meaning in this
+library alone: for JAX it is an order of devices.
+"""
+
+
+def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes that split an array only where it is stored: `fsdp`, and `tensor` after it in one entry."""
+    return STORED if STORED in tuple(spec) else ("fsdp",) if "fsdp" in axes_of(spec) else ()
+
+
+def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """A spec of an array that a program returned, in the spelling that says what `tensor` splits it for.
+
+    With more than one device along `fsdp` the spec says it itself.
+    """
+    if axis_size(mesh, "fsdp") > 1:
+        return spec
+    tensor = STORED if is_stored else "tensor"
+    return PartitionSpec(*(tensor if entry in (STORED, "tensor") else entry for entry in spec))
+
+
+def for_use(spec: PartitionSpec) -> PartitionSpec:
+    """How an array lies that is gathered over its `stored_axes`."""
+    stored = stored_axes(spec)
+
+    def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(entry, tuple):
+            return tuple(axis for axis in entry if axis not in stored) or None
+        return None if entry in stored else entry
+
+    return PartitionSpec(*map(left, spec))
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
     """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
-    entries: list[Any] = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -134,7 +164,7 @@ def one_device_mesh(device: Any) -> Mesh:
     return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def put(x: Any, sharding: NamedSharding) -> Array:
+def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
     """`x` as a global array laid out by `sharding`.
 
     Every process holds it whole and equal, or it is a global array already.
@@ -146,7 +176,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
+        data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -4,125 +4,19 @@ Nothing is decided here. A `Matrix` is whatever acts like a Linear: a module wit
 `kernel`, a convolution, or either of them with a LoRA branch beside it.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
+from redco_eqx._sharding.bare import find_bare
+from redco_eqx._sharding.nodes import Branch, Matrix, Node, Table, is_norm
 from redco_eqx._tree import children, is_array, join, leaves_with_paths
 
-Shape = tuple[int, ...]
 
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """A node of the model, with abstract arrays as its leaves.
-
-    - `stack`: number of leading dims, of every array below, that number stacked copies.
-    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table.
-    - `is_block`: whether it is one of several alike (an element of a homogeneous list, or a stack), so
-        that no matrix inside it is consecutive to one outside.
-    """
-
-    path: str
-    name: str
-    value: Any
-    parent: "Node | None"
-    children: "list[Node]" = dataclasses.field(default_factory=list)
-    stack: int = 0
-    matrix: "Matrix | None" = None
-    table: "Table | None" = None
-    is_block: bool = False
-
-    @property
-    def is_array(self) -> bool:
-        return is_array(self.value)
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.value.shape)
-
-    def child(self, *names: str) -> "Node | None":
-        """The first direct child that is an array and has one of these names."""
-        return next((c for name in names for c in self.children if c.name == name and c.is_array), None)
-
-    def walk(self) -> "Iterator[Node]":
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-    def arrays(self) -> "list[Node]":
-        return [node for node in self.walk() if node.is_array]
-
-    def matrices(self) -> "list[Matrix]":
-        """Every matrix below, a wrapped one once."""
-        if self.matrix is not None:
-            return [self.matrix]
-        return [matrix for child in self.children for matrix in child.matrices()]
-
-    def attribute(self, *names: str) -> int | None:
-        """The first positive int among these attributes of the module or of its `config`."""
-        for owner in (self.value, getattr(self.value, "config", None)):
-            for name in names:
-                found = getattr(owner, name, None)
-                if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                    return found
-        return None
-
-
-@dataclasses.dataclass(eq=False)
-class Matrix:
-    """A map from `in_size` to `out_size` features; dims are those of the stored array."""
-
-    node: Node  # where it is named: the wrapper, if a LoRA module wraps it
-    weight: Node
-    in_size: int
-    out_size: int
-    in_dim: int
-    out_dim: int
-    groups: int = 1
-    parts: int = 1  # several fused matrices, kept apart by a dim before `out_dim`
-    bias: Node | None = None
-    lora: "tuple[Branch, Branch] | None" = None  # (in -> rank, rank -> out)
-
-    @property
-    def bias_dim(self) -> int:
-        return self.weight.stack + (self.parts > 1)
-
-    def name_in(self, scope: Node) -> list[str]:
-        """The parts of its path below `scope`."""
-        path = self.node.path.removeprefix(scope.path).strip(".")
-        return path.split(".")
-
-
-@dataclasses.dataclass(eq=False)
-class Branch:
-    """One factor of a LoRA branch: the array, and its dim that is the base's in (or out) dim."""
-
-    weight: Node
-    dim: int
-
-    @property
-    def rank(self) -> int:
-        return min(self.weight.shape[-2:])
-
-
-@dataclasses.dataclass(eq=False)
-class Table:
-    """An embedding table: rows looked up along `dim`."""
-
-    node: Node
-    weight: Node
-    num_rows: int
-    width: int
-    dim: int
-
-
-def read_model(model: Any) -> tuple[Node, dict[str, str]]:
+def read_model(model: PyTree) -> tuple[Node, dict[str, str]]:
     """The root node, and for each leaf that `eqx.nn.Shared` ties: its path -> path of the real leaf."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
     tied: dict[str, str] = {}
@@ -133,11 +27,13 @@ def read_model(model: Any) -> tuple[Node, dict[str, str]]:
     for node in root.walk():
         _attach_lora(node)
     for node in root.walk():
+        find_bare(node)
+    for node in root.walk():
         _find_blocks(node)
     return root, tied
 
 
-def _read(value: Any, path: str, name: str, parent: Node | None, tied: dict[str, str]) -> Node:
+def _read(value: PyTree, path: str, name: str, parent: Node | None, tied: dict[str, str]) -> Node:
     node = Node(path, name, value, parent)
     if isinstance(value, eqx.nn.Shared):
         value = _expand(value, path, tied)
@@ -146,7 +42,7 @@ def _read(value: Any, path: str, name: str, parent: Node | None, tied: dict[str,
     return node
 
 
-def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> Any:
+def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> PyTree:
     """The layers with the tied leaves put back, so that the rules see them where they are used."""
     try:
         whole = {"pytree": shared()}
@@ -165,12 +61,13 @@ def _expand(shared: eqx.nn.Shared, path: str, tied: dict[str, str]) -> Any:
 
 def _own_stack(node: Node) -> int | None:
     """How many dims too many this module's weight has, if its type or its bias tells."""
-    weight = node.child("weight", "kernel")
+    weight = node.weight()
     if weight is None:
         return None
     ndim, value = len(weight.shape), node.value
-    if isinstance(value, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        return ndim - 2 - value.num_spatial_dims
+    window = _window_dims(node, weight)
+    if window is not None:
+        return ndim - 2 - window
     if isinstance(value, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
         return ndim - len(value.shape)
     if isinstance(value, eqx.nn.GroupNorm | eqx.nn.BatchNorm):
@@ -189,6 +86,35 @@ def _own_stack(node: Node) -> int | None:
     return None
 
 
+def _window_dims(node: Node, weight: Node) -> int | None:
+    """The number of dims of a convolution's window; `None` if this is no convolution.
+
+    One that is of no type known here has a bias `(out, 1, ...)`, to be added to its output.
+    """
+    if isinstance(node.value, eqx.nn.Conv | eqx.nn.ConvTranspose):
+        return node.value.num_spatial_dims
+    if hasattr(node.value, "in_features"):
+        return None
+    kernel_size = getattr(node.value, "kernel_size", None)
+    if isinstance(kernel_size, tuple):
+        return len(kernel_size)
+    bias = node.child("bias")
+    shape = () if bias is None else bias.shape
+    num_ones = len(shape) - len(_without_ones(shape))
+    if num_ones == 0 or len(weight.shape) < 2 + num_ones:
+        return None
+    # A stack of Linears with one output has a bias `(layers, 1)`, and a weight `(layers, 1, in)`.
+    is_stack = weight.shape[:-1] == shape
+    return num_ones if weight.shape[-2 - num_ones] == shape[-1 - num_ones] and not is_stack else None
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the ones at its end, but not without its first dim."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
 def _find_stacks(node: Node, stack: int) -> None:
     known = [own for own in map(_own_stack, node.walk()) if own is not None]
     shapes = [leaf.shape for leaf in node.arrays()]
@@ -204,22 +130,13 @@ def _find_stacks(node: Node, stack: int) -> None:
 _TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
 
 
-def is_norm(node: Node) -> bool:
-    kinds = eqx.nn.LayerNorm | eqx.nn.RMSNorm | eqx.nn.GroupNorm | eqx.nn.BatchNorm
-    return isinstance(node.value, kinds) or type(node.value).__name__.lower().endswith("norm")
-
-
-def is_recurrent(node: Node) -> bool:
-    return node.child("weight_ih") is not None and node.child("weight_hh") is not None
-
-
 def _recognise(node: Node) -> None:
-    weight = node.child("weight", "kernel")
-    if weight is None or is_norm(node) or not jnp.issubdtype(weight.value.dtype, jnp.inexact):
+    weight = node.weight()
+    if weight is None or is_norm(node) or not jnp.issubdtype(weight.value.dtype, jnp.number):
         return
     rank = len(weight.shape) - node.stack
-    kernel_size = getattr(node.value, "kernel_size", None)
-    if isinstance(kernel_size, tuple) and rank == 2 + len(kernel_size):
+    window = _window_dims(node, weight)
+    if window is not None and rank == 2 + window:
         node.matrix = _conv(node, weight)
     elif rank == 3:
         node.matrix = _fused(node, weight)
@@ -255,14 +172,21 @@ def _linear(node: Node, weight: Node) -> Matrix:
     elif bias is not None and first != second:
         out_first = bias.shape[-1] == first
     i, o = (node.stack + 1, node.stack) if out_first else (node.stack, node.stack + 1)
-    return Matrix(node, weight, weight.shape[i], weight.shape[o], i, o, bias=bias)
+    return Matrix(node, weight, weight.shape[i], weight.shape[o], i, o, bias=_fitting(bias, weight.shape[o]))
 
 
 def _conv(node: Node, weight: Node) -> Matrix:
     groups = node.attribute("groups") or 1
     o, i = node.stack, node.stack + 1
     in_size, out_size = weight.shape[i] * groups, weight.shape[o]
-    return Matrix(node, weight, in_size, out_size, i, o, groups=groups, bias=node.child("bias"))
+    bias = _fitting(node.child("bias"), out_size)
+    return Matrix(node, weight, in_size, out_size, i, o, groups=groups, bias=bias)
+
+
+def _fitting(bias: Node | None, out_size: int) -> Node | None:
+    """A bias that has an entry for each output, in the first dim that is not stacked."""
+    has_entries = bias is not None and bias.shape[bias.stack : bias.stack + 1] == (out_size,)
+    return bias if has_entries else None
 
 
 def _fused(node: Node, weight: Node) -> Matrix | None:
@@ -302,7 +226,7 @@ def _attach_lora(node: Node) -> None:
 
 def _factor(node: Node, size: int) -> Branch | None:
     """The branch's array, and its dim of the given size (the larger one of a factor)."""
-    weight = node if node.is_array else node.child("weight", "kernel")
+    weight = node if node.is_array else node.weight()
     if weight is None or len(weight.shape) - node.stack != 2:
         return None
     dim = max((node.stack, node.stack + 1), key=lambda d: weight.shape[d])

@@ -9,13 +9,26 @@ what is left to its parent, up to the block.
 import dataclasses
 import itertools
 import re
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
+from redco_eqx._sharding.attention import (
+    Fused,
+    FusedKeyValue,
+    Heads,
+    Inputs,
+    Separate,
+    find_inputs,
+    find_output,
+    fit_together,
+    head_counts,
+    key_value_widths,
+)
 from redco_eqx._sharding.chains import Link, alternate
 from redco_eqx._sharding.links import find_chains
-from redco_eqx._sharding.model_tree import Matrix, Node, is_norm, is_recurrent, read_model
+from redco_eqx._sharding.model_tree import read_model
+from redco_eqx._sharding.nodes import Matrix, Node, is_norm, is_recurrent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +36,7 @@ class Role:
     """What the `tensor` axis does to one array.
 
     - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
-        `vector`, `buffer`, `recurrent`, `grouped`, `whole` (not split).
+        `vector`, `buffer`, `recurrent`, `grouped`, `input`, `head`, `whole` (not split).
     - `reason`: for a reader.
     - `dim`: the dim that is split, or `None`.
     - `stack`: how many leading dims number stacked layers, which no axis may split.
@@ -35,7 +48,7 @@ class Role:
     stack: int = 0
 
 
-def tensor_roles(model: Any, size: int) -> dict[str, Role]:
+def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     """The role of each array of `model` on a `tensor` axis of the given size, by path."""
     root, tied = read_model(model)
     return _Resolver(root, tied, size).resolve()
@@ -44,22 +57,6 @@ def tensor_roles(model: Any, size: int) -> dict[str, Role]:
 _HEAD_NAMES = re.compile(r"^(lm_head|embed_out|unembed\w*|vocab_proj)$")
 _ROUTER_NAMES = re.compile(r"^(router|gate|gating|gate_network|wg)$")
 _SMALL_TABLES = re.compile(r"pos|wpe|relative_attention_bias|token_type|segment")
-
-
-def _projection(names: str) -> re.Pattern[str]:
-    """Matches `q`, `wq`, `to_q`, `q_proj`, `q_lin`, ... for each of the given names."""
-    return re.compile(rf"^(to_|w_?|linear_|c_|attn_)?({names})(_?proj(ection)?|_lin(ear)?|_layer)?$")
-
-
-_QUERY = _projection("q|query|queries")
-_KEY = _projection("k|key|keys")
-_VALUE = _projection("v|value|values")
-_FUSED = _projection("qkv|query_key_value|attn|in")
-_FUSED_KV = _projection("kv|key_value")
-_OUTPUT = _projection("o|out|output|dense|proj|c_proj")
-
-_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
 _EXPERTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -68,6 +65,7 @@ class _Resolver:
         self.root, self.tied, self.size = root, tied, size
         self.roles: dict[str, Role] = {}
         tables = [node.table for node in root.walk() if node.table is not None]
+        self.weights = {id(m.weight) for m in root.matrices()} | {id(table.weight) for table in tables}
         self.vocabularies = [t for t in tables if not _SMALL_TABLES.search(t.node.name)]
 
     def resolve(self) -> dict[str, Role]:
@@ -85,8 +83,12 @@ class _Resolver:
     # One answer for an array.
 
     def _set(self, leaf: Node | None, name: str, reason: str, dim: int | None = None) -> None:
-        if leaf is not None and leaf.path not in self.tied:
-            self.roles.setdefault(leaf.path, Role(name, reason, dim, leaf.stack))
+        if leaf is None or leaf.path in self.tied:
+            return
+        if dim is not None and not self._divides(leaf.shape[dim]):
+            # The features divide, but not the dim that is split: of heads, or of one of several fused parts.
+            name, reason, dim = "whole", self._indivisible("a dim of", leaf.shape[dim]), None
+        self.roles.setdefault(leaf.path, Role(name, reason, dim, leaf.stack))
 
     def _divides(self, size: int) -> bool:
         return size % self.size == 0
@@ -120,7 +122,7 @@ class _Resolver:
 
     def _by_type(self, node: Node) -> None:
         if node.is_array:
-            if not jnp.issubdtype(node.value.dtype, jnp.inexact):
+            if not jnp.issubdtype(node.value.dtype, jnp.inexact) and id(node) not in self.weights:
                 self._set(node, "buffer", f"{node.value.dtype} is not trained")
         elif is_norm(node):
             for leaf in node.arrays():
@@ -187,8 +189,9 @@ class _Resolver:
             else:
                 left += inner
         left, waiting = self._attention(node, left)
-        if waiting:
+        if waiting or not left:
             return left
+        left = self._ends(node, left)
         if any(below.is_block for below in node.walk() if below is not node):
             # What stands beside a stack of blocks is applied before or after all of them.
             self._singles(left)
@@ -199,99 +202,41 @@ class _Resolver:
 
     def _attention(self, scope: Node, matrices: list[Matrix]) -> tuple[list[Matrix], bool]:
         """Takes out a complete attention. The flag says that its output projection is still to come."""
-
-        def named(pattern: re.Pattern[str]) -> list[Matrix]:
-            return [m for m in matrices if pattern.match(m.name_in(scope)[-1].lower())]
-
-        query, key, value = (named(p) for p in (_QUERY, _KEY, _VALUE))
-        fused_kv, fused = named(_FUSED_KV), named(_FUSED)
-        if len(query) == 1 and len(fused_kv) == 1 and not key:
-            q, kv = query[0], fused_kv[0]
-            inputs, widths = [q, kv], (q.out_size, kv.out_size // 2, kv.out_size // 2)
-            ok = kv.out_size % 2 == 0
-        elif len(query) == len(key) == len(value) == 1:
-            inputs = [query[0], key[0], value[0]]
-            widths = (query[0].out_size, key[0].out_size, value[0].out_size)
-            ok = key[0].in_size == value[0].in_size
-        elif len(fused) == 1 and not query:
-            inputs, widths, ok = fused, (0, 0, 0), True
-        else:
+        inputs = find_inputs(scope, matrices)
+        if inputs is None:
             return matrices, False
         rest = [m for m in matrices if m not in inputs]
-        heads = self._head_counts(scope, widths)
-        output = self._output(scope, rest, fused[0] if inputs is fused else None, widths, heads)
-        ok = ok and (inputs is fused or (widths[1] > 0 and widths[0] % widths[1] == 0))
-        if not ok or output is None:
+        heads = head_counts(scope, inputs)
+        output = find_output(scope, rest, inputs, heads)
+        fits = fit_together(inputs)
+        if output is None or not fits:
             # A fused name alone says little; a complete set waits for a projection further out.
-            return (
-                matrices,
-                ok and inputs is not fused and scope.parent is not None and not scope.is_block,
-            )
-        self._split_attention(inputs, widths, output, heads, is_fused=inputs is fused)
+            is_complete = fits and not isinstance(inputs, Fused)
+            return matrices, is_complete and scope.parent is not None and not scope.is_block
+        self._split_attention(inputs, output, heads)
         return [m for m in rest if m is not output], False
 
-    def _head_counts(self, scope: Node, widths: tuple[int, int, int]) -> tuple[int | None, int | None]:
-        """Number of query heads and of key/value heads, from attributes here or further out."""
-        node: Node | None = scope
-        while node is not None:
-            heads = node.attribute(*_HEADS)
-            if heads is not None and widths[0] % heads == 0:
-                kv_heads = node.attribute(*_KV_HEADS)
-                if kv_heads is None and widths[0]:
-                    kv_heads = max(1, heads * widths[1] // widths[0])
-                return heads, kv_heads or heads
-            node = node.parent
-        return None, None
-
-    def _output(
-        self,
-        scope: Node,
-        rest: list[Matrix],
-        fused: Matrix | None,
-        widths: tuple[int, int, int],
-        heads: tuple[int | None, int | None],
-    ) -> Matrix | None:
-        """The projection whose `in` is the width of the attention's values."""
-        if fused is not None:
-            shared = 2 * (heads[1] or 0) / (heads[0] or 1)  # width of keys and values over that of queries
-            fitting = [
-                m
-                for m in rest
-                if fused.out_size == 3 * m.in_size or (heads[0] and fused.out_size == m.in_size * (1 + shared))
-            ]
-        else:
-            repeats = widths[0] // widths[1] if widths[1] else 0
-            fitting = [m for m in rest if m.in_size == widths[2] * repeats]
-        by_name = [m for m in fitting if any(_OUTPUT.match(n.lower()) for n in m.name_in(scope)[-2:])]
-        return by_name[0] if by_name else fitting[0] if len(fitting) == 1 else None
-
-    def _split_attention(
-        self,
-        inputs: list[Matrix],
-        widths: tuple[int, int, int],
-        output: Matrix,
-        heads: tuple[int | None, int | None],
-        is_fused: bool,
-    ) -> None:
-        num_heads, num_kv_heads = heads
-        if not self._divides(num_heads or output.in_size):
-            reason = self._indivisible("number of heads" if num_heads else "attention width",
-                                       num_heads or output.in_size)  # fmt: skip
+    def _split_attention(self, inputs: Inputs, output: Matrix, heads: Heads) -> None:
+        if not self._divides(heads.query or output.in_size):
+            reason = self._indivisible("number of heads" if heads.query else "attention width",
+                                       heads.query or output.in_size)  # fmt: skip
             for matrix in (*inputs, output):
                 self._whole(matrix, reason)
             return
-        kv_fits = self._divides(num_kv_heads or widths[1])
-        if is_fused:
-            apart = "kept apart: each is split by heads"
-            crossed = "an even split crosses their borders and costs permutes"
-            self._column(inputs[0], f"fused query, key, value, {apart if inputs[0].parts > 1 else crossed}")
-        else:
-            self._column(inputs[0], f"query: {_count(num_heads, 'heads')} split")
-            for matrix in inputs[1:]:
-                if kv_fits:
-                    self._column(matrix, f"key/value: {_count(num_kv_heads, 'heads')} split")
-                else:
-                    self._whole(matrix, self._indivisible("number of key/value heads", num_kv_heads or 0))
+        match inputs:
+            case Fused(fused):
+                apart = "kept apart: each is split by heads"
+                crossed = "an even split crosses their borders and costs permutes"
+                self._column(fused, f"fused query, key, value, {apart if fused.parts > 1 else crossed}")
+            case Separate() | FusedKeyValue():
+                query, *key_values = inputs
+                self._column(query, f"query: {_count(heads.query, 'heads')} split")
+                for matrix in key_values:
+                    if self._divides(heads.key_value or key_value_widths(inputs)[0]):
+                        self._column(matrix, f"key/value: {_count(heads.key_value, 'heads')} split")
+                    else:
+                        reason = self._indivisible("number of key/value heads", heads.key_value or 0)
+                        self._whole(matrix, reason)
         self._row(output, "attention output: split opposite to query, key, value")
 
     # Consecutive matrices.
@@ -299,21 +244,22 @@ class _Resolver:
     def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
         """Splits each run of two or more consecutive matrices; returns the single ones."""
         grouped = [m for m in matrices if m.groups > 1]
-        taken: list[Matrix] = []
+        taken: set[int] = set()
         for chain in find_chains(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)]):
             if len(chain) == 1:
                 continue
             for link, role in zip(chain, alternate(chain, self.size)):
                 for matrix in link.members:
-                    taken.append(matrix)
+                    taken.add(id(matrix))
                     if role.name == "column":
                         self._column(matrix, role.reason)
                     elif role.name == "row":
                         self._row(matrix, role.reason)
                     else:
                         self._whole(matrix, role.reason)
-            self._follow(grouped, chain, matrices)
-        return [m for m in matrices if m not in taken]
+            if grouped:
+                self._follow(grouped, chain, matrices)
+        return [m for m in matrices if id(m) not in taken]
 
     def _follow(self, grouped: list[Matrix], chain: list[Link], matrices: list[Matrix]) -> None:
         """A grouped convolution between a column and a row split keeps its channels split."""
@@ -330,15 +276,54 @@ class _Resolver:
                     else:
                         self._whole(matrix, self._indivisible("number of groups", matrix.groups), "grouped")
 
+    def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
+        """Decides the ends of a residual stream so that it stays whole; returns the rest.
+
+        What feeds the blocks from outside is whole: every shard needs its output. A narrow head is not cut
+        along its input, which comes whole from the last block.
+        """
+        walk = list(scope.walk())
+        blocks = [node for node in walk if node is not scope and (node.is_block or _is_residual(node))]
+        streams = {node.matrices()[0].in_size for node in blocks if node.matrices()}
+        if not streams:
+            return matrices
+        place = {id(node): i for i, node in enumerate(walk)}
+        borders = [place[id(node)] for node in [*blocks, *filter(is_norm, walk)]]
+
+        def follows(a: Matrix, b: Matrix) -> bool:
+            """Whether `b` may read what `a` makes, with neither a norm nor a block between."""
+            start, end = place[id(a.node)], place[id(b.node)]
+            return a.out_size == b.in_size and start < end and not any(start < x < end for x in borders)
+
+        left = []
+        for m in matrices:
+            others = [other for other in matrices if other is not m]
+            is_open = not any(m.out_size == other.in_size for other in others)
+            if self._is_vocabulary(m) or m.groups > 1 or (m.in_size in streams) == (m.out_size in streams):
+                left.append(m)
+            elif m.out_size in streams and not any(other.out_size == m.in_size for other in others):
+                self._whole(m, "feeds the blocks, whose stream stays whole", name="input")
+            elif m.in_size > m.out_size and is_open and not any(follows(other, m) for other in others):
+                if self._divides(m.out_size):
+                    self._column(m, "a head: its output is gathered where it is used")
+                else:
+                    self._whole(m, self._indivisible("a head of", m.out_size), name="head")
+            else:
+                left.append(m)
+        return left
+
+    def _is_vocabulary(self, matrix: Matrix) -> bool:
+        """Whether this is a head over a vocabulary, by its name or by its shape, which is that of a table."""
+        shape = (matrix.out_size, matrix.in_size)
+        return self._is_head(matrix) or any((t.num_rows, t.width) == shape for t in self.vocabularies)
+
     def _is_head(self, matrix: Matrix) -> bool:
         return bool(_HEAD_NAMES.match(matrix.node.name))
 
     def _singles(self, matrices: list[Matrix]) -> None:
         """Matrices with no partner: vocabulary heads, and what stands alone."""
         for m in matrices:
-            vocabulary = self._is_head(m) or any(
-                (t.num_rows, t.width) == (m.out_size, m.in_size) for t in self.vocabularies
-            )
+            vocabulary = self._is_vocabulary(m)
             if vocabulary and self._divides(m.out_size):
                 self._column(m, "head: logits stay split over the vocabulary", "vocabulary")
             elif vocabulary:
@@ -359,6 +344,13 @@ class _Resolver:
         real = self.roles[self.tied[matrix.weight.path]]
         if real.dim is not None and real.dim == matrix.out_dim:
             self._set(matrix.bias, real.name, "follows its weight", matrix.bias_dim)
+
+
+def _is_residual(node: Node) -> bool:
+    """Whether this is like a block: several matrices and a norm, as wide where it ends as where it begins."""
+    matrices = node.matrices()
+    is_one = len(matrices) > 1 and matrices[0].in_size == matrices[-1].out_size
+    return is_one and any(is_norm(below) for below in node.walk())
 
 
 def _count(number: int | None, what: str) -> str:

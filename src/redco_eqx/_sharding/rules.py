@@ -12,22 +12,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.engine import Analysis, analyse
-from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh, num_batch_shards, trimmed
+from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, check_mesh, num_batch_shards, trimmed
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import describe, is_array, to_arrays
+from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
 FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
+LARGE_SHARE = 1 / 20
+STORED_BYTES = 2**22
 
 
 class ShardingWarning(UserWarning):
-    """Large arrays are replicated because no rule could split them."""
+    """Much of a model, or a large array that no rule could split, is replicated on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Decision:
 
     - `path`: its name.
     - `shape`, `dtype`: of the whole array.
-    - `spec`: its `PartitionSpec`, without trailing `None`s or axes of size 1.
+    - `spec`: its `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits it where it is
+        stored, and a step gathers it for use.
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: for a reader.
     - `bytes_per_device`: size of one shard.
@@ -67,7 +71,9 @@ def shard_rules(
     the work that they divide. Without them, two rules do (RedCoast, section 3.1), by names, types and
     shapes: consecutive Linear layers alternate between column and row splits, and an attention's output
     projection is split opposite to its query, key and value; embeddings and heads are split over the
-    vocabulary. The `fsdp` axis then splits the largest remaining dim of every matrix. Place a model by
+    vocabulary. The `fsdp` axis then splits the largest remaining dim of every matrix. From 4 MiB on, what
+    `tensor` cannot split (heads, or a vocabulary, that do not divide) is stored split over
+    `("fsdp", "tensor")`, and gathered for use by the steps, as what `fsdp` splits is. Place a model by
     `eqx.filter_shard(model, result)`.
 
     **Arguments:**
@@ -75,7 +81,8 @@ def shard_rules(
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
     - `mesh`: from `make_mesh`, or any mesh of Auto axes of which some are named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone.
+        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone. Of
+        an entry `("fsdp", "tensor")` both axes are gathered for use, of `("tensor", "fsdp")` only `fsdp` is.
     - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
     - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the
         sizes. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
@@ -93,8 +100,8 @@ def shard_rules(
     and `batch` is missing, or they do not run on abstract arrays; if no layout
     fits into `max_bytes_per_device`.
 
-    Warns with `ShardingWarning`, once, listing each array over 1 MiB that is replicated for want of a rule
-    or because its dims do not divide.
+    Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
+    reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
     """
     decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
     _warn(decisions, mesh)
@@ -156,18 +163,18 @@ def decide_by(
     """The decisions by the analysis of a program; without one, by the paths."""
     check_mesh(mesh)
     arrays = to_arrays(model)
-    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
     chosen = _match_overrides(arrays, mesh, overrides)
     if analysis is None:
-        roles = tensor_roles(model, tensor)
+        roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
         found = analysis.roles()
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
         roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
         if analysis.is_given:
+            by_paths = tensor_roles(model, axis_size(mesh, "tensor"))
             roles |= {
                 path: dataclasses.replace(role, reason=f"the path rules' layout sends less: {role.reason}")
-                for path, role in tensor_roles(model, tensor).items()
+                for path, role in by_paths.items()
             }
     decisions = {}
     for path, x in arrays.items():
@@ -176,21 +183,32 @@ def decide_by(
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"
         else:
-            spec, role, reason = _spec(shape, roles[path], tensor, fsdp)
+            spec, role, reason = _spec(x, roles[path], mesh)
         decisions[path] = Decision(
             path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
         )
     return decisions
 
 
-def _spec(shape: tuple[int, ...], role: Role, tensor: int, fsdp: int) -> tuple[PartitionSpec, str, str]:
-    entries: list[str | None] = [None] * len(shape)
+def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, str, str]:
+    tensor, fsdp = axis_size(mesh, "tensor"), axis_size(mesh, "fsdp")
+    shape, itemsize = tuple(x.shape), getattr(x.dtype, "itemsize", 4)
+    num_bytes = math.prod(shape[role.stack :]) * itemsize  # of one layer
+    entries: list[str | tuple[str, ...] | None] = [None] * len(shape)
     reason = role.reason
     if role.dim is not None and tensor > 1:
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
-    if fsdp > 1 and is_matrix and role.name != "buffer":
+    # Integers are packed or quantised weights if there are many of them, and else indices.
+    is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
+    over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
+    can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
+    if can_store and is_matrix and is_weight and over_both:
+        # What `tensor` cannot split for use takes memory all the same.
+        entries[max(over_both, key=lambda d: shape[d])] = STORED
+        reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
+    elif fsdp > 1 and is_matrix and is_weight:
         if dims:
             entries[max(dims, key=lambda d: shape[d])] = "fsdp"
         else:
@@ -211,10 +229,9 @@ def _match_overrides(
         spec = PartitionSpec(*spec)  # a plain tuple will do
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
-            some = ", ".join(list(arrays)[:5])
             raise ValueError(
                 f"overrides: the pattern {pattern!r} matches no array. A pattern matches a whole path; "
-                f"paths begin: {some}, ..."
+                f"paths are: {first_few(list(arrays), most=5)}."
             )
         for path in paths:
             _check_spec(path, pattern, arrays[path], spec, mesh)
@@ -244,21 +261,21 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
-    whole = [
-        d
-        for d in decisions.values()
-        if d.role in ("whole", "grouped", "recurrent")
-        and axis_size(mesh, axes_of(d.spec)) == 1
-        and d.bytes_per_device >= LARGE_BYTES
-    ]
-    if whole:
+    whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
+    whole.sort(key=lambda d: -d.bytes_per_device)
+    replicated = sum(d.bytes_per_device for d in whole)
+    total = sum(d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for d in decisions.values())
+    is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
+    unruled = ("whole", "grouped", "recurrent")
+    if is_much or any(d.role in unruled and d.bytes_per_device >= LARGE_BYTES for d in whole):
         lines = [
-            f"  {d.path}: {d.dtype}{list(d.shape)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: "
-            f"{d.reason}"
+            f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
             for d in whole
         ]
+        listed = first_few(lines, separator="\n  ")
         warnings.warn(
-            f"shard_rules: {len(whole)} large arrays are replicated.\n" + "\n".join(lines),
+            f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
+            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}",
             ShardingWarning,
             stacklevel=3,
         )

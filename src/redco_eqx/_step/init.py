@@ -10,11 +10,11 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from redco_eqx._sharding.mesh import one_device_mesh, put, replicated
+from redco_eqx._sharding.mesh import STORED, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
-from redco_eqx._tree import is_array, is_trainable, to_arrays, to_paths
+from redco_eqx._tree import is_array, is_trainable, lack_of_value, to_arrays, to_paths
 from redco_eqx._types import Key
 
 
@@ -68,6 +68,7 @@ def init_state(
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
+        stored=tuple(path for path in params if layout is not None and STORED in tuple(layout[path].spec)),
     )
 
 
@@ -131,7 +132,7 @@ def _placement(
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         if isinstance(x, jax.Array) and x.aval.weak_type:  # it would not be weak after the first update
             x = jax.lax.convert_element_type(x, x.dtype)
-        return put(x, sharding)
+        return put_global(x, sharding)
 
     return place, layout
 
@@ -141,10 +142,9 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
     for path, x in arrays.items():
         if not isinstance(x, jax.Array):
             continue
-        if x.is_deleted():
-            raise ValueError(
-                f"init_state: {path} has been deleted. It was donated, perhaps with an earlier state."
-            )
+        lack = lack_of_value(x)
+        if lack is not None:
+            raise ValueError(f"init_state: {path} {lack}.")
         for buffer in _buffers(x):
             if owners.setdefault(buffer, path) != path:
                 raise ValueError(

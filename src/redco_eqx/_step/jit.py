@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from redco_eqx._parallel.mesh import mesh_of
+from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._program.partitioned import partitioned
 from redco_eqx._step.state import TrainState, check_alive
 
@@ -58,6 +58,6 @@ def on_its_mesh(step: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(step, assigned=("__doc__",))
     def run(*arguments: Any) -> R:
-        return partitioned(step, mesh_of(arguments))(*arguments)
+        return partitioned(step, traced_mesh(arguments))(*arguments)
 
     return run

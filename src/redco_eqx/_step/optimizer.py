@@ -5,12 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._kept.captured import Captured
+from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import join, path_of
+from redco_eqx._tree import describe, join, path_of
 
 
 def init_optimizer(
@@ -33,7 +36,12 @@ def init_optimizer(
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    return jax.jit(init, out_shardings=shardings)(params)
+    jitted = jax.jit(init, out_shardings=shardings)
+    # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
+    if any(isinstance(x, Tracer) for x in params.values()) or Captured((optimizer,)).has_tracer:
+        return jitted(params)
+    key = "init_optimizer", signature(params)
+    return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
 
 
 def like_params(
@@ -69,7 +77,7 @@ def check_optimizer(state: TrainState, optimizer: optax.GradientTransformation) 
 
     def describe_all(tree: PyTree) -> dict[str, str]:
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {path_of(keypath): f"{x.dtype}{list(x.shape)}" for keypath, x in flat}
+        return {path_of(keypath): describe(x) for keypath, x in flat}
 
     expected = describe_all(jax.eval_shape(optimizer.init, state.params))
     found = describe_all(state.opt_state)

@@ -6,20 +6,20 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import NamedSharding
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int, PyTree
 
-from redco_eqx._sharding.mesh import trimmed
+from redco_eqx._pytree import pytree_dataclass
+from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
-from redco_eqx._types import Key
+from redco_eqx._tree import lack_of_value
+from redco_eqx._types import AnyArray, Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class TrainState:
     """Everything that a training step reads and writes. All leaves are arrays; made by `init_state`.
 
@@ -34,22 +34,25 @@ class TrainState:
     - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
     - `step`: number of steps taken, int32.
     - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
+    - `stored`: the paths of parameters that `tensor` splits where they are stored, and not for use. Their own
+        shardings need not say it: JAX gives results of a program back under any spec of the same meaning to it.
     """
 
-    params: dict[str, Any]
-    frozen: dict[str, Any]
-    model_state: dict[str, Any]
+    params: dict[str, AnyArray]
+    frozen: dict[str, AnyArray]
+    model_state: dict[str, AnyArray]
     opt_state: PyTree
-    key: Any
-    step: Any
+    key: AnyArray
+    step: Int[AnyArray, "..."]
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
+    stored: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def model(self) -> Any:
         """The model, or the pair `(model, eqx.nn.State)` if it was given as one."""
         return self.build(self.params, self.model_state)
 
-    def build(self, params: dict[str, Any], model_state: dict[str, Any]) -> Any:
+    def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
         """The model with these arrays in place of the state's own."""
         structure, state_structure = self.structure
         model = structure.build({**params, **self.frozen})
@@ -61,6 +64,11 @@ def stream(state: TrainState, tag: int) -> Key:
     return jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
 
 
+def order_key(state: TrainState, begin: int) -> Key:
+    """The key from which `fit` draws the order of the examples, in a run that began at step `begin`."""
+    return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
+
+
 def step_of(state: TrainState) -> int:
     """`state.step` as a number. It is read from a copy: JAX 0.11 on CPU donates no array that was read."""
     step = state.step
@@ -69,20 +77,37 @@ def step_of(state: TrainState) -> int:
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
     """How the parameters lie, by path; `None` if not all of them were laid out on a mesh."""
-    layout = {path: x.sharding for path, x in state.params.items()}
-    if not all(isinstance(sharding, NamedSharding) for sharding in layout.values()):
-        return None
-    return {path: NamedSharding(s.mesh, trimmed(s.spec)) for path, s in layout.items()}
+    layout = {}
+    for path, x in state.params.items():
+        if not isinstance(x.sharding, NamedSharding):
+            return None
+        mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
+        layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))
+    return layout
+
+
+def state_mesh(state: TrainState) -> Mesh:
+    """The mesh that a state lies on.
+
+    Raises `ValueError` if the state was donated or deleted, or if the mesh is not of a kind that can be used.
+    """
+    check_alive(state)
+    sharding = state.step.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        check_mesh(sharding.mesh)
+        return sharding.mesh
+    return one_device_mesh(next(iter(state.step.devices())))
 
 
 def check_alive(state: TrainState) -> None:
     """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        lack = lack_of_value(x)
+        if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} has been deleted. The state was donated to a step or to fit: use "
-                "what that returned, or call fit(..., donate=False)."
+                f"state: its array {path} {lack}. Use what the step or fit returned, or call "
+                "fit(..., donate=False)."
             )
 
 

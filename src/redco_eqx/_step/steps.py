@@ -14,16 +14,16 @@ from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._parallel.mesh import mesh_of
+from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._parallel.remat import keep_products
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.partitioned import for_partitioner
 from redco_eqx._program.trace import Program, trace
 from redco_eqx._program.unused import zero_outputs
-from redco_eqx._sharding.mesh import axes_of, batch_sharding, num_batch_shards
+from redco_eqx._sharding.mesh import axes_of, batch_sharding, for_use, num_batch_shards, stored_axes
 from redco_eqx._step.optimizer import like_params
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
-from redco_eqx._tree import leaves_with_paths, to_arrays, to_paths
+from redco_eqx._tree import first_few, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
     RESERVED_METRICS,
     Batch,
@@ -125,7 +125,8 @@ def train_step(
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
         opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, state.params, layout))
-    report = {"loss": loss, **metrics, "grad_norm": as_mean(_global_norm(grads), 1.0, "grad_norm")}
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
     learning_rate = _learning_rate(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
@@ -211,13 +212,15 @@ def _program(
 def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | None) -> Program:
     """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
     if not layout:
-        return for_partitioner(program, mesh_of(arguments))
+        return for_partitioner(program, traced_mesh(arguments))
     kernels: dict[int, set[str]] = {}
     for path, sharding in layout.items():
         shape = arguments[0][path].shape
+        # What is gathered for use is still made split, as a gradient.
+        axes = {*axes_of(for_use(sharding.spec)), *stored_axes(sharding.spec)[:1]}
         for part in (shape, shape[1:]):  # alone, or of a stack
-            if len(part) > 2 and axes_of(sharding.spec):
-                kernels.setdefault(math.prod(part), set()).update(axes_of(sharding.spec))
+            if len(part) > 2 and axes:
+                kernels.setdefault(math.prod(part), set()).update(axes)
     return for_partitioner(program, next(iter(layout.values())).mesh, kernels)
 
 
@@ -226,10 +229,9 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     first = gradient.results.num_leaves - len(paths)
     unused = [paths[i - first] for i in zero_outputs(gradient) if i >= first]
     if unused:
-        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{', '.join(unused[:10])}{more}. Leave them out by `trainable` of init_state, or use them.",
+            f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=4,
         )
 
@@ -261,8 +263,8 @@ def _layout(shardings: PyTree, params: dict[str, Any]) -> Layout:
     missing = [path for path in params if path not in found]
     if missing:
         raise ValueError(
-            f"shardings has no NamedSharding for {missing[0]} and {len(missing) - 1} more parameters. Pass "
-            "shard_rules(model, mesh) of the same model."
+            f"shardings has no NamedSharding for {first_few(missing)}. Pass shard_rules(model, mesh) of the "
+            "same model."
         )
     return {path: found[path] for path in params}
 
@@ -293,14 +295,6 @@ def _microbatches(batch: Batch, number: int, layout: Layout | None) -> Batch:
 
     leaves = [one(path, x) for path, x in leaves_with_paths(batch)]
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
-
-def _global_norm(grads: dict[str, Array]) -> Array:
-    # Leaf by leaf: flattening a gradient into a vector would gather every column-split one.
-    squares = [
-        jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, jnp.float32))))) for g in grads.values()
-    ]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def _learning_rate(opt_state: PyTree) -> Array | None:

@@ -1,13 +1,14 @@
 """What `fit` refuses before anything is compiled, and what it warns of."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
 
+import jax
 import optax
 
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState
+from redco_eqx._step.window import StepFn
 from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch
 
@@ -19,51 +20,21 @@ def check_positive(function: str, **counts: int | None) -> None:
             raise ValueError(f"{function}: {name}={value}, but it must be positive.")
 
 
-def check_arguments(
-    num_epochs: int | None,
-    num_steps: int | None,
-    log_every: int,
-    eval_batch_size: int | None,
-    eval_every_steps: int | None,
-    on_nonfinite: str,
-) -> None:
-    """Raises `ValueError` for numbers that are not positive and the like."""
-    if (num_epochs is None) == (num_steps is None):
-        raise ValueError(
-            f"fit: num_epochs={num_epochs}, num_steps={num_steps}, but exactly one of them must be given."
-        )
-    check_positive(
-        "fit",
-        num_epochs=num_epochs,
-        num_steps=num_steps,
-        log_every=log_every,
-        eval_batch_size=eval_batch_size,
-        eval_every_steps=eval_every_steps,
-    )
-    if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
-
-
-def check_no_evaluation(**arguments: Any) -> None:
-    """Raises `ValueError` for arguments that would do nothing without `eval_examples`."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"fit: {name} was given without eval_examples. Pass those too, or leave it out.")
-
-
-def check_keep_best(name: str | None, row: dict[str, float]) -> None:
-    """Raises `ValueError` if the metric that decides which checkpoint is best is not in the evaluations."""
-    if name is not None and name not in row:
-        raise ValueError(
-            f"fit: Checkpoints(keep_best={name!r}), but evaluations give {', '.join(map(repr, row))} only."
-        )
+def check_keep_best(names: Iterable[str], row: Mapping[str, float]) -> None:
+    """Raises `ValueError` if a metric that decides which checkpoint is best is not in the evaluations."""
+    for name in names:
+        if name not in row:
+            raise ValueError(
+                f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
+                f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
+            )
 
 
 def check_state(
     state: TrainState,
     optimizer: optax.GradientTransformation,
     num_microbatches: int,
-    step_fn: Callable[..., Any] | None,
+    step_fn: StepFn | None,
 ) -> None:
     """Raises `ValueError` if these arguments of `fit` do not fit together."""
     if not state.params:
@@ -84,7 +55,7 @@ def check_batch_sizes(
     check_positive("fit", num_microbatches=num_microbatches)
     for name, size, number in (
         ("batch_size", batch_size, num_microbatches),
-        ("eval_batch_size", eval_batch_size or num_shards, 1),
+        ("Evaluation's batch_size", eval_batch_size or num_shards, 1),
     ):
         if size < 1 or size % (number * num_shards) != 0:
             times = f"num_microbatches={number} times " if number > 1 else ""
@@ -96,21 +67,25 @@ class BatchShapes:
 
     def __init__(self) -> None:
         self._first: dict[str, str] | None = None
+        self._last: Hashable = None
         self._warned = False
 
     def check(self, batch: Batch) -> None:
         """Compares with the first batch."""
-        if self._warned:
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = treedef, tuple((x.shape, x.dtype) for x in leaves)
+        if self._warned or shapes == self._last:  # names cost too much to make them at every step
             return
-        leaves = {path: describe(x) for path, x in leaves_with_paths(batch)}
+        self._last = shapes
+        found = {path: describe(x) for path, x in leaves_with_paths(batch)}
         if self._first is None:
-            self._first = leaves
-        elif leaves != self._first:
+            self._first = found
+        elif found != self._first:
             self._warned = True
-            both = {**self._first, **leaves}
-            name = next(path for path in both if leaves.get(path) != self._first.get(path))
+            both = {**self._first, **found}
+            name = next(path for path in both if found.get(path) != self._first.get(path))
             warnings.warn(
-                f"collate_fn: {name or 'the batch'} is {leaves.get(name, 'missing')}, but was "
+                f"collate_fn: {name or 'the batch'} is {found.get(name, 'missing')}, but was "
                 f"{self._first.get(name, 'missing')} in the first batch. Each new shape compiles the step "
                 "again: pad to a few fixed sizes.",
                 stacklevel=3,

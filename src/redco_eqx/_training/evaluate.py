@@ -1,28 +1,25 @@
 """`evaluate` and `predict`: a whole set of examples, none lost and none counted twice."""
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from redco_eqx._data.batches import batches
-from redco_eqx._sharding.mesh import check_mesh, one_device_mesh
-from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_alive, layout_of
+from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
+from redco_eqx._training.compile import PerShape, reseeded
 from redco_eqx._training.throttle import lagging
-from redco_eqx._types import Batch, CollateFn, LossFn, Metrics, PredictFn
+from redco_eqx._types import CollateFn, Examples, LossFn, PredictFn
 
 
 def evaluate(
     state: TrainState,
-    examples: Any,
+    examples: Examples,
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
@@ -32,7 +29,8 @@ def evaluate(
     """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
 
     The model is in inference mode. A scalar that `loss_fn` returns weighs the number of examples of its
-    batch; a [`Mean`][] weighs what it says.
+    batch; a [`Mean`][] weighs what it says. The compiled program is kept for a next call with the same
+    `loss_fn`.
 
     **Arguments:**
 
@@ -50,29 +48,47 @@ def evaluate(
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
-    mesh = mesh_of(state)
-    step = _jitted_eval_step(_ByIdentity(loss_fn), _layout(state))
-    stream = batches(
-        examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="split", prefetch=prefetch
+    metrics = losses(
+        state, examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size, prefetch=prefetch
     )
+    assert metrics is not None
+    return metrics
+
+
+def losses(
+    state: TrainState,
+    examples: Examples,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    batch_size: int,
+    prefetch: int,
+    stops: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
+    step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
+    programs = PerShape(reseeded(step, EVALUATE), functions=(loss_fn,), key="evaluate", state=state)
     totals: dict[str, tuple[float, float]] = {}
-    with contextlib.closing(stream):  # an error holds this frame, and with it the thread
-        for metrics in lagging(step(state, batch, np.int32(index)) for index, batch in enumerate(stream)):
+    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", prefetch, stops)
+    with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
+        for metrics in lagging(outputs):
             for name, mean in jax.device_get(metrics).items():
                 total, weight = totals.get(name, (0.0, 0.0))
                 totals[name] = (total + float(mean.total), weight + float(mean.weight))
+    if stops():
+        return None
     return {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
 
 
 def predict(
     state: TrainState,
-    examples: Any,
+    examples: Examples,
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
     batch_size: int,
     prefetch: int = 2,
-) -> list[Any]:
+) -> list[PyTree]:
     """What `predict_fn` gives for each example, in order, on every process.
 
     The model is in inference mode. The last batch is filled up by repeating its last example, and what
@@ -89,81 +105,59 @@ def predict(
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
-    mesh = mesh_of(state)
-    step = _jitted_predict_step(_ByIdentity(predict_fn), _layout(state))
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder="pad", prefetch=prefetch)
-    rows: list[Any] = []
-    outputs = (step(state, batch, np.int32(index)) for index, batch in enumerate(stream))
-    with contextlib.closing(stream):
+    rows = predictions(
+        state, examples, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=batch_size, prefetch=prefetch
+    )
+    assert rows is not None
+    return rows
+
+
+def predictions(
+    state: TrainState,
+    examples: Examples,
+    *,
+    collate_fn: CollateFn,
+    predict_fn: PredictFn,
+    batch_size: int,
+    prefetch: int,
+    stops: Callable[[], bool] = lambda: False,
+) -> list[PyTree] | None:
+    """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
+    step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
+    programs = PerShape(reseeded(step, PREDICT), functions=(predict_fn,), key="predict", state=state)
+    rows: list[PyTree] = []
+    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "pad", prefetch, stops)
+    with contextlib.closing(outputs):
         for output in lagging(outputs, num_behind=1):  # outputs may be large
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
             for i in range(min(batch_size, len(examples) - len(rows))):
                 rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))
-    return rows
+    return None if stops() else rows
 
 
-def mesh_of(state: TrainState) -> Mesh:
-    """The mesh that a state lies on.
-
-    Raises `ValueError` if the state was donated or deleted, or if the mesh is not of a kind that can be used.
-    """
-    check_alive(state)
-    sharding = state.step.sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        check_mesh(sharding.mesh)
-        return sharding.mesh
-    return one_device_mesh(next(iter(state.step.devices())))
-
-
-class _ByIdentity:
-    """A user's function as a key of the cache of compiled steps, hashable or not."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return id(self.function)
+def _outputs(
+    state: TrainState,
+    examples: Examples,
+    programs: PerShape[jax.stages.Compiled],
+    collate_fn: CollateFn,
+    batch_size: int,
+    remainder: str,
+    prefetch: int,
+    stops: Callable[[], bool],
+) -> Generator[PyTree[Array]]:
+    """What the program gives for each batch, dispatched as it is asked for, until `stops()`."""
+    mesh = state_mesh(state)
+    stream = batches(
+        examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder, prefetch=prefetch
+    )
+    with contextlib.closing(stream):
+        for index, batch in enumerate(stream):
+            if stops():
+                break
+            yield programs(state, batch)(state, batch, np.int32(index))
 
 
-_Layout = tuple[tuple[str, NamedSharding], ...]
-
-
-@functools.lru_cache(maxsize=32)
-def _jitted_eval_step(loss_fn: _ByIdentity, layout: _Layout) -> Callable[..., Metrics]:
-    shardings = dict(layout) or None
-
-    def step(state: TrainState, batch: Batch, index: Any) -> Metrics:
-        state = _reseed(state, EVALUATE, index)
-        return eval_step(state, batch, loss_fn=loss_fn.function, shardings=shardings)
-
-    return jax.jit(step)
-
-
-@functools.lru_cache(maxsize=32)
-def _jitted_predict_step(predict_fn: _ByIdentity, layout: _Layout) -> Callable[..., PyTree]:
-    shardings = dict(layout) or None
-
-    def step(state: TrainState, batch: Batch, index: Any) -> PyTree:
-        state = _reseed(state, PREDICT, index)
-        return predict_step(state, batch, predict_fn=predict_fn.function, shardings=shardings)
-
-    return jax.jit(step)
-
-
-def _layout(state: TrainState) -> _Layout:
-    return tuple(sorted((layout_of(state) or {}).items(), key=lambda item: item[0]))
-
-
-def _reseed(state: TrainState, tag: int, index: Any) -> TrainState:
-    """The state with a key of its own for each batch."""
-    key = jax.random.fold_in(jax.random.fold_in(state.key, tag), index)
-    return dataclasses.replace(state, key=key)
-
-
-def _to_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+def _to_host(x: Array) -> np.ndarray:
+    if not x.is_fully_addressable and not x.is_fully_replicated:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -1,4 +1,4 @@
-"""What `fit` does at an evaluation: loss, predictions, metrics of them, a file of them."""
+"""`Evaluation`: what a run measures on other examples: loss, predictions, metrics of them."""
 
 import dataclasses
 import json
@@ -9,89 +9,123 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
-from redco_eqx._data.batches import batches
-from redco_eqx._step.state import TrainState
-from redco_eqx._training.evaluate import evaluate, mesh_of, predict
-from redco_eqx._types import CollateFn, LossFn, PredictFn
+from redco_eqx._data.batches import batch_sizes
+from redco_eqx._step.state import TrainState, state_mesh, step_of
+from redco_eqx._training.evaluate import losses, predictions
+from redco_eqx._training.plan import Every
+from redco_eqx._types import CollateFn, Examples, LossFn, PredictFn
 
-MetricFn: TypeAlias = Callable[[Any, list[Any]], Mapping[str, Any]]
+MetricFn: TypeAlias = Callable[[Examples, list[PyTree]], Mapping[str, Any]]
 """`metric_fn(examples, predictions) -> {name: number}`."""
-
-
-class _Stopped(BaseException):
-    """Ends an evaluation from within."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The arguments of `fit` that say how to evaluate."""
+    """What [`fit`][] evaluates, when, and how; called with a state, it does so at once.
 
-    collate_fn: CollateFn
-    loss_fn: LossFn
-    predict_fn: PredictFn | None
-    metric_fn: MetricFn | None
-    batch_size: int
-    directory: str | os.PathLike[str] | None
-    prefetch: int
+    ```python
+    state = rx.fit(..., evaluation=rx.Evaluation(held_out, predict_fn=predict_fn, metric_fn=accuracy))
+    row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
+    ```
+
+    - `examples`: those to evaluate (see `evaluate`).
+    - `every_steps`: how often; without it after each epoch. At the end of a run in any case.
+    - `collate_fn`, `loss_fn`, `batch_size`, `prefetch`: in `fit` its own by default.
+    - `predict_fn`, `metric_fn`: predictions for the examples (see `predict`), and what
+        `metric_fn(examples, predictions)` makes of them: a dict of numbers.
+    - `predictions_directory`: where predictions are written beside their examples, as `step-<step>.jsonl`.
+
+    Raises `ValueError` for values that cannot be used together.
+    """
+
+    examples: Examples
+    _: dataclasses.KW_ONLY
+    every_steps: int | None = None
+    collate_fn: CollateFn | None = None
+    loss_fn: LossFn | None = None
+    batch_size: int | None = None
+    predict_fn: PredictFn | None = None
+    metric_fn: MetricFn | None = None
+    predictions_directory: str | os.PathLike[str] | None = None
+    prefetch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.metric_fn is not None and self.predict_fn is None:
-            raise ValueError("fit: metric_fn needs predict_fn, whose predictions it is given.")
-        if self.directory is not None and self.predict_fn is None:
-            raise ValueError("fit: predictions_directory needs predict_fn.")
+        for name in ("every_steps", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Evaluation: {name}={value}, but it must be positive.")
+        for name in ("metric_fn", "predictions_directory"):
+            if getattr(self, name) is not None and self.predict_fn is None:
+                raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
 
-    def rehearse(self, state: TrainState, examples: Any) -> dict[str, float]:
-        """Evaluates one batch, so that what is broken fails now and not after an epoch."""
+    @property
+    def every(self) -> Every:
+        """How often it is due."""
+        return Every(epochs=1) if self.every_steps is None else Every(steps=self.every_steps)
+
+    def or_else(self, **defaults: Any) -> "Evaluation":
+        """The same, with values for fields that are `None`."""
+        return dataclasses.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
+
+    def rehearse(self, state: TrainState) -> dict[str, float]:
+        """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
         try:
-            batches(examples, self.collate_fn, batch_size=self.batch_size, mesh=mesh_of(state), remainder="pad")
-            size = min(len(examples), self.batch_size)
-            return self._measure(state, [examples[i] for i in range(size)], lambda: False)[0]
+            batch_sizes(self.examples, self.batch_size or 1, "pad", state_mesh(state))
+            first = [self.examples[i] for i in range(min(len(self.examples), self.batch_size or 1))]
+            return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
         except Exception as error:
-            error.add_note("This happened when fit tried the evaluation on the first batch of eval_examples.")
+            error.add_note("This happened when fit tried the evaluation on the first batch of its examples.")
             raise
 
-    def __call__(
-        self, state: TrainState, examples: Any, step: int, *, stops: Callable[[], bool]
-    ) -> dict[str, float] | None:
+    def __call__(self, state: TrainState) -> dict[str, float]:
         """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
 
-        `None` if `stops()`, which is asked before each batch, became true.
+        Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
         """
-        try:
-            row, predictions = self._measure(state, examples, stops)
-        except _Stopped:
-            return None
-        if self.directory is not None and jax.process_index() == 0:
-            _write(pathlib.Path(self.directory) / f"step-{step}.jsonl", examples, predictions)
+        row = self.unless(lambda: False, state)
+        assert row is not None
         return row
 
-    def _measure(
-        self, state: TrainState, examples: Any, stops: Callable[[], bool]
-    ) -> tuple[dict[str, float], list[Any]]:
-        def collate_fn(examples: Any) -> Any:
-            if stops():
-                raise _Stopped
-            return self.collate_fn(examples)
-
-        common: Any = {"collate_fn": collate_fn, "batch_size": self.batch_size, "prefetch": self.prefetch}
-        losses = evaluate(state, examples, loss_fn=self.loss_fn, **common)
-        row = {f"eval/{name}": value for name, value in losses.items()}
+    def unless(self, stops: Callable[[], bool], state: TrainState) -> dict[str, float] | None:
+        """The same; or `None`, and no file, once `stops()`, which is asked before each batch, is true."""
+        collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
+        if collate_fn is None or loss_fn is None or batch_size is None:
+            raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
+        prefetch = 2 if self.prefetch is None else self.prefetch
+        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "prefetch": prefetch, "stops": stops}
+        metrics = losses(state, self.examples, loss_fn=loss_fn, **common)
+        if metrics is None:
+            return None
+        row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
-            return row, []
-        predictions = predict(state, examples, predict_fn=self.predict_fn, **common)
-        if self.metric_fn is None:
-            return row, predictions
-        metrics = self.metric_fn(examples, predictions)
-        if not isinstance(metrics, Mapping):
-            raise ValueError(
-                f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
-            )
-        for name, value in metrics.items():
-            if f"eval/{name}" in row:
-                raise ValueError(f"metric_fn: loss_fn already reports a metric {name!r}. Rename one.")
-            row[f"eval/{name}"] = _number(name, value)
-        return row, predictions
+            return row
+        predicted = predictions(state, self.examples, predict_fn=self.predict_fn, **common)
+        if predicted is None:
+            return None
+        if self.metric_fn is not None:
+            row |= _of_predictions(self.metric_fn, self.examples, predicted, taken=row)
+        if self.predictions_directory is not None and jax.process_index() == 0:
+            path = pathlib.Path(self.predictions_directory) / f"step-{step_of(state)}.jsonl"
+            _write(path, self.examples, predicted)
+        return row
+
+
+def _of_predictions(
+    metric_fn: MetricFn, examples: Examples, predicted: list[PyTree], *, taken: Mapping[str, float]
+) -> dict[str, float]:
+    metrics = metric_fn(examples, predicted)
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
+        )
+    for name in metrics:
+        if f"eval/{name}" in taken:
+            raise ValueError(f"metric_fn: loss_fn already reports a metric {name!r}. Rename one.")
+    return {f"eval/{name}": _number(name, value) for name, value in metrics.items()}
 
 
 def _number(name: str, x: Any) -> float:

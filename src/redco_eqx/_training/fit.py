@@ -1,49 +1,38 @@
 """`fit`: the training loop, with its evaluations, logs and signals around the pure steps."""
 
 import contextlib
-import dataclasses
-import functools
+import itertools
 import os
-import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
-from redco_eqx._data.batches import batches
-from redco_eqx._data.epochs import epochs
+from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
-from redco_eqx._logging.report import Reporter, say
-from redco_eqx._program.trace import traced_once
+from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.jit import on_its_mesh
-from redco_eqx._step.state import ORDER, TrainState, layout_of, step_of
-from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import StepFn, Window, empty_window, loop_body
-from redco_eqx._training.checks import (
-    check_arguments,
-    check_batch_sizes,
-    check_keep_best,
-    check_no_evaluation,
-    check_positive,
-    check_state,
-)
-from redco_eqx._training.evaluate import mesh_of
-from redco_eqx._training.evaluation import Evaluation, MetricFn
+from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
+from redco_eqx._step.window import StepFn
+from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_state
+from redco_eqx._training.compile import step_programs, train_programs
+from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
+from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
-from redco_eqx._training.saving import Checkpoints, Saver, as_checkpoints
-from redco_eqx._types import Batch, CollateFn, Logger, LossFn, PredictFn
+from redco_eqx._training.saving import Saver, as_checkpoints, save_every
+from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
 
 
 def fit(
     state: TrainState,
-    train_examples: Any,
+    train_examples: Examples | Callable[[int], Examples],
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
@@ -53,16 +42,10 @@ def fit(
     num_steps: int | None = None,
     num_microbatches: int = 1,
     step_fn: StepFn | None = None,
-    eval_examples: Any = None,
-    eval_batch_size: int | None = None,
-    eval_every_steps: int | None = None,
-    predict_fn: PredictFn | None = None,
-    metric_fn: MetricFn | None = None,
-    predictions_directory: str | os.PathLike[str] | None = None,
+    evaluation: Evaluation | None = None,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
-    progress: bool | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     donate: bool = True,
     prefetch: int = 2,
@@ -72,7 +55,9 @@ def fit(
 
     Mesh and layout are read from the arrays of `state`. Each call starts its own epochs, whose order
     depends on the key of `state` and on the step at which the call begins. Training drops the ragged tail
-    of an epoch (other examples each time).
+    of an epoch (other examples each time). The compiled step is kept: a next call with the same functions,
+    which close over the same values, and the same shapes compiles nothing. `redco_eqx.loop` has the pieces
+    that this is made of.
 
     **Main arguments:**
 
@@ -88,22 +73,15 @@ def fit(
 
     - `num_microbatches`: see `train_step`.
     - `step_fn`: `(state, batch) -> (state, metrics)` in place of `train_step`; `metrics` has a `"loss"`.
-    - `eval_examples`: evaluated by `loss_fn` after each epoch and at the end (see `evaluate`).
-    - `eval_batch_size`: `batch_size` by default.
-    - `eval_every_steps`: evaluates every so many steps in place of each epoch.
-    - `predict_fn`, `metric_fn`: predictions for `eval_examples` (see `predict`), and what
-        `metric_fn(examples, predictions)` makes of them: a dict of numbers.
-    - `predictions_directory`: where predictions are written beside their examples, as
-        `step-<step>.jsonl`.
+    - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
+        end. Before anything is compiled for training, a batch of them goes through it.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
-        that began with `state` has left checkpoints there, it is gone on with, exactly: its state is read, and
-        the rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
+        that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
+        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
-    - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][]. Names in a row
-        are such as `train/loss` and `eval/loss`.
-    - `progress`: whether to show a bar; `None` does on a terminal. `False` prints nothing at all, unless
-        `loggers` do.
+    - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
+        bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
     - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
     - `prefetch`: how many batches a thread makes ahead, in evaluation too; 0 for no thread.
@@ -116,8 +94,7 @@ def fit(
 
     **Raises:**
 
-    - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used. If there are
-        `eval_examples`, a batch of them goes through evaluation, prediction and `metric_fn` first.
+    - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used.
     - `NonFiniteError`, with the last good state.
     - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
         saved first if there are `checkpoints`; a second signal leaves at once.
@@ -127,141 +104,113 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
     saved too if there are `checkpoints`.
     """
-    mesh = mesh_of(state)
-    num_shards = num_batch_shards(mesh)
-    check_arguments(num_epochs, num_steps, log_every, eval_batch_size, eval_every_steps, on_nonfinite)
-    check_state(state, optimizer, num_microbatches, step_fn)
-    check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_shards)
-    watchdog = Watchdog(step_timeout_seconds)
-    config = as_checkpoints(checkpoints)
-    evaluation = None
-    if eval_examples is None:
-        check_no_evaluation(
-            eval_batch_size=eval_batch_size,
-            eval_every_steps=eval_every_steps,
-            predict_fn=predict_fn,
-            metric_fn=metric_fn,
-            predictions_directory=predictions_directory,
-            keep_best=None if config is None else config.keep_best,
-        )
-    else:
-        evaluation = Evaluation(
-            collate_fn,
-            loss_fn,
-            predict_fn,
-            metric_fn,
-            eval_batch_size or batch_size,
-            predictions_directory,
-            prefetch,
-        )
-    examples_of: Callable[[int], Any] = train_examples if callable(train_examples) else lambda _: train_examples
-    first = examples_of(0)
-    stream_of = functools.partial(
-        batches, collate_fn=collate_fn, batch_size=batch_size, mesh=mesh, prefetch=prefetch
+    mesh = state_mesh(state)
+    checkpoints = as_checkpoints(checkpoints)
+    plan = Plan(
+        num_epochs=num_epochs,
+        num_steps=num_steps,
+        log_every=log_every,
+        evaluate=evaluation and evaluation.every,
+        save=checkpoints and save_every(checkpoints),
     )
-    stream_of(first, key=state.key)  # refuses bad arguments
-    per_epoch = len(first) // batch_size
-    if step_fn is not None:
-        step = on_its_mesh(step_fn)
-    else:
-        step = functools.partial(
-            train_step,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            num_microbatches=num_microbatches,
-            shardings=layout_of(state),
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
+    check_state(state, optimizer, num_microbatches, step_fn)
+    if evaluation is not None:
+        evaluation = evaluation.or_else(
+            collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size, prefetch=prefetch
         )
-    step = traced_once(step)
-    body = jax.jit(loop_body(step, skip_nonfinite=on_nonfinite == "skip"), donate_argnums=0)
-    total = num_steps
-    if num_epochs is not None and not callable(train_examples):
-        total = per_epoch * num_epochs
+    eval_batch_size = evaluation and evaluation.batch_size
+    check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
+    epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh, prefetch=prefetch)
+    watchdog = Watchdog(step_timeout_seconds)
+    if step_fn is None:
+        programs = train_programs(
+            state, loss_fn, optimizer, num_microbatches=num_microbatches, skip_nonfinite=on_nonfinite == "skip"
+        )
+    else:
+        programs = step_programs(state, step_fn, skip_nonfinite=on_nonfinite == "skip")
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(watchdog)
         interrupt = stack.enter_context(InterruptFlag())
-        saver = None if config is None else stack.enter_context(Saver(config))
-        state, run, source = _begin(state, saver, batch_size, len(first), donate)
-        if evaluation is not None:
-            check_keep_best(config and config.keep_best, evaluation.rehearse(state, eval_examples))
-        if progress is not False:
-            say(f"fit: {len(first)} examples, {per_epoch} steps of {batch_size} per epoch, "
-                f"{len(first) - per_epoch * batch_size} dropped from each")  # fmt: skip
-            if source is not None:
-                say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
-        default_loggers = () if progress is False else (ConsoleLogger(),)
+        row = {} if evaluation is None else evaluation.rehearse(state)
+        check_keep_best(checkpoints.keep_best if checkpoints else (), row)
+        watchdog.beat()
+        saver = stack.enter_context(Saver(checkpoints))
+        begin = RunRecord.begin_at(step_of(state), batch_size=batch_size, num_examples=epochs.num_examples)
+        state, run, source = saver.resume(state, begin, release=donate)
+        if source is None and not donate:
+            state = jax.tree.map(jnp.copy, state)
+        total = num_steps if num_epochs is None or callable(train_examples) else epochs.num_batches * num_epochs
         reporter = Reporter(
-            default_loggers if loggers is None else loggers,
+            [ConsoleLogger()] if loggers is None else loggers,
             num_steps=total,
-            initial=run.num_steps,
             batch_size=batch_size,
-            show=progress,
+            initial=run.num_steps,
         )
         stack.enter_context(contextlib.closing(reporter))
-        if source is not None:
-            reporter.rewind(run.step)
-        order_key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), run.begin)
-        stream = epochs(
-            examples_of,
-            first,
-            batch_size,
-            functools.partial(stream_of, key=order_key),
-            epoch=run.epoch,
-            batch=run.batch,
-            resumed=source is not None,
+        reporter.say(
+            f"fit: {epochs.num_examples} examples, {epochs.num_batches} steps of {batch_size} per epoch, "
+            f"{epochs.num_examples - epochs.num_batches * batch_size} dropped from each"
         )
-        stack.enter_context(contextlib.closing(stream))
-
-        def begin_window(state: TrainState, batch: Batch) -> Window:
-            return empty_window(step, state, batch)
-
-        training = Training(state, run, body=body, begin_window=begin_window, reporter=reporter, mesh=mesh)
+        places: Iterator[tuple[Batch | None, Place]] = epochs.after(
+            run.epoch, run.batch, key=order_key(state, run.begin)
+        )
+        stack.enter_context(contextlib.closing(places))
+        if source is not None:
+            reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
+            reporter.rewind(run.step)
+            places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
+        training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
         del state  # `training` has it; a second name would keep the first one's memory
-        vote, alone = Vote(mesh), jax.process_count() == 1
-        stop = 0
         try:
-            for batch, at in stream:
-                if batch is not None:
-                    training.step(batch, at)
-                run = training.run
-                stop, is_time = vote(interrupt.signal, int(saver is not None and saver.is_time))
-                is_last = at.epoch >= num_epochs if num_epochs else run.num_steps >= (num_steps or 0)
-                is_due = run.num_steps % eval_every_steps == 0 if eval_every_steps else at.batch == 0
-                evaluates = evaluation is not None and (is_due or is_last) and not (stop or run.is_evaluated)
-                saves = saver is not None and bool(is_last or stop or saver.is_due(run, bool(is_time)))
-
-                if run.num_steps % log_every == 0 or evaluates or is_last or stop:
-                    training.log(at)
-                if evaluates or is_last or stop:
-                    training.check()
-                if evaluation is not None and evaluates:
-                    with reporter.paused():
-                        row = evaluation(
-                            training.state, eval_examples, run.step, stops=lambda: alone and interrupt.is_set
-                        )
-                    if row is None:
-                        stop = interrupt.signal
-                    else:
-                        training.add_evaluation(row)
-                    saves = saver is not None and (saves or stop or saver.is_best(training.run.evaluations))
-                if saver is not None and saves:
-                    with reporter.paused():
-                        training.save(saver, finished=bool(is_last and not stop))
-                elif saver is not None:
-                    saver.check()
-                if is_last or stop:
-                    break
-            stop = stop or vote.now(interrupt.signal)[0]  # perhaps in the last evaluation
-            path = None if saver is None else saver.wait()
+            stop = _loop(training, places, plan, evaluation, interrupt, Vote(mesh))
+            path = saver.wait()
         except Exception as error:
-            training.end_by(error, saver)
+            training.end_by(error)
             raise
         if stop:
             interruption = TrainingInterrupted(training.state, training.run.step, stop, path)
-            if progress is not False:
-                say(f"fit: {interruption}")
+            reporter.say(f"fit: {interruption}")
             raise interruption
         return training.state
+
+
+def _loop(
+    training: Training,
+    places: Iterator[tuple[Batch | None, Place]],
+    plan: Plan,
+    evaluation: Evaluation | None,
+    interrupt: InterruptFlag,
+    vote: Vote,
+) -> int:
+    """Steps, and what is due after each, until the plan is fulfilled or a signal comes, which is returned."""
+    saver, is_alone = training.saver, jax.process_count() == 1
+    stop = 0
+    for batch, place in places:
+        if batch is not None:
+            training.step(batch, place)
+        stop, is_time = vote(interrupt.signal, int(saver.is_time))
+        is_time = bool(is_time) and saver.is_stale(training.run)
+        what = due(plan, training.run, stop=stop != 0, is_time=is_time)
+        saves = what.save
+        if what.log:
+            training.log(place)
+        if what.finish:
+            training.check()
+        if evaluation is not None and what.evaluate:
+            # Of many processes none stops within an evaluation: the others would wait for it.
+            finished = training.evaluate(evaluation, stops=lambda: is_alone and interrupt.is_set)
+            stop = stop if finished else interrupt.signal
+            saves = saves or (stop != 0 and saver.is_on) or saver.is_best(training.run)
+        if saves:
+            training.save(finished=what.finish and not stop)
+        else:
+            saver.check()
+        if what.finish or stop:
+            break
+    return stop or vote.now(interrupt.signal)[0]  # perhaps in the last evaluation
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
@@ -276,21 +225,3 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
             "batch_size."
         )
     return num_examples // batch_size * num_epochs
-
-
-def _begin(
-    state: TrainState, saver: Saver | None, batch_size: int, num_examples: int, donate: bool
-) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
-    """The state and the place to begin at, and the checkpoint that they come from, if they do."""
-    resumed = saver and saver.resume(state, batch_size=batch_size, num_examples=num_examples, release=donate)
-    if resumed:
-        state, run, path = resumed
-        # With other numbers the same part of the epoch counts as done.
-        batch = -(-run.batch * run.batch_size // batch_size)
-        return (
-            state,
-            dataclasses.replace(run, batch=batch, batch_size=batch_size, num_examples=num_examples),
-            path,
-        )
-    run = RunRecord(step_of(state), 0, 0, 0, batch_size, num_examples)
-    return state if donate else jax.tree.map(jnp.copy, state), run, None

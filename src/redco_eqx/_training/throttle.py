@@ -6,11 +6,10 @@ when computations that wait for each other take all of its threads.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-
-from redco_eqx._distributed.watchdog import beat
+from jaxtyping import Array, PyTree
 
 T = TypeVar("T")
 
@@ -21,11 +20,10 @@ class Throttle:
     """Waits, at each step, for the result of a few steps ago."""
 
     def __init__(self) -> None:
-        self._behind: deque[Any] = deque()
+        self._behind: deque[PyTree[Array]] = deque()
 
-    def __call__(self, result: Any) -> None:
+    def __call__(self, result: PyTree[Array]) -> None:
         """Takes what the newest step returned; it must not be donated."""
-        beat()
         self._behind.append(result)
         if len(self._behind) > NUM_AHEAD:
             jax.block_until_ready(self._behind.popleft())
@@ -35,7 +33,6 @@ def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:
     """The results of dispatched steps in order, each when `num_behind` more have been dispatched."""
     behind: deque[T] = deque()
     for result in results:
-        beat()
         behind.append(result)
         if len(behind) > num_behind:
             yield behind.popleft()

@@ -3,12 +3,13 @@
 The goldens are written from the design alone, independently of the code that they test.
 """
 
-from . import conv, decoders, encoders, feedforward, friends, fused, lora, moe, stacked
+from . import conv, decoders, encoders, ends, feedforward, friends, fused, lora, moe, stacked
 from ._entry import Entry, arrays, golden, goldens, strip
 
 ZOO: list[Entry] = [
     *decoders.ENTRIES,
     *encoders.ENTRIES,
+    *ends.ENTRIES,
     *feedforward.ENTRIES,
     *fused.ENTRIES,
     *stacked.ENTRIES,

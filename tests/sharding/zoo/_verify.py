@@ -5,10 +5,7 @@ one device, no gradient is zero, and the forward program has the all-reduces tha
 every entry costs.
 """
 
-import math
-import re
 import sys
-from collections import Counter
 from typing import Any
 
 import equinox as eqx
@@ -17,46 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from redco_eqx import communication
+from redco_eqx._compiled.shapes import num_elements
+
 from . import ZOO, Entry, arrays, goldens
 
 BATCH, DATA, TENSOR = 4, 2, 4
-COLLECTIVE = re.compile(
-    r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-SHAPE = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
-CALLS = re.compile(r"(body|condition|to_apply|calls)=%?([\w.\-]+)")
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
-
-
-def collectives(hlo: str) -> list[tuple[str, int, int, int]]:
-    """(kind, elements, bytes, times) of each collective result; loops multiplied by their trip counts."""
-    bodies: dict[str, list[str]] = {}
-    name, entry = "", ""
-    for line in hlo.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if header and not line.startswith(" "):
-            name = header[2]
-            bodies[name] = []
-            entry = name if header[1] else entry
-        elif name:
-            bodies[name].append(line)
-    found: list[tuple[str, int, int, int]] = []
-
-    def walk(computation: str, times: int) -> None:
-        for line in bodies.get(computation, ()):
-            match = COLLECTIVE.search(line)
-            if match:
-                for dtype, dims in SHAPE.findall(match[1]):
-                    size = math.prod(int(n) for n in dims.split(",") if n)
-                    bits = BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-                    found.append((match[2], size, size * bits // 8, times))
-                continue
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            for role, callee in CALLS.findall(line):
-                walk(callee, times * int(trips[1]) if role == "body" and trips else times)
-
-    walk(entry, 1)
-    return found
 
 
 def mesh() -> Any:
@@ -106,19 +69,17 @@ def cost(entry: Entry, specs: dict[str, Any] | None = None) -> dict[str, Any]:
     for want, got in zip(jax.tree.leaves(reference), jax.tree.leaves(result)):
         want, got = np.asarray(want), np.asarray(got)
         worst = max(worst, float(np.abs(want - got).max() / max(np.abs(want).max(), 1e-3)))
-    ahead = collectives(_text(jit_forward.lower(placed, placed_batch).compile()))
-    step = collectives(_text(compiled))
+    ahead = communication(_text(jit_forward.lower(placed, placed_batch).compile()), grid)
+    step = communication(_text(compiled), grid)
     sizes = {size * BATCH // DATA for size in entry.activation_sizes}
-    kinds = Counter()
-    for kind, _, _, times in ahead:
-        kinds[kind] += times
+    arrays_sent = [(c, shape) for c in ahead for shape in c.shapes]
     return {
         "error": worst,
         "dead": [path for path, g in arrays(reference[1]).items() if not np.abs(g).max() > 0],
-        "count": sum(t for kind, n, _, t in ahead if kind == "all-reduce" and n in sizes),
-        "kinds": dict(kinds),
-        "forward_bytes": sum(b * t for _, _, b, t in ahead),
-        "step_bytes": sum(b * t for _, _, b, t in step),
+        "count": sum(c.count for c, x in arrays_sent if c.kind == "all-reduce" and num_elements(x) in sizes),
+        "kinds": {kind: total.count for kind, total in ahead.by_kind.items()},
+        "forward_bytes": ahead.total.result_bytes,
+        "step_bytes": step.total.result_bytes,
         "collectives": ahead,
     }
 
@@ -144,8 +105,7 @@ def main(names: list[str]) -> int:
             flush=True,
         )
         if names:
-            for row in got["collectives"]:
-                print("      ", row)
+            print(got["collectives"])
     return failed
 
 

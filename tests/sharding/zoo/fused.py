@@ -80,7 +80,7 @@ class VisionQKV(eqx.Module):
 
 
 class Einsum(eqx.Module):
-    """Raw arrays: no Linear to take a role from."""
+    """Raw arrays, (dim, heads, head) and (heads, head, dim): no Linear to take a role from."""
 
     w_q: jax.Array
     w_k: jax.Array
@@ -143,8 +143,8 @@ ENTRIES = [
         partial(Blocks, make=Einsum),
         pairs(SEQ, D),
         squared_loss(),
-        {"norms.*": WHOLE, "attentions.*.w_?": WHOLE},
-        0,
-        "raw 3-D arrays and no router: replicated, with a warning where they are large enough for one",
+        {"norms.*": WHOLE, "attentions.*.w_[qkv]": (None, "tensor"), "attentions.*.w_o": COL},
+        LAYERS,
+        "raw 3-D arrays: the dim of heads is split",
     ),
 ]

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 
 from redco_eqx.models._blocks.layers import ACTIVATIONS
+
+Json: TypeAlias = bool | int | float | str | list | dict | None
+"""What a parsed JSON file holds."""
 
 C = TypeVar("C", bound="Config")
 
@@ -26,7 +29,7 @@ class Config:
     architecture: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]] = {}
     """The names that most families use, under which an entry may be found in a file too: its own name."""
-    only: ClassVar[Mapping[str, Any]] = {}
+    only: ClassVar[Mapping[str, Json]] = {}
     """The one value that is supported, of entries of which another one would change the logits."""
 
     vocab_size: int
@@ -35,8 +38,8 @@ class Config:
     pad_token_id: int | None = None
     rest: str = "{}"
 
-    def entry(self, name: str) -> Any:
-        """The entry that most families call `name`."""
+    def entry(self, name: str) -> int:
+        """The size that most families call `name`."""
         return getattr(self, self.aliases.get(name, name))
 
     @property
@@ -65,7 +68,7 @@ class Config:
         return None
 
     @classmethod
-    def from_json(cls: type[C], raw: Mapping[str, Any]) -> C:
+    def from_json(cls: type[C], raw: Mapping[str, Json]) -> C:
         """The configuration in a parsed `config.json`.
 
         Raises `ValueError` naming an entry that is missing, or whose value is not supported.
@@ -93,9 +96,9 @@ class Config:
         rest = {name: x for name, x in raw.items() if name not in read}
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """The entries of `config.json`."""
-        entries: dict[str, Any] = json.loads(self.rest)
+        entries: dict[str, Json] = json.loads(self.rest)
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
             if dataclasses.is_dataclass(x):
@@ -106,17 +109,16 @@ class Config:
         return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
 
 
-def _read(field: dataclasses.Field, value: Any) -> Any:
+def _read(field: dataclasses.Field, value: Json) -> Json | tuple:
     """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
     kinds: tuple[Any, ...] = tuple(get_origin(k) or k for k in get_args(field.type) or (field.type,))
-    if isinstance(value, list):
-        value = tuple(value)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    found = tuple(value) if isinstance(value, list) else value
+    if float in kinds and isinstance(found, int) and not isinstance(found, bool):
+        found = float(found)
+    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"config.json: {field.name}={value!r}, but it must be: {expected}.")
-    return value
+        raise ValueError(f"config.json: {field.name}={found!r}, but it must be: {expected}.")
+    return found
 
 
 def check_divides(config: Config, size: str, heads: str) -> None:

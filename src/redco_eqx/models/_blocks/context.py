@@ -1,12 +1,14 @@
 """What a layer is given besides its input: positions, masks, the cache, and how the stream is split."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx._parallel.linear import column, row
@@ -16,9 +18,7 @@ from redco_eqx.models._blocks.attention import Implementation, attend
 from redco_eqx.models._blocks.layers import Embedding
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
+class Cache(eqx.Module):
     """Keys and values of the tokens so far. Slots are filled from the left, in all rows alike.
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
@@ -26,18 +26,31 @@ class Cache:
     - `length`: number of slots filled, int32.
     """
 
-    key: Any
-    value: Any
-    mask: Any
-    length: Any
+    key: Float[Array, "layers b slots k d"]
+    value: Float[Array, "layers b slots k d"]
+    mask: Bool[Array, "b slots"]
+    length: Int[Array, ""]
 
     @classmethod
     def empty(
-        cls, *, num_layers: int, batch_size: int, num_slots: int, num_heads: int, head_size: int, dtype: Any
+        cls,
+        *,
+        num_layers: int,
+        batch_size: int,
+        num_slots: int,
+        num_heads: int,
+        head_size: int,
+        dtype: DTypeLike,
     ) -> "Cache":
         """A cache with room for `num_slots` tokens in each row."""
         zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
         return cls(zeros, zeros, jnp.zeros((batch_size, num_slots), bool), jnp.zeros((), jnp.int32))
+
+
+LayerCache: TypeAlias = tuple[
+    Float[Array, "layers b slots k d"], Float[Array, "layers b slots k d"], Int[Array, ""]
+]
+"""Keys and values of all layers, and the number of the layer that is at work."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,11 +75,19 @@ class Context:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
         return embed(table.weight, ids, sequence_parallel=self.sequence_parallel)
 
-    def column(self, x: Float[Array, "b t in"], *layers: Any, unit: int = 1) -> tuple[Array, ...]:
+    def column(
+        self, x: Float[Array, "b t in"], *layers: Callable[[Array], Array], unit: int = 1
+    ) -> tuple[Array, ...]:
         """The outputs of sibling projections, by `redco_eqx.column`."""
         return column(x, *layers, unit=unit, sequence_parallel=self.sequence_parallel)
 
-    def row(self, x: Any, layer: Any, *, unit: int = 1) -> Float[Array, "b t out"]:
+    def row(
+        self,
+        x: Float[Array, "b t _"] | Sequence[Float[Array, "b t _"]],
+        layer: Callable[[Array], Array] | Sequence[Callable[[Array], Array]],
+        *,
+        unit: int = 1,
+    ) -> Float[Array, "b t out"]:
         """The projection that closes them, or a sum of several, by `redco_eqx.row`."""
         return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
 
@@ -75,14 +96,14 @@ class Context:
         query: Float[Array, "b t h d"],
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k d"],
-        cache: tuple[Array, Array, Array] | None,
+        cache: LayerCache | None,
         *,
         scale: float | None = None,
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
-    ) -> tuple[Float[Array, "b t width"], tuple[Array, Array, Array] | None]:
+    ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
         """Attention of these tokens over themselves and the cache, heads side by side, and the cache with them
-        added: the keys and values of all layers, and the number of this one. Options as for `attend`.
+        added. Options as for `attend`.
         """
         if cache is not None:
             keys, values, layer = cache
@@ -104,7 +125,7 @@ class Context:
         return rearrange(output, "b t h d -> b t (h d)"), cache
 
 
-def check_tokens(input_ids: Any, attention_mask: Any, max_positions: int | None) -> None:
+def check_tokens(input_ids: Array, attention_mask: Array | None, max_positions: int | None) -> None:
     """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(

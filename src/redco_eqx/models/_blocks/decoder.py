@@ -6,12 +6,14 @@ from typing import Any, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._tree import is_array
 from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.context import Cache, Context, check_tokens, make_context
-from redco_eqx.models._blocks.layers import split
+from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Model, Options, run_layers
 
 
@@ -22,9 +24,9 @@ class DecoderLM(Model):
     `tied` names. The other fields are those of `Model`.
     """
 
-    lm_head: eqx.AbstractVar[Any]
+    lm_head: eqx.AbstractVar[PyTree]
 
-    def __init__(self, config: Any, **options: Unpack[Options]):  # or type checkers make one of the field
+    def __init__(self, config: Config, **options: Unpack[Options]):  # or type checkers make one of the field
         super().__init__(config, **options)
 
     @abc.abstractmethod
@@ -38,12 +40,12 @@ class DecoderLM(Model):
         """What the head reads, from what leaves the last layer."""
 
     @property
-    def layers(self) -> Any:
+    def layers(self) -> PyTree:
         """The layers: a list, or one whose arrays have a leading dim that numbers them."""
         return attrgetter(*self.stacks)(self)
 
     @property
-    def head(self) -> Any:
+    def head(self) -> PyTree:
         """The layer that gives the logits, or the table of the embedding that is the head too.
 
         For a loss that need not hold all logits: `cross_entropy(model.hidden_states(ids)[0], model.head,
@@ -71,13 +73,13 @@ class DecoderLM(Model):
             window=self.config.window, implementation=self.attention,
             sequence_parallel=self.sequence_parallel and cache is None,
         )  # fmt: skip
-        embed_key, layers_key = split(key, 2)
+        embed_key, layers_key = split_key(key, 2)
         x = self.embed(input_ids, context, embed_key)
         x, pieces = run_layers(
             self.layers, x, context, cache,
             num_layers=self.config.num_layers, remat=self.remat, key=layers_key,
         )  # fmt: skip
-        if cache is not None:
+        if cache is not None and mask is not None:
             cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
         return self.finish(x), cache
 
@@ -110,7 +112,7 @@ class DecoderLM(Model):
         )
         return self.logits(hidden) if cache is None else (self.logits(hidden), new)
 
-    def init_cache(self, batch_size: int, num_slots: int, dtype: Any = jnp.float32) -> Cache:
+    def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
         """An empty cache with room for `num_slots` tokens in each row."""
         config = self.config
         return Cache.empty(

@@ -1,7 +1,6 @@
 """Layers that all families share. They act on the last dim of arrays of any rank."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Linear(eqx.Module):
     """`x @ weight.T + bias`, with the weight stored `(out, in)`."""
 
-    weight: Any
-    bias: Any
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None
     in_features: int = eqx.field(static=True)
     out_features: int = eqx.field(static=True)
 
@@ -45,7 +44,7 @@ class Linear(eqx.Module):
 class Embedding(eqx.Module):
     """A table with one row per token or position."""
 
-    weight: Any
+    weight: Float[Array, "num size"]
     num_embeddings: int = eqx.field(static=True)
     embedding_size: int = eqx.field(static=True)
 
@@ -61,8 +60,8 @@ class Embedding(eqx.Module):
 class LayerNorm(eqx.Module):
     """Layer normalisation (Ba et al. 2016); statistics in float32. With `affine` false it has no arrays."""
 
-    weight: Any
-    bias: Any
+    weight: Float[Array, " size"] | None
+    bias: Float[Array, " size"] | None
     eps: float = eqx.field(static=True)
 
     def __init__(self, size: int, *, eps: float = 1e-5, affine: bool = True):
@@ -74,13 +73,15 @@ class LayerNorm(eqx.Module):
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return (y if self.weight is None else y * self.weight + self.bias).astype(x.dtype)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight + self.bias
+        return y.astype(x.dtype)
 
 
 class RMSNorm(eqx.Module):
     """Root mean square normalisation (Zhang and Sennrich 2019); statistics in float32."""
 
-    weight: Any
+    weight: Float[Array, " size"]
     eps: float = eqx.field(static=True)
 
     def __init__(self, size: int, *, eps: float = 1e-6):
@@ -103,6 +104,6 @@ def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
     return key is not None and not layer.inference and layer.p != 0
 
 
-def split(key: Key | None, num: int) -> list[Any]:
+def split_key(key: Key | None, num: int) -> list[Key] | list[None]:
     """`num` keys, or `num` times `None`."""
     return [None] * num if key is None else list(jax.random.split(key, num))

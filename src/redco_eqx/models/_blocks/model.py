@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypedDict
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
@@ -56,7 +56,7 @@ class Model(eqx.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         *,
         remat: Remat = "none",
         attention: Implementation | None = None,
@@ -66,7 +66,7 @@ class Model(eqx.Module):
         self.sequence_parallel = sequence_parallel
 
 
-def make_layers(make_layer: Callable[..., Any], config: Config, *, stacked: bool, key: Key) -> Any:
+def make_layers(make_layer: Callable[..., eqx.Module], config: Config, *, stacked: bool, key: Key) -> PyTree:
     """`config.num_layers` times `make_layer(config, key=key)`.
 
     A list; or, `stacked`, one layer whose arrays have a leading dim that numbers them.
@@ -78,7 +78,7 @@ def make_layers(make_layer: Callable[..., Any], config: Config, *, stacked: bool
 
 
 def run_layers(
-    layers: Any,
+    layers: PyTree,
     x: Float[Array, "b t size"],
     context: Context,
     cache: Cache | None,
@@ -86,7 +86,7 @@ def run_layers(
     num_layers: int,
     remat: Remat,
     key: Key | None,
-) -> tuple[Float[Array, "b t size"], Any]:
+) -> tuple[Float[Array, "b t size"], tuple[Array, ...]]:
     """All layers, one after another, and the keys and values of the cache with these tokens added.
 
     Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is what `Context.attend`
@@ -94,18 +94,20 @@ def run_layers(
     """
     keys = None if key is None else jax.random.split(key, num_layers)
 
-    def one(layer: Any, x: Array, given: Any, cached: Any) -> tuple[Array, Any, Any]:
-        index, key = given
-        x, piece = layer(x, context, (*cached, index) if cached else None, key)
-        return x, None, piece[:2] if piece else ()
+    def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
+        x, cached = flow
+        x, piece = given["layer"](x, context, (*cached, given["index"]) if cached else None, given["key"])
+        return x, piece[:2] if piece else ()
 
-    x, _, cached = scan_layers(
+    given = {"layer": layers, "index": jnp.arange(num_layers), "key": keys}
+    if isinstance(layers, list):
+        further = {"index": given["index"], "key": keys}
+        given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
+    return scan_layers(
         one,
-        layers,
-        x,
-        inputs=(jnp.arange(num_layers), keys),
-        carry=() if cache is None else (cache.key, cache.value),
+        given,
+        (x, () if cache is None else (cache.key, cache.value)),
         remat=remat,
+        batched=(True, None),  # the cache of all layers is changed in place
         sequence_parallel=context.sequence_parallel,
     )
-    return x, cached

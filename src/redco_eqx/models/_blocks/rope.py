@@ -10,6 +10,8 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
+from redco_eqx.models._blocks.config import Json
+
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -50,7 +52,7 @@ class Rope:
         return base
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Rope":
+    def from_json(cls, raw: Mapping[str, Json]) -> "Rope":
         """Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
 
         Raises `ValueError` for a rope type that is not supported, or lacks a number.
@@ -87,7 +89,7 @@ class Rope:
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         return cls(theta, rope_type, **{name: kinds[name](x) for name, x in numbers.items()})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
         numbers = {name: getattr(self, name) for name in ROPE_TYPES[self.rope_type]}
         scaling = {"rope_type": self.rope_type, **numbers}

@@ -2,19 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 
 
@@ -30,7 +30,7 @@ class GPT2Config(Config):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-    only: ClassVar[Mapping[str, Any]] = {
+    only: ClassVar[Mapping[str, Json]] = {
         "add_cross_attention": False,
         "scale_attn_by_inverse_layer_idx": False,
     }
@@ -68,8 +68,8 @@ class Conv1D(eqx.Module):
     each can be split over the `tensor` axis by itself; in a file the two dims are one.
     """
 
-    weight: Any
-    bias: Any
+    weight: Float[Array, "in *out"]
+    bias: Float[Array, "*out"]
     in_features: int = eqx.field(static=True)
     out_features: int | tuple[int, int] = eqx.field(static=True)
 
@@ -103,9 +103,9 @@ class GPT2Attention(eqx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
-        attn_key, resid_key = split(key, 2)
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        attn_key, resid_key = split_key(key, 2)
         size = self.config.head_size
         (qkv,) = context.column(x, self.c_attn, unit=size)
         q, k, v = (split_heads(qkv[:, :, i], size) for i in range(3))
@@ -156,9 +156,9 @@ class GPT2Block(eqx.Module):
         self.mlp = GPT2MLP(config, key=mlp_key)
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
-        attn_key, mlp_key = split(key, 2)
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        attn_key, mlp_key = split_key(key, 2)
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
         return x + self.mlp(self.ln_2(x), context, mlp_key), cache
@@ -170,7 +170,7 @@ class GPT2Model(eqx.Module):
     wte: Embedding
     wpe: Embedding
     drop: eqx.nn.Dropout
-    h: Any
+    h: PyTree
     ln_f: LayerNorm
 
     def __init__(self, config: GPT2Config, *, stacked: bool, key: Key):

@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, drops, split
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, drops, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.rope import Rope, rotate
 
@@ -30,7 +30,7 @@ class GPTJConfig(Config):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-    only: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False}
+    only: ClassVar[Mapping[str, Json]] = {"tie_word_embeddings": False}
 
     vocab_size: int = 50400
     n_positions: int = 2048
@@ -80,8 +80,8 @@ class GPTJAttention(eqx.Module):
         self.config = config
 
     def heads(
-        self, q: Array, k: Array, v: Array, context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
+        self, q: Array, k: Array, v: Array, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
         """What `out_proj` reads, from what `q_proj`, `k_proj` and `v_proj` give."""
         q, k, v = (split_heads(x, self.config.head_size) for x in (q, k, v))
         frequencies = Rope().frequencies(self.config.rotary_dim)
@@ -127,9 +127,9 @@ class GPTJBlock(eqx.Module):
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
-        heads_key, attn_key, mlp_key = split(key, 3)
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        heads_key, attn_key, mlp_key = split_key(key, 3)
         attn, mlp, unit = self.attn, self.mlp, self.attn.config.head_size
         projections = attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in
         q, k, v, hidden = context.column(self.ln_1(x), *projections, unit=unit)
@@ -148,7 +148,7 @@ class GPTJModel(eqx.Module):
 
     wte: Embedding
     drop: eqx.nn.Dropout
-    h: Any
+    h: PyTree
     ln_f: LayerNorm
 
     def __init__(self, config: GPTJConfig, *, stacked: bool, key: Key):

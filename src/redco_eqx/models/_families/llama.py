@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm
 from redco_eqx.models._blocks.model import Options, make_layers
@@ -24,7 +24,7 @@ class LlamaConfig(Config):
 
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
-    only: ClassVar[Mapping[str, Any]] = {"pretraining_tp": 1}
+    only: ClassVar[Mapping[str, Json]] = {"pretraining_tp": 1}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -64,7 +64,7 @@ class LlamaConfig(Config):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """The entries of `config.json`, readable by transformers 4 and 5."""
         # Some of these families do not open there with null for them, or have no `head_dim`.
         entries = {**super().to_json(), "num_key_value_heads": self.kv_heads}
@@ -96,7 +96,7 @@ class Qwen2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    only: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
+    only: ClassVar[Mapping[str, Json]] = {"use_sliding_window": False}
     qkv_bias: ClassVar[bool | None] = True
 
     vocab_size: int = 151936
@@ -112,7 +112,7 @@ class Qwen3Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
-    only: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
+    only: ClassVar[Mapping[str, Json]] = {"use_sliding_window": False}
     qk_norm: ClassVar[bool] = True
 
     vocab_size: int = 151936
@@ -150,8 +150,8 @@ class LlamaAttention(eqx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
         size = self.config.head_size
         qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
         q, k, v = (split_heads(x, size) for x in qkv)
@@ -201,8 +201,8 @@ class LlamaDecoderLayer(eqx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
         attended, cache = self.self_attn(self.input_layernorm(x), context, cache, key)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x), context), cache
@@ -212,7 +212,7 @@ class LlamaModel(eqx.Module):
     """Everything but the head."""
 
     embed_tokens: Embedding
-    layers: Any
+    layers: PyTree
     norm: RMSNorm
 
     def __init__(self, config: LlamaConfig, *, stacked: bool, key: Key):

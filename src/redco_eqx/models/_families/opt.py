@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 
 POSITION_OFFSET = 2
@@ -30,7 +30,7 @@ class OPTConfig(Config):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
-    only: ClassVar[Mapping[str, Any]] = {"layerdrop": 0.0}
+    only: ClassVar[Mapping[str, Json]] = {"layerdrop": 0.0}
 
     vocab_size: int = 50272
     hidden_size: int = 768
@@ -87,8 +87,8 @@ class OPTAttention(eqx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
         size = self.config.head_size
         qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
         q, k, v = (split_heads(x, size) for x in qkv)
@@ -124,9 +124,9 @@ class OPTDecoderLayer(eqx.Module):
         return context.row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
 
     def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: Any, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], Any]:
-        attention_key, attended_key, mlp_key = split(key, 3)
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        attention_key, attended_key, mlp_key = split_key(key, 3)
         before = self.config.do_layer_norm_before
         y = self.self_attn_layer_norm(x) if before else x
         y, cache = self.self_attn(y, context, cache, attention_key)
@@ -144,7 +144,7 @@ class OPTDecoder(eqx.Module):
     embed_positions: Embedding
     project_in: Linear | None
     project_out: Linear | None
-    layers: Any
+    layers: PyTree
     final_layer_norm: LayerNorm | None
 
     def __init__(self, config: OPTConfig, *, stacked: bool, key: Key):

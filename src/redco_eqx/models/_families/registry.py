@@ -1,8 +1,10 @@
 """Which classes a `model_type` stands for."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -13,6 +15,9 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+
+Family: TypeAlias = tuple[type[Config], type[Model]]
+"""The class of a configuration, and that of the model."""
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
@@ -26,18 +31,18 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (Qwen3Config, LlamaForCausalLM),
     )
 }
-"""`{model_type: (class of its configuration, class of its model)}`."""
+"""By `model_type`."""
 
 
-def read_family(raw: Mapping[str, Any], family: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
     """The configuration in a parsed `config.json`, and the class of the model that it describes.
 
     `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
     is not known, or an entry that is not supported.
     """
-    model_type = raw.get("model_type", "")
+    model_type = raw.get("model_type")
     families = FAMILIES if family is None else {family[0].model_type: family}
-    if model_type not in families:
+    if not isinstance(model_type, str) or model_type not in families:
         raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}.")
     if raw.get("quantization_config") is not None:
         raise ValueError(

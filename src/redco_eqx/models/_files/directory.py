@@ -14,8 +14,8 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._files.safetensors import read_metadata
 
 CONFIG = "config.json"
@@ -32,7 +32,7 @@ def part(file: Path) -> Path:
     return file.with_name(f"{file.name}.part")
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Json]:
     """A JSON object. Raises `ValueError`, naming the file, for anything else."""
     try:
         value = json.loads(file.read_bytes())
@@ -99,10 +99,10 @@ def _tag(directory: Path) -> str:
         return ""
     if source.name == SINGLE:
         return read_metadata(source).get("config", "")
-    try:
-        return read_json(source).get("metadata", {}).get("config", "")
-    except (ValueError, AttributeError):
-        return ""
+    with contextlib.suppress(ValueError):
+        metadata = read_json(source).get("metadata")
+        return metadata.get("config", "") if isinstance(metadata, dict) else ""
+    return ""
 
 
 def prepare(directory: Path, num_files: int, config: str) -> tuple[list[Path], str]:

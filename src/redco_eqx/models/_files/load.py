@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._sharding.mesh import one_device_mesh
@@ -19,10 +20,10 @@ from redco_eqx._tree import is_array, leaves_with_paths, to_paths
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.model import Model, Options
-from redco_eqx.models._families.registry import read_family
+from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, entries_of, match_keys
-from redco_eqx.models._files.safetensors import NAMES, Reader, Stored
+from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
 from redco_eqx.models._files.slices import place
 
 
@@ -30,8 +31,8 @@ def load_pretrained(
     directory: str | os.PathLike[str],
     mesh: Mesh | None = None,
     *,
-    family: tuple[type[Config], type[Model]] | None = None,
-    dtype: Any = None,
+    family: Family | None = None,
+    dtype: DTypeLike | None = None,
     stacked: bool = False,
     remat: Remat = "none",
     attention: Implementation | None = None,
@@ -86,14 +87,13 @@ def load_pretrained(
         shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
     )
     entries = entries_of(model)
-    with Reader() as reader:
-        found = _find(directory, reader, entries, make_model)
-        arrays = {entry.path: place(entry, found, layout[entry.path], reader, kind) for entry in entries}
+    found = _find(directory, entries, make_model)
+    arrays = {entry.path: place(entry, found, layout[entry.path], kind) for entry in entries}
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
 
-def _check_dtype(dtype: Any) -> np.dtype:
+def _check_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
@@ -105,7 +105,7 @@ def _check_dtype(dtype: Any) -> np.dtype:
     return kind
 
 
-def _read_config(directory: Path, family: Any) -> tuple[Config, Any]:
+def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
@@ -122,9 +122,9 @@ def _read_config(directory: Path, family: Any) -> tuple[Config, Any]:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 
 
-def _find(directory: Path, reader: Reader, entries: list[Entry], family: type[Model]) -> dict[str, Stored]:
+def _find(directory: Path, entries: list[Entry], family: type[Model]) -> dict[str, Stored]:
     """What is stored for each key of the model."""
-    stored = _open(directory, reader)
+    stored = _open(directory)
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
     found = {key: stored[name] for key, name in match.found.items()}
@@ -139,7 +139,7 @@ def _find(directory: Path, reader: Reader, entries: list[Entry], family: type[Mo
         ("there twice", [f"{key} as {one} and as {two}" for key, one, two in match.twice]),
         ("different from the table that config.json ties it to", [
             f"{key} and {table}" for key, table in match.tied.items()
-            if table in found and not _equal(reader, stored[key], found[table])
+            if table in found and not _equal(stored[key], found[table])
         ]),
     ) if names]  # fmt: skip
     if problems:
@@ -150,12 +150,12 @@ def _find(directory: Path, reader: Reader, entries: list[Entry], family: type[Mo
     return found
 
 
-def _open(directory: Path, reader: Reader) -> dict[str, Stored]:
+def _open(directory: Path) -> dict[str, Stored]:
     """Everything stored in the directory's weights, by key."""
     files = weight_files(directory)
     if isinstance(files, Path):
-        return reader.open(files)
-    contents = {file: reader.open(file) for file in sorted(set(files.values()))}
+        return open_file(files)
+    contents = {file: open_file(file) for file in sorted(set(files.values()))}
     lacking = [f"{key} ({file.name})" for key, file in files.items() if key not in contents[file]]
     if lacking:
         raise ValueError(
@@ -164,13 +164,13 @@ def _open(directory: Path, reader: Reader) -> dict[str, Stored]:
     return {key: contents[file][key] for key, file in files.items()}
 
 
-def _equal(reader: Reader, one: Stored, other: Stored) -> bool:
+def _equal(one: Stored, other: Stored) -> bool:
     """Whether two matrices are the same bit for bit, of which a few rows are held at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     rows = max(1, 2**22 // math.prod(one.shape[1:]))
     parts = [slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows)]
-    return all(reader.read(one, (p,)).tobytes() == reader.read(other, (p,)).tobytes() for p in parts)
+    return all(one.read((p,)).tobytes() == other.read((p,)).tobytes() for p in parts)
 
 
 def _shorten(names: Iterable[str], most: int = 10) -> str:

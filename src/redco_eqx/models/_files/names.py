@@ -3,9 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from redco_eqx._tree import to_arrays
+from redco_eqx.models._blocks.model import Model
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of norms, in files converted from TensorFlow."""
@@ -35,7 +35,7 @@ class Entry:
         return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
 
 
-def entries_of(model: Any) -> list[Entry]:
+def entries_of(model: Model) -> list[Entry]:
     """An entry for each array of a `Model`, abstract or not, in the model's order."""
     entries = []
     for path, x in to_arrays(model).items():
@@ -66,7 +66,7 @@ class Match:
     twice: list[tuple[str, str, str]]
 
 
-def match_keys(keys: Iterable[str], wanted: Iterable[str], family: Any) -> Match:
+def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) -> Match:
     """Finds a model's keys among those of files, also under older spellings that `family` states."""
     wanted = set(wanted)
     match = Match({}, {}, [], [])

@@ -1,12 +1,12 @@
 """Safetensors files: slices read from many, whole ones written array by array."""
 
-import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,60 +21,30 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array in a file.
+    """An array in a file, which stays open as long as this is there.
 
     - `file`, `key`: where it is.
     - `dtype`: as NumPy names it; other than floating ones as the format does.
     - `shape`: of the whole.
+    - `view`: what `safetensors` reads slices by.
     """
 
     file: Path
     key: str
     dtype: str
     shape: tuple[int, ...]
+    view: Any = dataclasses.field(repr=False, compare=False)
+
+    def read(self, index: Index) -> np.ndarray:
+        """A slice of it, from the disk. Nothing else of the file is read."""
+        return self.view[index]
 
 
-class Reader:
-    """Reads slices of the arrays in safetensors files. A context manager, which closes them."""
+def open_file(file: Path) -> dict[str, Stored]:
+    """What is in a file, by key.
 
-    def __init__(self):
-        self._safetensors = _package()
-        self._files: dict[Path, Any] = {}
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def open(self, file: Path) -> dict[str, Stored]:
-        """What is in a file, by key.
-
-        Raises `ValueError` if it is not a whole safetensors file.
-        """
-        try:
-            handle = self._open.enter_context(self._safetensors.safe_open(str(file), framework="np"))
-        except (self._safetensors.SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: {error}. Was it cut "
-                "short in a download or a copy, or is it a pointer of Git LFS?"
-            ) from error
-        self._files[file] = handle
-        dtypes = {name: dtype for dtype, name in NAMES.items()}
-        found = {}
-        for key in handle.keys():  # noqa: SIM118  (not a mapping)
-            view = handle.get_slice(key)
-            dtype: str = view.get_dtype()
-            found[key] = Stored(file, key, dtypes.get(dtype, dtype), tuple(view.get_shape()))
-        return found
-
-    def read(self, stored: Stored, index: Index) -> np.ndarray:
-        """A slice of an array, from the disk. Nothing else of the file is read."""
-        return self._files[stored.file].get_slice(stored.key)[index]
-
-
-def _package() -> Any:
+    Raises `ValueError` if it is not a whole safetensors file, `ImportError` without the package safetensors.
+    """
     try:
         import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
         import safetensors
@@ -82,29 +52,57 @@ def _package() -> Any:
         raise ImportError(
             'Reading a checkpoint needs safetensors. Install it by: pip install "redco_eqx[hf]"'
         ) from error
-    return safetensors
+    try:
+        handle = safetensors.safe_open(str(file), framework="np")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: {error}. Was it cut "
+            "short in a download or a copy, or is it a pointer of Git LFS?"
+        ) from error
+    dtypes = {name: dtype for dtype, name in NAMES.items()}
+    found = {}
+    for key in handle.keys():  # noqa: SIM118  (not a mapping)
+        view = handle.get_slice(key)
+        dtype: str = view.get_dtype()
+        found[key] = Stored(file, key, dtypes.get(dtype, dtype), tuple(view.get_shape()), view)
+    return found
+
+
+class Record(NamedTuple):
+    """An array to be written: its key, dtype and shape."""
+
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_file(
-    file: Path,
-    contents: Sequence[tuple[str, Any, tuple[int, ...]]],
-    arrays: Iterable[np.ndarray],
-    metadata: Mapping[str, str],
+    file: Path, records: Sequence[Record], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file, and waits until it is on the disk.
+    """Writes a safetensors file, and waits until it is on the disk. safetensors' own writer wants all arrays of
+    a file at once.
 
     **Arguments:**
 
     - `file`: is overwritten.
-    - `contents`: key, dtype and shape of each array, aligned as they come if larger dtypes are first.
+    - `records`: what the arrays are, aligned as they come if larger dtypes are first.
     - `arrays`: in the same order. One is held at a time.
     - `metadata`: of the whole file.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for key, dtype, shape in contents:
-        start, end = end, end + int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        header[key] = {"dtype": NAMES[np.dtype(dtype).name], "shape": list(shape), "data_offsets": [start, end]}
+    for record in records:
+        start, end = end, end + record.num_bytes
+        header[record.key] = {
+            "dtype": NAMES[record.dtype.name],
+            "shape": record.shape,
+            "data_offsets": (start, end),
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as f:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Array, Int
 
 from redco_eqx._tree import to_arrays
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import commit, part, prepare, tidy
 from redco_eqx.models._files.names import entries_of
-from redco_eqx.models._files.safetensors import NAMES, write_file
+from redco_eqx.models._files.safetensors import NAMES, Record, write_file
 
 
 def save_pretrained(
@@ -57,11 +57,11 @@ def save_pretrained(
     arrays = to_arrays(model)
     _check(arrays)
     directory = Path(directory)
-    plan = _split(_records(model, arrays), max_shard_bytes)
+    plan = _into_files(_pieces(model, arrays), max_shard_bytes)
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
     config = {**model.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    fetched = (_fetch(arrays[record.path], record) for records in plan for record in records)
+    fetched = (_fetch(arrays[piece.path], piece) for pieces in plan for piece in pieces)
     error = None
     try:
         if jax.process_index() == 0:
@@ -77,18 +77,12 @@ def save_pretrained(
         raise error
 
 
-class _Record(NamedTuple):
-    """An array in a file: its key, dtype and shape there, and the leaf (and layer of it) that it is."""
+class _Piece(NamedTuple):
+    """An array in a file, and the leaf (and layer of it) that it is."""
 
-    key: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
+    record: Record
     path: str
     layer: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _check(arrays: dict[str, Any]) -> None:
@@ -104,54 +98,55 @@ def _check(arrays: dict[str, Any]) -> None:
             raise ValueError(f"save_pretrained: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
 
 
-def _records(model: Model, arrays: dict[str, Any]) -> list[_Record]:
+def _pieces(model: Model, arrays: dict[str, Any]) -> list[_Piece]:
     """What is written, layer by layer also where layers are stacked."""
-    records = []
+    pieces = []
     for stack, group in itertools.groupby(entries_of(model), lambda entry: entry.stack):
         entries = list(group)
         for layer in [None] if stack is None else range(len(entries[0].keys)):
             for entry in entries:
-                key, dtype = entry.keys[layer or 0], np.dtype(arrays[entry.path].dtype)
-                records.append(_Record(key, dtype, entry.file_shape, entry.path, layer))
-    return records
+                dtype = np.dtype(arrays[entry.path].dtype)
+                record = Record(entry.keys[layer or 0], dtype, entry.file_shape)
+                pieces.append(_Piece(record, entry.path, layer))
+    return pieces
 
 
-def _split(records: list[_Record], max_bytes: int) -> list[list[_Record]]:
+def _into_files(pieces: list[_Piece], max_bytes: int) -> list[list[_Piece]]:
     """Files of at most so many bytes (or of one array); larger dtypes first in each, as alignment wants."""
-    files: list[list[_Record]] = [[]]
+    files: list[list[_Piece]] = [[]]
     used = 0
-    for record in records:
-        if files[-1] and used + record.num_bytes > max_bytes:
+    for piece in pieces:
+        if files[-1] and used + piece.record.num_bytes > max_bytes:
             files.append([])
             used = 0
-        files[-1].append(record)
-        used += record.num_bytes
-    return [sorted(file, key=lambda record: -record.dtype.itemsize) for file in files]
+        files[-1].append(piece)
+        used += piece.record.num_bytes
+    return [sorted(file, key=lambda piece: -piece.record.dtype.itemsize) for file in files]
 
 
-def _fetch(x: Any, record: _Record) -> np.ndarray:
-    if record.layer is not None:
-        x = _take(x, record.layer)
+def _fetch(x: Array | np.ndarray, piece: _Piece) -> np.ndarray:
+    if piece.layer is not None:
+        x = _take(x, piece.layer)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x).reshape(record.shape)
+    return np.asarray(x).reshape(piece.record.shape)
 
 
 @jax.jit
-def _take(x: Any, layer: Any) -> Any:
+def _take(x: Array, layer: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
 
 
-def _write(directory: Path, plan: list[list[_Record]], config: str, arrays: Iterator[np.ndarray]) -> None:
+def _write(directory: Path, plan: list[list[_Piece]], config: str, arrays: Iterator[np.ndarray]) -> None:
     try:
         files, tag = prepare(directory, len(plan), config)
         metadata = {"format": "pt", **({"config": tag} if tag else {})}
-        for file, records in zip(files, plan):
-            contents = [(record.key, record.dtype, record.shape) for record in records]
-            write_file(part(file), contents, itertools.islice(arrays, len(records)), metadata)
-        weight_map = {record.key: file.name for file, records in zip(files, plan) for record in records}
-        total = sum(record.num_bytes for records in plan for record in records)
-        commit(directory, files, tag, weight_map, total)
+        for file, pieces in zip(files, plan):
+            records = [piece.record for piece in pieces]
+            write_file(part(file), records, itertools.islice(arrays, len(records)), metadata)
+        written = [(piece.record, file) for file, pieces in zip(files, plan) for piece in pieces]
+        weight_map = {record.key: file.name for record, file in written}
+        commit(directory, files, tag, weight_map, sum(record.num_bytes for record, _ in written))
     except Exception:
         with contextlib.suppress(OSError):
             tidy(directory)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from redco_eqx.models._files.names import Entry
-from redco_eqx.models._files.safetensors import Reader, Stored
+from redco_eqx.models._files.safetensors import Stored
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """First and last (exclusive) of each dim."""
@@ -21,7 +21,6 @@ def place(
     entry: Entry,
     found: Mapping[str, Stored],
     sharding: NamedSharding,
-    reader: Reader,
     dtype: np.dtype | None,
 ) -> Array:
     """A leaf laid out by `sharding`. Each distinct slice is read once, and dropped when its devices have it.
@@ -46,34 +45,32 @@ def place(
         devices.setdefault(bounds, []).append(device)
     pieces = []
     for bounds, group in devices.items():
-        host = _read(entry, found, bounds, reader, dtype)
+        host = _read(entry, found, bounds, dtype)
         # Devices must not share the host's memory, as on CPU they may.
         pieces += [jax.device_put(host, device, may_alias=False) for device in group]
     return jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces, dtype=dtype)
 
 
-def _read(
-    entry: Entry, found: Mapping[str, Stored], bounds: Bounds, reader: Reader, dtype: np.dtype
-) -> np.ndarray:
+def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype) -> np.ndarray:
     """A slice of a leaf, from each key that holds some of it."""
     size = entry.shape[-1] if entry.fused else None
     if entry.stack is None:
-        return _read_key(found[entry.keys[0]], bounds, size, reader).astype(dtype, copy=False)
+        return _read_key(found[entry.keys[0]], bounds, size).astype(dtype, copy=False)
     (first, last), *inner = bounds
     layers = np.empty([last - first, *(stop - start for start, stop in inner)], dtype)
     for layer, key in zip(layers, entry.keys[first:last]):
-        layer[...] = _read_key(found[key], tuple(inner), size, reader)
+        layer[...] = _read_key(found[key], tuple(inner), size)
     return layers
 
 
-def _read_key(stored: Stored, bounds: Bounds, size: int | None, reader: Reader) -> np.ndarray:
+def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
     """A slice of what is stored; its last dim is meant as two, the second of `size`, if that is given."""
     if size is None:
-        return reader.read(stored, tuple(slice(*pair) for pair in bounds))
+        return stored.read(tuple(slice(*pair) for pair in bounds))
     *outer, (first, last), (start, stop) = bounds
     index = tuple(slice(*pair) for pair in outer)
     if stop - start == size:  # the parts lie side by side
-        whole = reader.read(stored, (*index, slice(first * size, last * size)))
+        whole = stored.read((*index, slice(first * size, last * size)))
         return whole.reshape(*whole.shape[:-1], last - first, size)
     rows = (slice(i * size + start, i * size + stop) for i in range(first, last))
-    return np.stack([reader.read(stored, (*index, row)) for row in rows], axis=-2)
+    return np.stack([stored.read((*index, row)) for row in rows], axis=-2)

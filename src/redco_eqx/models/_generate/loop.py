@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx._types import Key
@@ -14,12 +15,15 @@ from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._generate.sampling import sample
 
+_Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
+"""Step, token, whether the row has ended, output, cache."""
+
 
 def generate(
     model: DecoderLM,
-    input_ids: Any,
+    input_ids: Array | np.ndarray,
     *,
-    attention_mask: Any = None,
+    attention_mask: Array | np.ndarray | None = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -95,7 +99,7 @@ def _generate(
     logits, cache = _prefill(model, input_ids, real)
     cache = _with_room(cache, options.max_new_tokens)
 
-    def choose(logits: Array, step: Any) -> Array:
+    def choose(logits: Array, step: Int[Array, ""]) -> Array:
         step_key = None if key is None else jax.random.fold_in(key, step)
         token = sample(
             logits,
@@ -103,19 +107,20 @@ def _generate(
         )  # fmt: skip
         return token.astype(jnp.int32)
 
-    def write(output: Array, token: Array, ended: Array, step: Any) -> tuple[Array, Array]:
+    def write(output: Array, token: Array, ended: Array, step: Int[Array, ""]) -> tuple[Array, Array]:
         output = output.at[:, step].set(jnp.where(ended, options.pad, token))
         is_end = jnp.isin(token, jnp.asarray(options.ends, jnp.int32))
         return output, ended | is_end
 
-    def body(carry: Any) -> Any:
+    def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry
         hidden, cache = model.hidden_states(token[:, None], cache=cache)
+        assert cache is not None  # as one was given
         token = choose(model.logits(hidden[:, 0]), step)
         output, ended = write(output, token, ended, step)
         return step + 1, token, ended, output, cache
 
-    def unfinished(carry: Any) -> Array:
+    def unfinished(carry: _Carry) -> Array:
         step, _, ended, _, _ = carry
         return (step < options.max_new_tokens) & ~jnp.all(ended)
 
@@ -173,7 +178,12 @@ def _check_options(
         )
 
 
-def _check_prompt(model: DecoderLM, input_ids: Any, attention_mask: Any, max_new_tokens: int) -> None:
+def _check_prompt(
+    model: DecoderLM,
+    input_ids: Array | np.ndarray,
+    attention_mask: Array | np.ndarray | None,
+    max_new_tokens: int,
+) -> None:
     shape, dtype = jnp.shape(input_ids), jnp.result_type(input_ids)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"generate: input_ids has dtype {dtype}, but tokens are integers.")

@@ -9,12 +9,13 @@ from functools import cache
 
 import collectives
 import pytest
+import workloads
 from jax.sharding import Mesh, PartitionSpec
 
 from redco_eqx import make_mesh
 
-TINY = collectives.Sizes(dim=64, num_layers=2, num_heads=8, vocabulary=64, length=16, batch_size=4)
-NAMES = list(collectives.PEER)
+TINY = workloads.Sizes(dim=64, num_layers=2, num_heads=8, vocabulary=64, length=16, batch_size=4)
+NAMES = workloads.FAMILIES
 TENSOR, DATA = ("tensor",), ("data",)
 
 # In a layer: attention and MLP, and of GPT-J both at once. And the lookup forward, the head backward.
@@ -30,13 +31,13 @@ def mesh() -> Mesh:
 
 
 @cache
-def case_of(name: str) -> collectives.Case:
-    return collectives.quickstart_case() if name == "quickstart" else collectives.shaped(name, TINY)
+def case_of(name: str) -> workloads.Case:
+    return workloads.quickstart_case() if name == "quickstart" else workloads.family_case(name, TINY)
 
 
 @cache
 def results(name: str, *, train: bool, overrides: tuple = ()) -> list[collectives.Result]:
-    found = collectives.step_collectives(case_of(name), mesh(), train=train, overrides=overrides)
+    found = collectives.step_communication(case_of(name), mesh(), train=train, overrides=overrides)
     return collectives.results(found, case_of(name), mesh())
 
 
@@ -57,13 +58,13 @@ def test_only_activations_cross_the_tensor_axis_and_only_gradients_the_data_axis
     case = case_of(name)
     found = [r for r in results(name, train=True) if not r.small]
     over_tensor = [r for r in found if r.axes == TENSOR]
-    assert {r.num_bytes for r in over_tensor} == {collectives.activation_bytes(case, mesh())}
+    assert {r.size for r in over_tensor} == {collectives.activation_bytes(case, mesh())}
     parameters = collectives.parameter_bytes(case, mesh())
     tied = 4 * TINY.vocabulary * TINY.dim // 4 if name in TIED else 0
     assert parameters <= collectives.total_bytes(r for r in found if r.axes == DATA) <= parameters + tied
     # The cross-entropy over a split vocabulary: its maximum, its sum, its label.
     rows = 4 * TINY.batch_size * TINY.length // 2
-    small = [r for r in results(name, train=True) if r.small and r.num_bytes > 4]
+    small = [r for r in results(name, train=True) if r.small and r.size > 4]
     assert collectives.total_bytes(small) <= 3 * rows
 
 
@@ -79,13 +80,11 @@ def test_a_users_own_layers_reduce_twice_forward():
     }
 
 
-@pytest.mark.parametrize("name", ["LLaMA", "GPT-J"])
-def test_train_step_at_the_peers_sizes_moves_the_least(name):
-    case = collectives.shaped(name)
-    total = sum(c.total_bytes for c in collectives.step_collectives(case, mesh()))
+def test_train_step_at_the_sizes_of_redco_moves_the_least():
+    case = workloads.family_case("LLaMA")
+    total = collectives.step_communication(case, mesh()).total.result_bytes
     least = sum(collectives.least(case, mesh()).values())
-    assert case.peer is not None
-    assert least <= total <= 1.01 * least < case.peer * collectives.MIB
+    assert least <= total <= 1.01 * least < collectives.REDCO["LLaMA"] * workloads.MIB
 
 
 # Negative controls: a worse layout is seen.

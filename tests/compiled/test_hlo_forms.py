@@ -1,196 +1,18 @@
-"""The counter of collectives: compiled programs with known answers, and HLO text of other backends."""
+"""Text that is not from here: XLA's other forms of collectives, in the words of the TPU and GPU compilers."""
 
-from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh
 
-from redco_eqx._compiled.collectives import Collective, collectives, summarize
-from redco_eqx._sharding.mesh import AXES, make_mesh
-
-X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return make_mesh(fsdp=2, tensor=2)
-
-
-def compiled(f: Any, mesh: Mesh, *args: Any) -> jax.stages.Compiled:
-    """`f` on the parts that the devices hold."""
-    spec = P(*AXES)
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped).lower(*(args or (X,))).compile()
-
-
-def only(found: list[Collective]) -> Collective:
-    assert len(found) == 1, found
-    return found[0]
-
-
-# Compiled programs.
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [("data",), ("fsdp",), ("tensor",), ("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"), AXES],
-    ids="-".join,
-)
-def test_axes_of_an_all_reduce(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    found = only(collectives(compiled(lambda x: lax.psum(x, axes), mesh), mesh))
-    assert (found.kind, found.axes, found.group_size) == ("all-reduce", axes, 2 ** len(axes))
-    assert (found.shapes, found.result_bytes) == (("f32[4,4,4]",), 256)
-    assert (found.loops, found.count, found.bound) == ((), 1, "")
-    assert found.source.endswith("/psum")
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(
-    ("kind", "f", "result_bytes", "sent_bytes"),
-    [
-        ("all-reduce", lax.psum, 256, 256),
-        ("all-gather", partial(lax.all_gather, tiled=True), 512, 256),
-        ("reduce-scatter", partial(lax.psum_scatter, tiled=True), 128, 128),
-        ("all-to-all", partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True), 256, 128),
-        ("collective-permute", partial(lax.ppermute, perm=[(0, 1), (1, 0)]), 256, 256),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_kinds(mesh: Mesh, axis: str, kind: str, f: Any, result_bytes: int, sent_bytes: int) -> None:
-    found = only(collectives(compiled(lambda x: f(x, axis), mesh), mesh))
-    assert (found.kind, found.axes, found.group_size) == (kind, (axis,), 2)
-    assert (found.result_bytes, found.sent_bytes) == (result_bytes, sent_bytes)
-
-
-def test_devices_are_positions_in_the_mesh() -> None:
-    # Were they ids, the groups of "fsdp" would differ along other axes of this mesh.
-    devices = np.array(jax.devices())[[3, 0, 6, 1, 7, 5, 2, 4]].reshape(2, 2, 2)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
-    for axis in AXES:
-        program = compiled(partial(lax.psum, axis_name=axis), mesh)
-        assert only(collectives(program, mesh)).axes == (axis,)
-
-
-def test_a_ring_around_two_axes(mesh: Mesh) -> None:
-    ring = [(i, (i + 1) % 4) for i in range(4)]
-    program = compiled(lambda x: lax.ppermute(x, ("data", "tensor"), ring), mesh)
-    assert only(collectives(program, mesh)).axes == ("data", "tensor")
-
-
-def test_part_of_an_axis() -> None:
-    mesh = make_mesh(tensor=4)
-    program = compiled(lambda x: lax.psum(x, "tensor", axis_index_groups=[[0, 1], [2, 3]]), mesh)
-    found = only(collectives(program, mesh))
-    assert (found.axes, found.group_size) == (("part of tensor",), 2)
-
-
-def test_axes_of_size_one_are_silent() -> None:
-    mesh = make_mesh(tensor=4)
-    assert collectives(compiled(lambda x: lax.psum(x, "fsdp"), mesh), mesh) == []
-    found = only(collectives(compiled(lambda x: lax.psum(x, ("data", "fsdp")), mesh), mesh))
-    assert found.axes == ("data",)
-
-
-def test_combined_results_are_added(mesh: Mesh) -> None:
-    def f(x: Any) -> Any:
-        a, b = lax.psum((x.sum(0), x[0, :2].astype(jnp.float32)), "fsdp")
-        return x + a.sum() + b.sum()
-
-    found = collectives(compiled(f, mesh), mesh)
-    assert summarize(found).total.result_bytes == 4 * 4 * 4 + 2 * 4 * 4
-    assert set(only(found).shapes) == {"f32[4,4]", "f32[2,4]"}
-
-
-def abstract(shape: tuple[int, ...], mesh: Mesh, *spec: str | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-
-
-@pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
-def test_row_parallel_matmul_is_one_all_reduce(order: list[int]) -> None:
-    mesh = make_mesh(tensor=4, devices=[jax.devices()[i] for i in order])
-    x = abstract((6, 32), mesh, "data")
-    up, down = abstract((64, 32), mesh, "tensor"), abstract((32, 64), mesh, None, "tensor")
-    program = jax.jit(lambda x, up, down: jnp.tanh(x @ up.T) @ down.T, out_shardings=x.sharding)
-    found = only(collectives(program.lower(x, up, down).compile(), mesh))
-    assert (found.kind, found.axes, found.group_size) == ("all-reduce", ("tensor",), 4)
-    assert (found.shapes, found.result_bytes, found.count) == (("f32[3,32]",), 3 * 32 * 4, 1)
-
-
-def test_scan_over_layers() -> None:
-    mesh = make_mesh(tensor=4)
-    x = abstract((6, 32), mesh, "data")
-    up = abstract((5, 64, 32), mesh, None, "tensor")
-    down = abstract((5, 32, 64), mesh, None, None, "tensor")
-
-    def f(x: Any, weights: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            return x + jnp.tanh(x @ w[0].T) @ w[1].T, None
-
-        return lax.scan(layer, x, weights)[0]
-
-    program = jax.jit(f, out_shardings=x.sharding).lower(x, (up, down)).compile()
-    found = collectives(program, mesh)
-    assert summarize(found).counts == {("all-reduce", ("tensor",)): 5}
-    assert only(found).loops == (5,)
-    assert only(found).total_bytes == 5 * 3 * 32 * 4
-
-
-def repeat(n: int, f: Any) -> Any:
-    return lambda x: lax.scan(lambda x, _: (f(x), None), x, length=n)[0]
-
-
-def reduce(x: Any) -> Any:
-    return jnp.sin(lax.psum(x, "tensor"))
-
-
-def test_loops_multiply(mesh: Mesh) -> None:
-    found = only(collectives(compiled(repeat(5, reduce), mesh), mesh))
-    assert (found.loops, found.count, found.total_bytes) == ((5,), 5, 5 * 256)
-    found = collectives(compiled(lambda x: reduce(repeat(3, repeat(4, reduce))(x)), mesh), mesh)
-    assert sorted(c.loops for c in found) == [(), (3, 4)]
-    assert summarize(found).counts == {("all-reduce", ("tensor",)): 13}
-    found = only(collectives(compiled(lambda x: lax.fori_loop(2, 9, lambda i, x: reduce(x), x), mesh), mesh))
-    assert found.loops == (7,)
-
-
-def test_a_loop_of_unknown_length_is_a_lower_bound(mesh: Mesh) -> None:
-    program = compiled(lambda x: lax.while_loop(lambda x: x.sum() < 5, reduce, x), mesh)
-    found = only(collectives(program, mesh))
-    assert (found.loops, found.count, found.bound) == ((None,), 1, ">=")
-    program = compiled(repeat(3, lambda x: lax.while_loop(lambda x: x.sum() < 5, reduce, x)), mesh)
-    found = only(collectives(program, mesh))
-    assert (found.loops, found.count, found.bound) == ((3, None), 3, ">=")
-
-
-def test_the_branch_with_the_most_bytes_is_an_upper_bound(mesh: Mesh) -> None:
-    def f(x: Any) -> Any:
-        def small(x: Any) -> Any:
-            return x + lax.psum(lax.psum(x[0, 0], "data"), "fsdp")
-
-        return lax.cond(x[0, 0, 0] > 0, small, reduce, x)
-
-    found = only(collectives(compiled(f, mesh), mesh))
-    assert (found.axes, found.conditional, found.count, found.bound) == (("tensor",), True, 1, "<=")
-    found = only(collectives(compiled(repeat(6, f), mesh), mesh))
-    assert (found.axes, found.loops, found.bound) == (("tensor",), (6,), "<=")
-
-
-def test_the_text_and_an_abstract_mesh_will_do(mesh: Mesh) -> None:
-    program = compiled(repeat(5, reduce), mesh)
-    text = program.as_text()
-    assert text is not None
-    assert collectives(text, mesh.abstract_mesh) == collectives(program, mesh) != []
-
-
-# Text that is not from here: XLA's other forms, in the words of the TPU and GPU compilers.
+from redco_eqx._compiled.collectives import Collective
+from redco_eqx._compiled.communication import Communication, communication
+from redco_eqx._sharding.mesh import AXES
 
 CUBE = AbstractMesh((2, 2, 2), AXES)
+
+
+def only(found: Communication) -> Collective:
+    assert len(found) == 1, found
+    return found.collectives[0]
 
 
 def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
@@ -233,7 +55,7 @@ def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
 )
 def test_forms_of_replica_groups(groups: str, axes: tuple[str, ...]) -> None:
     line = "  ROOT %r = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups=%, to_apply=%add"
-    assert only(collectives(module(line.replace("%,", f"{groups},")), CUBE)).axes == axes
+    assert only(communication(module(line.replace("%,", f"{groups},")), CUBE)).axes == axes
 
 
 @pytest.mark.parametrize(
@@ -241,13 +63,13 @@ def test_forms_of_replica_groups(groups: str, axes: tuple[str, ...]) -> None:
 )
 def test_groups_of_one_device_are_left_out(groups: str) -> None:
     text = module(f"  ROOT %r = f32[4]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%add")
-    assert collectives(text, CUBE) == []
+    assert len(communication(text, CUBE)) == 0
 
 
 def test_a_permute_to_oneself_is_left_out() -> None:
     line = "  %r = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,1}}"
-    assert collectives(module(line), CUBE) == []
-    assert only(collectives(module(line.replace("{1,1}", "{1,5}")), CUBE)).axes == ("data",)
+    assert len(communication(module(line), CUBE)) == 0
+    assert only(communication(module(line.replace("{1,1}", "{1,5}")), CUBE)).axes == ("data",)
 
 
 G = "channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"
@@ -330,7 +152,7 @@ def test_asynchronous_forms_count_once(kind: str, shapes: tuple[str, ...], lines
   %x = u32[4]{{0}} parameter(0)
   ROOT %rs = u32[2]{{0}} reduce-scatter(%x), {G}, to_apply=%add
 }}, execution_thread="parallel" """
-    found = only(collectives(module(lines, wrapped), CUBE))
+    found = only(communication(module(lines, wrapped), CUBE))
     assert (found.kind, found.axes, found.shapes) == (kind, ("tensor",), shapes)
 
 
@@ -347,7 +169,7 @@ def test_calls_are_followed_each_time() -> None:
   %b = f32[4]{0} call(%a), to_apply=%outer
   %c = pred[] constant(true)
   ROOT %d = f32[4]{0} conditional(%c, %b, %b), true_computation=%inner, false_computation=%outer"""
-    found = collectives(module(entry, inner, outer), CUBE)
+    found = communication(module(entry, inner, outer), CUBE)
     assert [c.conditional for c in found] == [False] * 4 + [True] * 2
 
 
@@ -426,7 +248,7 @@ def loop(
     ],
 )
 def test_trip_counts_without_annotation(text: str, trips: int | None) -> None:
-    body, condition = collectives(text, CUBE)
+    body, condition = communication(text, CUBE)
     assert (body.kind, body.loops) == ("all-reduce", (trips,))
     # The condition is tested once more than the body is run.
     assert condition.kind == "reduce-scatter"
@@ -445,9 +267,9 @@ def test_tpu_reduce_scatter_fusion() -> None:
         'calls=%all-reduce-scatter.clone.1, metadata={op_name="jit(f)/dot_general" stack_frame_id=3}, '
         'backend_config={"debug":"\\nall-reduce-scatter ND: (x, all-reduce(%q), to_apply=%nothing"}'
     )
-    found = only(collectives(module(entry, fused), CUBE))
+    found = only(communication(module(entry, fused), CUBE))
     assert (found.kind, found.axes) == ("reduce-scatter", ("fsdp",))
-    assert (found.shapes, found.source) == (("f32[256,2048]",), "jit(f)/dot_general")
+    assert (found.shapes, found.operation) == (("f32[256,2048]",), "jit(f)/dot_general")
     assert (found.result_bytes, found.sent_bytes) == (2**21, 2**21)
 
 
@@ -475,7 +297,7 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
   %w = (bf16[4,128], bf16[8,128], u32[]) fusion(%s), kind=kOutput, calls=%async_collective_fusion.2
   %o = {other}
   ROOT %d = bf16[8,128] fusion(%w), kind=kCustom, calls=%fused_computation.3"""
-    found = collectives(module(entry, start, work, done), CUBE)
+    found = communication(module(entry, start, work, done), CUBE)
     assert [c.axes for c in found] == [("tensor",), ("fsdp",)]
 
 
@@ -505,19 +327,19 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
 )
 def test_bytes_of_dtypes(shape: str, num_bytes: int) -> None:
     text = module(f"  ROOT %r = {shape} all-reduce(%p), {G}, to_apply=%add")
-    assert only(collectives(text, CUBE)).result_bytes == num_bytes
+    assert only(communication(text, CUBE)).result_bytes == num_bytes
 
 
-def test_names_without_percent_sign_and_source() -> None:
+def test_names_without_percent_sign_and_operation() -> None:
     text = f"""
 HloModule hand_written, num_partitions=8
 ENTRY main {{
   p = f32[4] parameter(0)
   ROOT my.reduce = f32[4] all-reduce(f32[4] p), {G}, to_apply=add
 }}"""
-    assert only(collectives(text, CUBE)).source == "my.reduce"
+    assert only(communication(text, CUBE)).operation == "my.reduce"
     quoted = text.replace("to_apply=add", r'metadata={op_name="f(\"a\")/psum"}')
-    assert only(collectives(quoted, CUBE)).source == r"f(\"a\")/psum"
+    assert only(communication(quoted, CUBE)).operation == r"f(\"a\")/psum"
 
 
 @pytest.mark.parametrize(
@@ -534,75 +356,39 @@ ENTRY main {{
 )
 def test_errors(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        collectives(text, CUBE)
+        communication(text, CUBE)
 
 
-def test_unsharded_program_is_refused(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=r"for 1 device\(s\), but the mesh has 8"):
-        collectives(jax.jit(jnp.sin).lower(X).compile(), mesh)
+@pytest.mark.parametrize("outermost", [0, 1], ids=["parents from 0", "parents from 1"])
+def test_sources_by_either_numbering_of_frames(outermost: int) -> None:
+    packages = "/venv/lib/python3.11/site-packages"
+    tables = f"""
+FileNames
+1 "/home/me/train.py"
+2 "{packages}/equinox/nn/_linear.py"
 
+FunctionNames
+1 "step"
 
-def collective(kind: str, *axes: str, **changes: Any) -> Collective:
-    fields = {
-        "group_size": 4,
-        "shapes": ("f32[256,1024]",),
-        "result_bytes": 2**20,
-        "source": "jit(f)/x",
-    }
-    return Collective(kind=kind, axes=axes, **{"loops": (), "conditional": False, **fields, **changes})
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=12 end_line=12 column=2 end_column=9}}
+2 {{file_name_id=2 function_name_id=1 line=94 end_line=94 column=2 end_column=9}}
+3 {{file_name_id=1 function_name_id=1 line=30 end_line=30 column=2 end_column=9}}
 
-
-def test_a_summary_adds_up_by_kind_and_axes() -> None:
-    found = [
-        collective("all-gather", "fsdp", loops=(3,)),
-        collective("all-reduce", "tensor", loops=(3, 4), source="jit(f)/big"),
-        collective("all-reduce", "tensor"),
-        collective("all-reduce", "data", "fsdp", result_bytes=4),
+StackFrames
+1 {{file_location_id=3 parent_frame_id={outermost}}}
+2 {{file_location_id=1 parent_frame_id={1 + outermost}}}
+3 {{file_location_id=2 parent_frame_id={2 + outermost}}}
+4 {{file_location_id=2 parent_frame_id={outermost}}}
+"""
+    lines = [
+        f'  %r{i} = f32[4]{{0}} all-reduce(%p), {G}, metadata={{op_name="x" stack_frame_id={i}}}'
+        for i in (1, 3, 4)
     ]
-    summary = summarize(found, largest=1)
-    assert list(summary.counts.items()) == [
-        (("all-reduce", ("tensor",)), 13),
-        (("all-gather", ("fsdp",)), 3),
-        (("all-reduce", ("data", "fsdp")), 1),
+    header, _, rest = module("\n".join([*lines, f"  %last = f32[4] all-reduce(%p), {G}"])).partition("\n\n")
+    assert [c.source for c in communication(f"{header}\n{tables}\n{rest}", CUBE)] == [
+        "/home/me/train.py:30",
+        "/home/me/train.py:12",
+        f"{packages}/equinox/nn/_linear.py:94",  # nothing but libraries
+        "",
     ]
-    assert summary.rows["all-reduce", ("tensor",)].result_bytes == 13 * 2**20
-    assert (summary.total.count, summary.total.result_bytes) == (17, 16 * 2**20 + 4)
-    assert summary.total.sent_bytes == 13 * 2**20 * 6 // 4 + 3 * 2**20 * 3 // 4 + 6
-    assert str(summary).splitlines() == [
-        "kind        axes       count     MiB  MiB sent",
-        "all-reduce  tensor        13  13.000    19.500",
-        "all-gather  fsdp           3   3.000     2.250",
-        "all-reduce  data,fsdp      1   0.000     0.000",
-        "total                     17  16.000    21.750",
-        "12.000 MiB: 12 x all-reduce over tensor, f32[256,1024], jit(f)/big",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "bound"),
-    [
-        ([{}, {}], ""),
-        ([{}, {"loops": (2, None)}], ">="),
-        ([{}, {"conditional": True}], "<="),
-        ([{"loops": (None,)}, {"conditional": True}], "~"),
-    ],
-)
-def test_a_summary_says_what_is_not_exact(changes: list[dict[str, Any]], bound: str) -> None:
-    summary = summarize([collective("all-reduce", "tensor", **change) for change in changes])
-    assert summary.rows["all-reduce", ("tensor",)].bound == summary.total.bound == bound
-    count = summary.total.count
-    assert [line.split()[-3] for line in str(summary).splitlines()[1:]] == [f"{bound}{count}"] * 2
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_an_all_reduce_sends_what_its_two_halves_send(n: int) -> None:
-    whole = collective("all-reduce", "tensor", group_size=n)
-    gather = collective("all-gather", "tensor", group_size=n)
-    scatter = collective("reduce-scatter", "tensor", group_size=n, result_bytes=2**20 // n)
-    assert whole.sent_bytes == gather.sent_bytes + scatter.sent_bytes
-
-
-def test_an_empty_program_has_an_empty_summary(mesh: Mesh) -> None:
-    summary = summarize(collectives(compiled(jnp.sin, mesh), mesh))
-    assert (summary.counts, summary.total.count) == ({}, 0)
-    assert str(summary).splitlines()[1].split() == ["total", "0", "0.000", "0.000"]

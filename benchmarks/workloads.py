@@ -1,0 +1,178 @@
+"""What the benchmarks measure: models with their losses and batches, and one step of them for a mesh."""
+
+import functools
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Key, PyTree
+
+import redco_eqx as rx
+from redco_eqx import models
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import quickstart
+
+MIB = 2**20
+# Machine code is not wanted. These options act after the collectives are decided: the counts are equal.
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+Overrides = Sequence[tuple[str, PartitionSpec]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its loss.
+
+    - `make_model`: key -> model.
+    - `batch`: abstract.
+    - `activation`: (batch, length, dim), over all devices.
+    - `reductions`: how many all-reduces a layer needs at least, forward and again backward.
+    """
+
+    make_model: Callable[[Key[Array, ""]], PyTree]
+    loss_fn: Callable[..., Any]
+    batch: PyTree[jax.ShapeDtypeStruct]
+    activation: tuple[int, int, int]
+    num_layers: int
+    reductions: int = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model and its batch; by default those at which redco was measured.
+
+    The MLP is `4 * dim` wide; LLaMA's gated one `8/3 * dim`, rounded up to a multiple of 16 (688 of 256).
+    """
+
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    vocabulary: int = 1024
+    length: int = 128
+    batch_size: int = 8
+
+
+FAMILIES = ("LLaMA", "GPT-2", "GPT-J", "OPT")
+
+
+def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.DecoderLM]:
+    """key -> a model of one of the `FAMILIES`; `options` such as `remat`."""
+    dim, heads = sizes.dim, sizes.num_heads
+    by_gpt: dict[str, Any] = {
+        "vocab_size": sizes.vocabulary,
+        "n_embd": dim,
+        "n_layer": sizes.num_layers,
+        "n_head": heads,
+        "n_positions": sizes.length,
+    }
+    by_hidden: dict[str, Any] = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": dim,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": sizes.length,
+    }
+    match name:
+        case "LLaMA":
+            width = 16 * math.ceil(8 * dim / 3 / 16)
+            llama = models.LlamaConfig(**by_hidden, intermediate_size=width)
+            return lambda key: models.LlamaForCausalLM(llama, **options, key=key)
+        case "GPT-2":
+            gpt2 = models.GPT2Config(**by_gpt)
+            return lambda key: models.GPT2LMHeadModel(gpt2, **options, key=key)
+        case "GPT-J":
+            gptj = models.GPTJConfig(**by_gpt, rotary_dim=dim // heads // 4 * 2)
+            return lambda key: models.GPTJForCausalLM(gptj, **options, key=key)
+        case "OPT":
+            opt = models.OPTConfig(**by_hidden, ffn_dim=4 * dim, word_embed_proj_dim=dim)
+            return lambda key: models.OPTForCausalLM(opt, **options, key=key)
+    raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+
+
+def next_token_loss(
+    model: models.DecoderLM, tokens: Int[Array, "batch length"], key: Key[Array, ""] | None
+) -> rx.Mean:
+    """Mean cross-entropy of each token given those before it."""
+    hidden, _ = model.hidden_states(tokens[:, :-1])
+    parallel = model.sequence_parallel
+    return rx.layers.cross_entropy(hidden, model.head, tokens[:, 1:], sequence_parallel=parallel)
+
+
+def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
+    """One of the library's models."""
+    return Case(
+        make_model=make_model(name, sizes, **options),
+        loss_fn=next_token_loss,
+        batch=jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32),
+        activation=(sizes.batch_size, sizes.length, sizes.dim),
+        num_layers=sizes.num_layers,
+        reductions=1 if name == "GPT-J" else 2,
+    )
+
+
+def quickstart_case(batch_size: int = 8) -> Case:
+    """The model of `examples/quickstart.py`: a user's own, plain `eqx.nn`."""
+
+    def make_model(key: Key[Array, ""]) -> quickstart.Transformer:
+        return quickstart.Transformer(key=key)
+
+    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    return Case(
+        make_model=make_model,
+        loss_fn=quickstart.loss_fn,
+        batch=jax.ShapeDtypeStruct((batch_size, quickstart.LENGTH + 1), jnp.int32),
+        activation=(batch_size, quickstart.LENGTH, model.embedding.embedding_size),
+        num_layers=len(model.layers),
+    )
+
+
+def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[PyTree, PyTree]:
+    """The model with a sharding in each of its abstract arrays, and the tree of these shardings."""
+    model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh, overrides=overrides)
+
+    def one(x: Any, sharding: NamedSharding | None) -> Any:
+        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, model, shardings), shardings
+
+
+def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()) -> jax.stages.Lowered:
+    """One `train_step` with AdamW, lowered; an `eval_step`, which is the forward pass, if not `train`."""
+    model, shardings = abstract_model(case, mesh, overrides)
+    optimizer = optax.adamw(1e-3)
+    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    rows = rx.batch_sharding(mesh)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
+    if train:
+        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
+        return jax.jit(step, donate_argnums=0).lower(state, batch)
+    step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
+    return jax.jit(step).lower(state, batch)
+
+
+def num_shards(mesh: Mesh) -> int:
+    """Into how many parts the batch is split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """Columns as wide as they need to be; the first `num_left` flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [x.ljust(w) if i < num_left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

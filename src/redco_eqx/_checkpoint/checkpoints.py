@@ -1,0 +1,74 @@
+"""`Checkpoints`: where and when a run is saved, and what of it is kept."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from redco_eqx._checkpoint.writer import CheckpointWriter
+
+JSON: TypeAlias = Mapping[str, Any]
+"""Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where and when [`fit`][] saves, and what it keeps; `open` gives the same to a loop of one's own.
+
+    `fit` saves in the background at the steps asked for, at its end, and when a signal ends it. Without any
+    `every_...` it does so after each epoch. An evaluation that is due comes before, and its results are part of
+    the checkpoint.
+
+    - `directory`: of this run. If there are checkpoints of it already, `fit` goes on from the newest.
+    - `every_steps`, `every_epochs`, `every_minutes`: how often; several can be given.
+    - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
+        Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
+    - `keep_best`: metrics of the evaluations with what is best, such as `{"eval/loss": "min"}`: the checkpoint
+        where one of them is best is kept besides, and an evaluation that gives a better one is followed by a
+        save.
+    - `extras`: further plain JSON for each checkpoint that `fit` writes, or a function that returns it.
+    - `allow_changes`: whether to go on although `batch_size` or the number of examples have changed; otherwise
+        that is refused, because the examples of an epoch would not be the same.
+
+    Raises `ValueError` for a value that cannot be used.
+    """
+
+    directory: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    every_steps: int | None = None
+    every_epochs: int | None = None
+    every_minutes: float | int | None = None
+    keep_last: int | None = 2
+    keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(default_factory=dict)
+    extras: JSON | Callable[[], JSON] | None = None
+    allow_changes: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "every_epochs", "every_minutes", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"Checkpoints: {name}={value}, but it must be positive.")
+        best = self.keep_best
+        if not isinstance(best, Mapping) or any(mode not in ("min", "max") for mode in best.values()):
+            raise ValueError(
+                f"Checkpoints: keep_best={best!r}, but it must say of each metric whether it is best at its "
+                '"min" or "max", as in {"eval/loss": "min"}.'
+            )
+
+    def open(self) -> CheckpointWriter:
+        """A writer into the directory, to be closed or used by `with`. The caller decides when to save.
+
+        ```python
+        with rx.Checkpoints("run", keep_last=2).open() as writer:
+            for i, batch in enumerate(batches, start=1):
+                state, metrics = step(state, batch)
+                if i % 100 == 0:
+                    writer.save(state, extras={"note": "mine"})
+        ```
+
+        The directory is made if it is not there. On several processes it is one that all of them see, and all
+        call this. What an earlier process left half-written in it is removed: one writer at a time.
+
+        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written.
+        """
+        return CheckpointWriter(self.directory, keep_last=self.keep_last, keep_best=self.keep_best)

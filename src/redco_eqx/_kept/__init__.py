@@ -1,0 +1,1 @@
+"""Compiled programs, kept from call to call while what they were traced from is the same."""

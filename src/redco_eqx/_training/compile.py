@@ -1,0 +1,116 @@
+"""The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from redco_eqx._kept.programs import kept, signature
+from redco_eqx._program.trace import trace
+from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._step.jit import on_its_mesh
+from redco_eqx._step.state import TrainState, layout_of, state_mesh
+from redco_eqx._step.steps import train_step
+from redco_eqx._step.window import StepFn, Window, empty_window, guarded
+from redco_eqx._types import Batch, LossFn
+
+P = TypeVar("P")
+
+
+class PerShape(Generic[P]):
+    """A program for each shape of batches that comes, made once and kept from call to call (see `kept`)."""
+
+    def __init__(
+        self,
+        make: Callable[[TrainState, Batch], P],
+        *,
+        functions: tuple[Any, ...],
+        key: Hashable,
+        state: TrainState,
+    ):
+        """**Arguments:**
+
+        - `make`: compiles the program for a state and a batch. It must depend on nothing but these, on
+            `functions`, which it must not hold on to, and on `key`.
+        - `state`: all states that the program is for are like this one.
+        """
+        self._make, self._functions = make, functions
+        self._key = key, signature(state)
+        self._programs: dict[Hashable, P] = {}
+
+    def __call__(self, state: TrainState, batch: Batch) -> P:
+        shapes = signature(batch)
+        if shapes not in self._programs:
+            self._programs[shapes] = kept(
+                self._functions, (self._key, shapes), lambda: self._make(state, batch)
+            )
+        return self._programs[shapes]
+
+
+class TrainProgram(NamedTuple):
+    """A guarded step, compiled.
+
+    - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
+    - `window`: an empty one, on the devices.
+    """
+
+    compiled: jax.stages.Compiled
+    window: Window
+
+
+def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonfinite: bool) -> TrainProgram:
+    """Traces `step_fn` once, and compiles it for states that lie as this one does.
+
+    Raises `ValueError` as `guarded` and `empty_window` do, and what `step_fn` raises.
+    """
+    program = trace(step_fn, state, batch)
+    everywhere = replicated(state_mesh(state))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
+    # Without it a step that forgets the layout would return another one, which the program does not take.
+    layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
+    body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)
+    return TrainProgram(body.lower(state, window, batch).compile(), window)
+
+
+def train_programs(
+    state: TrainState,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_microbatches: int,
+    skip_nonfinite: bool,
+) -> PerShape[TrainProgram]:
+    """`train_step`, guarded, for states like this one, whose layout it takes."""
+    step = functools.partial(
+        train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        shardings=layout_of(state),
+    )
+    make = functools.partial(train_program, step, skip_nonfinite=skip_nonfinite)
+    key = "train_step", num_microbatches, skip_nonfinite
+    return PerShape(make, functions=(loss_fn, optimizer), key=key, state=state)
+
+
+def step_programs(state: TrainState, step_fn: StepFn, *, skip_nonfinite: bool) -> PerShape[TrainProgram]:
+    """A step of the user's, guarded, for states like this one."""
+    make = functools.partial(train_program, on_its_mesh(step_fn), skip_nonfinite=skip_nonfinite)
+    return PerShape(make, functions=(step_fn,), key=("step_fn", skip_nonfinite), state=state)
+
+
+def reseeded(
+    step: Callable[[TrainState, Batch], PyTree], tag: int
+) -> Callable[[TrainState, Batch], jax.stages.Compiled]:
+    """Compiles `step` as `(state, batch, index) -> result`, with a key of its own for each index and tag."""
+
+    def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
+        key = jax.random.fold_in(jax.random.fold_in(state.key, tag), index)
+        return step(dataclasses.replace(state, key=key), batch)
+
+    return lambda state, batch: jax.jit(inference).lower(state, batch, np.int32(0)).compile()

@@ -1,0 +1,7 @@
+"""Building blocks of layers that bring their communication along: over `tensor`, and with remat."""
+
+from redco_eqx._parallel.linear import column, row
+from redco_eqx._parallel.scan import scan_layers
+from redco_eqx._parallel.vocabulary import cross_entropy, embed
+
+__all__ = ["column", "cross_entropy", "embed", "row", "scan_layers"]

@@ -1,0 +1,27 @@
+"""Types that results and annotations have: what is taken and returned, but not made by name."""
+
+from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
+from redco_eqx._checkpoint.writer import CheckpointWriter
+from redco_eqx._sharding.explain import Explanation
+from redco_eqx._sharding.rules import Decision
+from redco_eqx._step.jit import JittedStep
+from redco_eqx._training.evaluation import MetricFn
+from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, PredictFn
+
+__all__ = [
+    "Batch",
+    "CheckpointInfo",
+    "CheckpointWriter",
+    "CollateFn",
+    "Decision",
+    "Examples",
+    "Explanation",
+    "JittedStep",
+    "Key",
+    "Logger",
+    "LossFn",
+    "MetricFn",
+    "Metrics",
+    "PredictFn",
+    "RunRecord",
+]

@@ -1,0 +1,141 @@
+"""The barrier before JAX joins the processes: who is missing, or told wrongly, is named on all."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+import time
+from typing import Any
+
+import pytest
+from hosts import harness
+
+from redco_eqx._distributed.cluster import Launch
+from redco_eqx._distributed.members import Member, check_addresses
+from redco_eqx._distributed.rendezvous import rendezvous
+
+
+def test_absent_coordinator_is_named():
+    address = f"127.0.0.1:{harness.free_port()}"
+    with pytest.raises(TimeoutError, match=f"process 3 of 4 found nobody at {address}.* for 0.3 s.*refused"):
+        rendezvous(Launch(address, 4, 3, None), 0.3)
+
+
+def test_taken_port_is_named():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot open port {port} .*in use"):
+            rendezvous(Launch(f"127.0.0.1:{port}", 2, 0, None), 1.0)
+
+
+def rendezvous_of(places, timeout_seconds) -> tuple[int, list[Any]]:
+    """A port, and what it returns or raises for each of `(num_processes, process_id)`, all at once."""
+    address = f"127.0.0.1:{harness.free_port()}"
+
+    def run(place):
+        try:
+            return rendezvous(Launch(address, place[0], place[1], None), timeout_seconds)
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
+        return int(address.partition(":")[2]), list(threads.map(run, places))
+
+
+def test_all_are_connected_by_name_and_leave_the_port_to_jax():
+    port, outcomes = rendezvous_of([(3, 2), (3, 0), (3, 1)], 60.0)
+    with socket.create_server(("", port)):  # as JAX's service does
+        found = {process: connections for process, (_, connections) in zip((2, 0, 1), outcomes)}
+        assert {process: sorted(connections) for process, connections in found.items()} == {
+            0: [1, 2],
+            1: [0],
+            2: [0],
+        }
+        for names, _ in outcomes:
+            assert [re.sub(r"\(host .*, pid \d+\)", "", name) for name in names] == [
+                f"process {i} " for i in range(3)
+            ]
+        for process in (1, 2):
+            found[process][0].send({"from": process})
+            assert found[0][process].receive(10.0) == {"from": process}
+            found[process][0].close()
+            with pytest.raises(OSError, match="closed"):
+                found[0][process].receive(10.0)
+
+
+@pytest.mark.parametrize(
+    ("places", "seconds", "kind", "message"),
+    [
+        ([(4, 0), (4, 2)], 0.5, TimeoutError, r"processes 1, 3 of 4 did not come .* within 0\.5 s"),
+        ([(3, 0), (2, 1)], 60.0, ValueError, r"process 1 \(host .* num_processes=2, but process 0 .* 3"),
+        ([(3, 0), (3, 1), (3, 1)], 60.0, ValueError, "process_id=1 was given twice"),
+    ],
+)
+def test_who_does_not_fit_is_named_on_all(places, seconds, kind, message):
+    for error in rendezvous_of(places, seconds)[1]:
+        assert isinstance(error, kind)
+        assert re.search(message, str(error))
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", ValueError, "is not process 0"),
+        (b"\x00\x00\x12\x04", ValueError, "is not process 0"),
+        (b'{"error": "bad request"}\n', ValueError, "is not process 0"),
+        (b"", TimeoutError, "where process 0 has ended"),
+    ],
+)
+def test_another_service_at_the_address(answer, kind, message):
+    with socket.create_server(("127.0.0.1", 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        joined = thread.submit(rendezvous, Launch(address, 2, 1, None), 60.0)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            with pytest.raises(kind, match=f"{address}.*{message}|{address}, {message}"):
+                joined.result()
+
+
+def test_strangers_are_ignored_and_a_restarted_process_is_taken():
+    port = harness.free_port()
+
+    def connect(text):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port))
+                connection.sendall(text)
+                return connection
+        raise AssertionError("process 0 does not listen")
+
+    def member(process):
+        return json.dumps(dataclasses.asdict(Member(process, 3, "b", 7, "10.0.0.1"))).encode() + b"\n"
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 3, 0, None), 60.0, "cuda")
+        for text in (b"", b"GET / HTTP/1.1\r\n", b'{"user": 1}\n', member(1)):
+            connect(text).close()
+        waiting = [connect(member(process)) for process in (1, 2)]
+        names, _ = gathered.result()
+        assert names[1:] == ["process 1 (host b, pid 7)", "process 2 (host b, pid 7)"]
+        for connection in waiting:
+            assert json.loads(connection.makefile().readline()) == {"names": names}
+            connection.close()
+
+
+def test_names_of_hosts_that_others_cannot_reach():
+    good, bad = Member(0, 2, "a", 1, "10.0.0.1"), Member(1, 2, "myhost", 1, "127.0.1.1")
+    with pytest.raises(RuntimeError, match=r"'myhost', resolves to 127\.0\.1\.1.*/etc/hosts"):
+        check_addresses([good, bad], "cpu")
+    with pytest.raises(RuntimeError, match="'myhost', does not resolve"):
+        check_addresses([good, dataclasses.replace(bad, address="")], "cpu")
+    with pytest.warns(UserWarning, match="does not matter"):
+        check_addresses([good, bad], "")
+    check_addresses([good, bad], "cuda")
+    check_addresses([bad, dataclasses.replace(bad, process_id=0)], "cpu")  # all on this host
+    check_addresses([good, dataclasses.replace(bad, address="fe80::1%eth0")], "cpu")

@@ -1,0 +1,183 @@
+"""`load_pretrained`: arrays, dtypes and layout are those of the files, of which no byte is read twice."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_files import CONFIGS, LAYERS, MESHES, SINGLE, assert_same, in_file_form, make_arrays, write
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+import redco_eqx as rx
+from redco_eqx._tree import to_arrays, to_paths
+from redco_eqx.models import load_pretrained, save_pretrained
+from redco_eqx.models._files.safetensors import Stored
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_arrays_are_those_of_the_file(tmp_path, family, mesh, stacked):
+    arrays = make_arrays(family)
+    write(tmp_path, family, arrays, num_files=3 if mesh == "tensor" else 1)
+    model = load_pretrained(tmp_path, MESHES[mesh](), stacked=stacked)
+    assert_same(in_file_form(model), arrays)
+    where = {x.sharding.mesh for x in to_arrays(model).values()}
+    assert len(where) == 1
+    expected = rx.shard_rules(model, where.pop())
+    placed = {path: x.sharding for path, x in to_arrays(model).items()}
+    assert placed == to_paths(expected, lambda x: x is not None)
+    if mesh != "one device":
+        assert any(not x.is_fully_replicated for x in to_arrays(model).values())
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("wanted", [None, jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("stored", [np.float16, jnp.bfloat16, np.float32], ids=str)
+def test_dtypes(tmp_path, stored, wanted, stacked):
+    arrays = make_arrays("gpt2", stored)
+    write(tmp_path, "gpt2", arrays)
+    model = load_pretrained(tmp_path, rx.make_mesh(tensor=4, data=1), dtype=wanted, stacked=stacked)
+    assert_same(in_file_form(model), {key: x.astype(wanted or stored) for key, x in arrays.items()})
+
+
+def test_each_array_keeps_its_dtype(tmp_path):
+    arrays = make_arrays("llama", jnp.bfloat16)
+    norms = {key: x.astype(np.float32) for key, x in arrays.items() if "norm" in key}
+    write(tmp_path, "llama", {**arrays, **norms})
+    assert_same(in_file_form(load_pretrained(tmp_path)), {**arrays, **norms})
+    # One layer of a stack cannot differ from another: the dtype that holds both.
+    first = {k: x for k, x in norms.items() if "layers.1" not in k}
+    write(tmp_path, "llama", {**arrays, **first})
+    stacked = in_file_form(load_pretrained(tmp_path, stacked=True))
+    changed = {k: arrays[k].astype(np.float32) for k in norms if "layers.1" in k}
+    assert_same(stacked, {**arrays, **first, **changed})
+
+
+def test_options_reach_the_model(tmp_path):
+    write(tmp_path, "llama", make_arrays("llama"))
+    with jax.default_device(jax.devices()[3]):
+        model = load_pretrained(tmp_path, stacked=True, remat="full", attention="xla")
+    assert (model.remat, model.attention) == ("full", "xla")
+    assert {d for x in to_arrays(model).values() for d in x.devices()} == {jax.devices()[3]}
+    assert load_pretrained(tmp_path, sequence_parallel=True).sequence_parallel
+    overrides = [("model.embed_tokens.weight", P(None, "tensor"))]
+    model = load_pretrained(tmp_path, rx.make_mesh(tensor=4, data=1), overrides=overrides)
+    assert model.model.embed_tokens.weight.sharding.spec == P(None, "tensor")
+    assert_same(in_file_form(model), make_arrays("llama"))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """`[(key, index, bytes)]` of everything read from files."""
+    log, read = [], Stored.read
+
+    def counting(self, index):
+        array = read(self, index)
+        log.append((self.key, index, array.nbytes))
+        return array
+
+    monkeypatch.setattr(Stored, "read", counting)
+    return log
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bytes_read_for_each_device(tmp_path, reads, family, mesh, stacked):
+    arrays = make_arrays(family, jnp.bfloat16)
+    write(tmp_path, family, arrays)
+    # A conversion happens slice by slice, after reading.
+    model = load_pretrained(tmp_path, MESHES[mesh](), stacked=stacked, dtype=jnp.float32)
+    # Every number is read once, however many devices hold it.
+    times = {key: np.zeros(x.shape, int) for key, x in arrays.items()}
+    for key, index, num_bytes in reads:
+        times[key][index] += 1
+        assert num_bytes == times[key][index].size * 2
+    assert all((x == 1).all() for x in times.values())
+    # What is read for a device is what it holds, and each read is for one slice of it.
+    for device in jax.devices():
+        held = needed = 0
+        marks = {key: np.zeros(x.shape, bool) for key, x in arrays.items()}
+        for path, x in to_arrays(model).items():
+            for shard in x.addressable_shards:
+                if shard.device == device:
+                    held += shard.data.size * 2
+                    _mark(model, path, x.shape, shard.index, marks)
+        for key, index, num_bytes in reads:
+            if marks[key][index].any():
+                assert marks[key][index].all()
+                needed += num_bytes
+        assert needed == held
+
+
+def _mark(model, path, shape, index, marks):
+    """Sets what a slice of a leaf is in files."""
+    leaf = np.zeros(shape, bool)
+    leaf[index] = True
+    (stack,) = model.stacks
+    layer = path.removeprefix(f"{stack}.")
+    alone = layer == path or layer[0].isdigit()
+    for key, x in [(path, leaf)] if alone else [(f"{stack}.{i}.{layer}", y) for i, y in enumerate(leaf)]:
+        marks[key] |= x.reshape(marks[key].shape)
+
+
+# Older spellings
+
+
+def gpt2_as_first_published(arrays):
+    old = {key.removeprefix("transformer."): x for key, x in arrays.items()}
+    for i in range(LAYERS):
+        old[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), np.uint8))
+        old[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    return old
+
+
+OLD = {
+    "bare gpt2 with masks": ("gpt2", gpt2_as_first_published),
+    "gamma and beta": (
+        "gpt2",
+        lambda arrays: {
+            re.sub(r"(ln_\w+)\.bias", r"\1.beta", re.sub(r"(ln_\w+)\.weight", r"\1.gamma", key)): x
+            for key, x in arrays.items()
+        },
+    ),
+    "bare opt": ("opt", lambda arrays: {key.removeprefix("model."): x for key, x in arrays.items()}),
+    "bare llama": (
+        "llama",
+        lambda arrays: (
+            {key.removeprefix("model."): x for key, x in arrays.items()}
+            | {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for i in range(LAYERS)}
+        ),
+    ),
+    "gptj with masks": (
+        "gptj",
+        lambda arrays: arrays | {"transformer.h.0.attn.bias": np.ones((1, 1, 8, 8), bool)},
+    ),
+    "tied gpt2 with a head alone": (
+        "gpt2",
+        lambda arrays: {key.replace("transformer.wte", "lm_head"): x for key, x in arrays.items()},
+    ),
+    "opt with a version": (
+        "opt",
+        lambda arrays: arrays | {"model.decoder.version": np.array([3.0], np.float32)},
+    ),
+    "tied gpt2 with a head": (
+        "gpt2",
+        lambda arrays: arrays | {"lm_head.weight": arrays["transformer.wte.weight"].copy()},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_older_spellings(tmp_path, case):
+    family, respell = OLD[case]
+    arrays = make_arrays(family)
+    old = respell(arrays)
+    assert old.keys() != arrays.keys()
+    model = load_pretrained(write(tmp_path / "old", family, old))
+    assert_same(in_file_form(model), arrays)
+    save_pretrained(model, tmp_path / "new")
+    assert load_file(tmp_path / "new" / SINGLE).keys() == arrays.keys()

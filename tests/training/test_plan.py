@@ -1,0 +1,78 @@
+"""What is due at a step: one table."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx.loop import Due, Every, Plan, due
+
+# Ten examples in batches of 2: five steps an epoch.
+STEPS = 5
+
+
+def at(num_steps: int, *, evaluated: bool = False, begin: int = 100) -> RunRecord:
+    """A run that has taken so many steps, of which the last was evaluated or not."""
+    run = RunRecord(begin, num_steps, num_steps // STEPS, num_steps % STEPS, 2, 10)
+    rows = ({"step": run.step, "eval/loss": 1.0},) if evaluated else ()
+    return dataclasses.replace(run, evaluations=rows)
+
+
+def word(what: Due) -> str:
+    return " ".join(name for name, is_due in dataclasses.asdict(what).items() if is_due)
+
+
+BY_STEPS = Plan(num_steps=12, log_every=4, evaluate=Every(steps=6), save=Every(steps=3))
+BY_EPOCHS = Plan(num_epochs=2, log_every=4, evaluate=Every(epochs=1), save=Every(epochs=2))
+EITHER = Plan(num_steps=30, log_every=100, save=Every(steps=4, epochs=1))
+BARE = Plan(num_steps=3, log_every=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "run", "options", "expected"),
+    [
+        (BY_STEPS, at(1), {}, ""),
+        (BY_STEPS, at(3), {}, "save"),
+        (BY_STEPS, at(4), {}, "log"),
+        (BY_STEPS, at(5), {}, ""),
+        (BY_STEPS, at(6), {}, "log evaluate save"),
+        (BY_STEPS, at(12), {}, "log evaluate save finish"),
+        (BY_STEPS, at(13), {}, "log evaluate save finish"),
+        (BY_EPOCHS, at(5), {}, "log evaluate"),
+        (BY_EPOCHS, at(10), {}, "log evaluate save finish"),
+        (EITHER, at(4), {}, "save"),
+        (EITHER, at(5), {}, "save"),
+        (EITHER, at(6), {}, ""),
+        (BARE, at(2), {}, "log"),
+        (BARE, at(3), {}, "log finish"),
+        # Where a run goes on: what was done is not done again, what was cut short is.
+        (BY_STEPS, at(6, evaluated=True), {}, "save"),
+        (BY_STEPS, at(12, evaluated=True), {}, "log save finish"),
+        # A signal: a row and a save, and no evaluation.
+        (BY_STEPS, at(1), {"stop": True}, "log save finish"),
+        (BY_STEPS, at(6), {"stop": True}, "log save finish"),
+        (BARE, at(1), {"stop": True}, "log finish"),
+        # The clock asks for a save only.
+        (BY_STEPS, at(1), {"is_time": True}, "save"),
+        (BARE, at(1), {"is_time": True}, ""),
+    ],
+)
+def test_what_is_due(plan: Plan, run: RunRecord, options: Any, expected: str) -> None:
+    assert word(due(plan, run, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"num_epochs=None, num_steps=None, but exactly one"),
+        ({"num_epochs": 1, "num_steps": 1}, r"num_epochs=1, num_steps=1, but exactly one"),
+        ({"num_steps": 0}, r"num_steps=0, but it must be positive"),
+        ({"num_steps": 1, "log_every": 0}, r"log_every=0, but it must be positive"),
+    ],
+)
+def test_plans_that_cannot_be(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**arguments)
+    with pytest.raises(ValueError, match="Every: steps=0"):
+        Every(steps=0)
