@@ -2,26 +2,29 @@
 
 from redco_eqx._dataflow.choice import best_set
 from redco_eqx._dataflow.costs import Costs
+from redco_eqx._dataflow.search import Layout
 from redco_eqx._dataflow.splits import Split, total_bytes
 from redco_eqx._dataflow.values import Value
 
 
-def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
-    """Bytes that a device sends at least in a step.
+def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
+    """Bytes that a device sends at least in a step, in a layout that frees as much memory as `layout`.
 
     Of all layouts that split each parameter along at most one dim, arrays that share an index alike, and the
-    batch over the other axes, and that free `least_freed` bytes of parameters on a device. Counted is what
-    cannot be avoided: sums over devices of products over a split dim, lookups in a split table, and
-    gradients. Changes of layout are taken to be free. `merged` as in [`total_bytes`][].
+    batch over the other axes. Counted is what cannot be avoided: sums over devices of products over a split
+    dim, lookups in a split table, and gradients. Changes of layout are taken to be free. `merged` as in
+    [`total_bytes`][]. 0, which says nothing, if `layout` is not of that kind.
     """
+    numbers = set(layout.values())
+    meet = any(len(numbers.intersection(group)) > 1 for group in costs.clashes)
+    if meet or any(leaf not in layout for number in numbers for leaf in costs.splits[number].leaves):
+        return 0.0
     whole = sum(size for _, size in costs.batch)
     worths = [split.unsent - unavoidable(costs, split, merged=merged) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
-    most = sum(freed[n] for n in best_set(freed, freed, range(len(freed)), costs.clashes))
-    if least_freed > 1.001 * most:
-        return 0.0  # only layouts in which splits meet free so much: of those nothing is known
-    numbers = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
-    chosen = best_set(worths, freed, numbers, costs.clashes, 0.999 * least_freed)
+    least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
+    options = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
+    chosen = best_set(worths, freed, options, costs.clashes, least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from redco_eqx._dataflow.bound import lower_bound
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.report import factors, largest, megabytes
-from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._dataflow.source import short_line
 from redco_eqx._dataflow.splits import Split
 
@@ -51,7 +50,7 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
-    least = lower_bound(costs, freed_bytes(costs, analysis.parameters, analysis.layout), merged=True)
+    least = lower_bound(costs, analysis.layout, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
     over_batch = sum(size for event, size in sent.events if costs.leads.over_batch(event))
