@@ -2,7 +2,9 @@
 
     python benchmarks/layouts.py [zoo] [families] [foreign]
 
-`predicted` and `at least` (the bound) are those of `dataflow`'s layout, for the CPU compiler.
+`predicted` is that of `dataflow`'s layout by the CPU compiler. `merged` is what is sent where results are added
+before they are summed over devices: by compilers for TPU and GPU, and by the library's own blocks, of which the
+families are made; `at least` is the bound for that (0: it does not apply).
 The loss and its gradient, on data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow` (the
 program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `column` (dim 0 of every
 matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device).
@@ -26,7 +28,6 @@ from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
 import redco_eqx as rx
 from redco_eqx._dataflow.bound import lower_bound
-from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import analysis_of, decide, decide_by
 
 TENSOR = 4
@@ -145,7 +146,7 @@ def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     return total
 
 
-HEAD = ["", "dataflow", "predicted", "at least", "paths", "hand", "column", "largest", "whole"]
+HEAD = ["", "dataflow", "predicted", "merged", "at least", "paths", "hand", "column", "largest", "whole"]
 HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms"]
 
 
@@ -175,14 +176,15 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
         except Exception as error:
             sent[name] = type(error).__name__[:9]
         known.append((specs, sent[name]))
-    predicted = analysis.sent(analysis.layout).num_bytes(merged=False)
-    freed = freed_bytes(analysis.costs, analysis.parameters, analysis.layout)
-    least = lower_bound(analysis.costs, freed, merged=False)
+    prediction = analysis.sent(analysis.layout)
+    predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
+    least = lower_bound(analysis.costs, analysis.layout, merged=True)
     sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]
     return [
         case.name,
         sent["dataflow"],
         f"{predicted / 1e6:.3f}",
+        f"{merged / 1e6:.3f}",
         f"{least / 1e6:.3f}",
         *(sent.get(name, "-") for name in ("paths", "hand", "column", "largest", "whole")),
         *sizes,

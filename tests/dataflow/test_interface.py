@@ -249,3 +249,18 @@ def test_what_is_not_understood_is_named():
     assert explanation.communication is not None
     assert [text.partition(" ")[0] for text in explanation.communication.opaque] == ["pure_callback"]
     assert "test_interface.py" in explanation.communication.opaque[0]
+
+
+def test_complex_parameters_are_trained():
+    class Diagonal(eqx.Module):
+        decay: jax.Array
+        mix: jax.Array
+
+        def __call__(self, x):
+            return (jnp.fft.fft(x) * self.decay).real @ self.mix
+
+    def make(key):
+        return Diagonal(jnp.ones(32, jnp.complex64), jnp.ones((32, 32)))
+
+    decisions = decide(abstract(make), MESH, (), squared, rows())
+    assert {name: d.role for name, d in decisions.items()}["decay"] != "buffer"

@@ -24,7 +24,6 @@ from sharding.zoo import BY_NAME, ZOO, goldens, strip
 
 import redco_eqx as rx
 from redco_eqx._dataflow.bound import lower_bound
-from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import decide
 
 # Where the program decides otherwise than the hand, with the bytes of both as compiled (8 rows, data 2 x
@@ -102,12 +101,13 @@ def test_prediction_is_what_the_compiled_program_sends(name):
 def bound_of(name):
     """Of all layouts that hold no more of the parameters on a device, by the CPU compiler."""
     analysis = analysed(name)
-    freed = freed_bytes(analysis.costs, analysis.parameters, analysis.layout)
-    return lower_bound(analysis.costs, freed, merged=False)
+    return lower_bound(analysis.costs, analysis.layout, merged=False)
 
 
 def test_most_layouts_are_near_the_bound():
-    ratios = {entry.name: predicted_bytes(analysed(entry.name)) / bound_of(entry.name) for entry in ZOO}
+    bounds = {entry.name: bound_of(entry.name) for entry in ZOO}
+    assert sum(bound == 0 for bound in bounds.values()) <= 2  # where the layout is that of the path rules
+    ratios = {name: predicted_bytes(analysed(name)) / bound for name, bound in bounds.items() if bound > 0}
     far = {name for name, ratio in ratios.items() if ratio > 1.25}
     # Borders of fused weights that are crossed, and recurrent cells, which would wait at each step.
     assert far <= {"gpt2", "stacked_gpt2", "gate_fused", "fused_in_proj", "fused_qkv", "gru", "lstm"}
@@ -205,7 +205,6 @@ import equinox as eqx, jax
 from jax.sharding import AbstractMesh, AxisType
 from sharding.zoo import BY_NAME
 from redco_eqx._dataflow.bound import lower_bound
-from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import decide
 mesh = AbstractMesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 for name in ("llama_gqa_refused", "t5", "moe", "mlp_4"):

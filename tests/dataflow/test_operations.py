@@ -136,3 +136,17 @@ def test_what_goes_across_columns_is_charged_as_compiled(name):
     analysis = analysed(ACROSS[name])
     predicted = analysis.sent(columns_of(analysis)).num_bytes(merged=False)
     assert bytes_as_compiled(ACROSS[name], BY_COLUMNS) == pytest.approx(predicted, rel=0.25)
+
+
+def test_a_shard_map_is_left_to_itself():
+    mesh = rx.make_mesh(tensor=4)
+
+    def doubled(x):
+        return jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(x)
+
+    analysis = analysis_of(MODEL, abstract_mesh(), partial(loss, doubled), BATCH)
+    assert analysis is not None
+    assert set(analysis.walk.opaque) == {"shard_map"}
+    free = analysed(LOCAL["nothing"])
+    ours, least = (x.sent(columns_of(x)).num_bytes(merged=False) for x in (analysis, free))
+    assert ours > least

@@ -2,34 +2,43 @@
 
 from redco_eqx._dataflow.choice import best_set
 from redco_eqx._dataflow.costs import Costs
+from redco_eqx._dataflow.search import Layout
 from redco_eqx._dataflow.splits import Split, total_bytes
+from redco_eqx._dataflow.values import Value
 
 
-def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
-    """Bytes that a device sends at least in a step.
+def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
+    """Bytes that a device sends at least in a step, in a layout that frees as much memory as `layout`.
 
     Of all layouts that split each parameter along at most one dim, arrays that share an index alike, and the
-    batch over the other axes, and that free `least_freed` bytes of parameters on a device. Counted is what
-    cannot be avoided: sums over devices of products over a split dim, lookups in a split table, and
-    gradients. Changes of layout are taken to be free. `merged` as in [`total_bytes`][].
+    batch over the other axes. Counted is what cannot be avoided: sums over devices of products over a split
+    dim, lookups in a split table, and gradients. Changes of layout are taken to be free. `merged` as in
+    [`total_bytes`][]. 0, which says nothing, if `layout` is not of that kind.
     """
-    whole = sum(size for _, size in costs.batch)
-    worths = [split.unsent - unavoidable(split, merged=merged) for split in costs.splits]
-    freed = [split.freed for split in costs.splits]
-    numbers = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
-    try:
-        chosen = best_set(worths, freed, numbers, costs.clashes, least_freed)
-    except ValueError:
+    numbers = set(layout.values())
+    meet = any(len(numbers.intersection(group)) > 1 for group in costs.clashes)
+    if meet or any(leaf not in layout for number in numbers for leaf in costs.splits[number].leaves):
         return 0.0
+    whole = sum(size for _, size in costs.batch)
+    worths = [split.unsent - unavoidable(costs, split, merged=merged) for split in costs.splits]
+    freed = [split.freed for split in costs.splits]
+    least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
+    options = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
+    chosen = best_set(worths, freed, options, costs.clashes, least_freed)
     return max(0.0, whole - sum(worths[n] for n in chosen))
 
 
-def unavoidable(split: Split, *, merged: bool) -> float:
+def unavoidable(costs: Costs, split: Split, *, merged: bool) -> float:
     """What a split sends in any case."""
+
+    def is_split(value: Value) -> bool:
+        # An activation may be whole where it could be split; a parameter that is split is split, but along one
+        # dim only, if two have the index.
+        return bool(value.weights) and split.number not in costs.leads.doubled(value.dims)
+
     sums = [
         (event, size)
         for event, size in split.sent
-        # An activation may be whole where it could be split; a parameter that is split is split.
-        if event.kind in ("sum", "lookup") and any(x.weights for x in event.arrays)
+        if event.kind in ("sum", "lookup") and any(is_split(x) for x in event.arrays)
     ]
     return total_bytes(sums, merged=merged)

@@ -43,11 +43,16 @@ def best_set(
     freed: Sequence[float],
     numbers: Sequence[int],
     groups: Sequence[tuple[int, ...]],
-    least_freed: float,
+    least_freed: float = 0.0,
 ) -> list[int]:
-    """Of these numbers, the set of largest worth with at most one of each group, that frees enough."""
-    if not numbers:
+    """Of these numbers, the set of largest worth with at most one of each group, that frees enough.
+
+    Raises `ValueError` if none does.
+    """
+    if not numbers and least_freed == 0:
         return []
+    if not numbers:
+        raise ValueError("no splits")
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from redco_eqx._dataflow.bound import lower_bound
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.report import factors, largest, megabytes
-from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._dataflow.source import short_line
 from redco_eqx._dataflow.splits import Split
 
@@ -20,7 +19,8 @@ class Communication:
         as those for TPU and GPU do.
     - `num_bytes_unmerged`: by one that does not, as that for CPU.
     - `at_least`: no layout in which arrays that share an index are split alike sends less, if its parameters
-        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared.
+        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared. 0 if
+        nothing is known, because splits meet.
     - `lines`: where it is sent, most bytes first.
     - `advice`: what to change in the model.
     - `opaque`: operations that are not understood, and so taken to need their operands whole.
@@ -34,11 +34,12 @@ class Communication:
     opaque: tuple[str, ...]
 
     def __str__(self) -> str:
-        gap = f", {self.num_bytes / self.at_least:.2f} times that" if self.at_least > 0 else ""
         total = f"sent by a device in a step: {megabytes(self.num_bytes)}"
         if self.num_bytes_unmerged > 1.01 * self.num_bytes:
             total += f" ({megabytes(self.num_bytes_unmerged)} on CPU, whose compiler sums before it adds)"
-        total += f"; at least {megabytes(self.at_least)} with as little memory{gap}"
+        if self.at_least > 0:
+            gap = f"{self.num_bytes / self.at_least:.2f} times that"
+            total += f"; at least {megabytes(self.at_least)} with as little memory, this is {gap}"
         unknown = [f"not understood, and taken to need operands whole: {', '.join(self.opaque)}"]
         lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
         return "\n".join(lines)
@@ -49,7 +50,7 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
-    least = lower_bound(costs, freed_bytes(costs, analysis.parameters, analysis.layout), merged=True)
+    least = lower_bound(costs, analysis.layout, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
     over_batch = sum(size for event, size in sent.events if costs.leads.over_batch(event))
@@ -69,7 +70,7 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
     return Communication(
         num_bytes=merged + over_fsdp,
         num_bytes_unmerged=unmerged + over_fsdp,
-        at_least=min(least, merged) + over_fsdp,
+        at_least=min(least, merged) + over_fsdp if least > 0 else 0.0,
         lines=tuple(text for _, text in lines),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=tuple(opaque),

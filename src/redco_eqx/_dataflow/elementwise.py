@@ -62,9 +62,9 @@ def _elementwise(walk: Walk, equation: Any, operands: list[Value], shape: tuple[
 
 
 def add(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
-    """The sum of sums over devices is one sum."""
+    """The sum of sums over devices is one sum; a bias may be added after it."""
     (out,) = unlisted(walk, equation, operands)
-    if all(operand.sums for operand in operands):
+    if all(operand.sums or not operand.is_data for operand in operands):
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
         for event in out.sums[1:]:
             event.first = out.sums[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, pin, resolve, unify
-from redco_eqx._dataflow.choice import choose
+from redco_eqx._dataflow.choice import best_set, choose
 from redco_eqx._dataflow.costs import Costs, count
 from redco_eqx._dataflow.program import Traced, trace_step
 from redco_eqx._dataflow.report import why_split, why_whole
@@ -156,12 +156,12 @@ def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: int | None
     try:
         chosen = choose(costs, least_freed)
     except ValueError:
-        most = choose(costs, 0.0)
-        least = total - sum(split.freed for split in most)
+        freed = [split.freed for split in costs.splits]
+        most = best_set(freed, freed, range(len(freed)), costs.clashes)
         raise ValueError(
             f"shard_rules: no layout on tensor={costs.tensor} brings the parameters of one device, "
-            f"{total} bytes, to {max_bytes} bytes; the one that would be taken has {least:.0f}. Use more "
-            "devices for tensor or fsdp."
+            f"{total} bytes, to {max_bytes} bytes; the least is {total - sum(freed[n] for n in most):.0f}. Use "
+            "more devices for tensor or fsdp."
         ) from None
     layout = {leaf: split.number for split in chosen for leaf in split.leaves}
     layout = relax(layout, paths, len(analysis.walk.steps), judge)

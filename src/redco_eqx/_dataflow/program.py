@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from redco_eqx._dataflow.programs import body
 from redco_eqx._tree import is_array, leaves_with_paths
 from redco_eqx._types import Mean
 
@@ -106,12 +107,13 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
             "Pass a batch that fits it, and use no Python branches and no NumPy functions on arrays; or pass "
             "neither loss_fn nor batch: then the path rules decide, by names and shapes."
         ) from error
+    jaxpr = body(closed)
     trained: list[int | None] = [None] * len(arrays)
     if is_loss:
-        first = len(closed.out_avals) - len(chosen)
+        first = len(jaxpr.outvars) - len(chosen)
         for n, i in enumerate(chosen):
             trained[i] = first + n
-    return Traced(closed.jaxpr, paths, arrays, fixed, trained, len(rows))
+    return Traced(jaxpr, paths, arrays, fixed, trained, len(rows))
 
 
 def _in_state(tree: Any) -> Any:
@@ -127,7 +129,7 @@ def _in_state(tree: Any) -> Any:
 def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:
     if in_state:
         return "state of the model, whole on every device"
-    return "" if jnp.issubdtype(x.dtype, jnp.floating) else f"{x.dtype} is not trained"
+    return "" if jnp.issubdtype(x.dtype, jnp.inexact) else f"{x.dtype} is not trained"
 
 
 def _is_input(x: Any) -> bool:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
-from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh
+from redco_eqx._sharding.mesh import axis_size, check_mesh, for_use, stored_axes
 from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
 from redco_eqx._tree import describe
 
@@ -74,7 +74,7 @@ def explain(
     dims = {
         path: dim
         for path, d in decisions.items()
-        for dim, entry in enumerate(d.spec)
+        for dim, entry in enumerate(for_use(d.spec))
         if "tensor" in (entry if isinstance(entry, tuple) else (entry,))
     }
     laid_out = None if analysis is None else analysis.laid_out(dims)  # with the overrides
@@ -83,11 +83,14 @@ def explain(
 
 
 def _over_fsdp(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> float:
-    """Bytes that FSDP adds in a step: each weight is gathered for the loss and again for its gradient, which is
-    summed over `fsdp` whole and over `data` in parts."""
-    whole, parts = 2 * axis_size(mesh, "fsdp"), int(axis_size(mesh, "data") > 1)
-    split = [d for d in decisions.values() if "fsdp" in axes_of(d.spec)]
-    return float(sum(d.bytes_per_device * (whole + parts) for d in split))
+    """Bytes that gathering adds in a step.
+
+    Each weight is gathered for the loss and again for its gradient, which is summed over the axes that store it
+    whole, and over `data` in parts.
+    """
+    parts = int(axis_size(mesh, "data") > 1)
+    stored = [(d, stored_axes(d.spec)) for d in decisions.values()]
+    return float(sum(d.bytes_per_device * (2 * axis_size(mesh, axes) + parts) for d, axes in stored if axes))
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
