@@ -7,6 +7,9 @@ nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
+# Models that others published, and what they import: without their pins.
+FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "gatv2-eqx"]
+
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -97,5 +100,6 @@ def aot(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
-    for script in ("overhead", "collectives", "generation", "checkpoints"):
+    session.install("--no-deps", *FOREIGN)
+    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)

@@ -24,20 +24,26 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     def run(program: str) -> None:
         exec(compile(program, "README.md", "exec"), namespace)
 
-    example, signatures, loop, pretrained, by_orbax, by_tensorstore = blocks("python")
+    example, program, signatures, loop, pretrained, by_orbax, by_tensorstore = blocks("python")
     run(example)
     out, err = capfd.readouterr()
-    (table,) = blocks("text")
+    table, by_program, sent = blocks("text")
     assert table.rstrip() in out
     first, last = 5.55, 3.6  # uniform over 256 bytes is log(256) nats; letters are not uniform
     losses = [float(x) for x in re.findall(r"\bloss (\d+\.\d+)", err)]
     assert losses
     assert losses[-1] < last < first
 
+    run(program)
+    assert by_program.strip() in capfd.readouterr().out
+
     # They only show their form, and would shadow those of the example.
     exec(compile(signatures, "README.md", "exec"), {})
     step = int(namespace["state"].step)
     run(loop)
+    rows = [re.sub(r"\w+\.\w+:\d+", "", line).split() for line in capfd.readouterr().out.splitlines()]
+    for line in sent.splitlines():
+        assert re.sub(r"\w+\.\w+:\d+", "", line).split() in rows
     assert (
         int(namespace["state"].step)
         == 2 * step

@@ -208,3 +208,44 @@ def test_a_budget_is_kept_or_refused():
         rx.explain(model, MESH, loss_fn=whole, batch=batch, max_bytes_per_device=20000)
     with pytest.raises(ValueError, match="needs loss_fn and batch"):
         rx.explain(model, MESH, max_bytes_per_device=7 * 4096)
+
+
+def test_explain_says_what_is_sent_and_what_to_change():
+    class Fused(eqx.Module):
+        first: eqx.nn.Linear
+        second: eqx.nn.Linear
+
+        def __call__(self, x):
+            gate, up = jnp.split(self.first(x), 2)
+            return self.second(jax.nn.silu(gate) * up)
+
+    def make(key):
+        return Fused(eqx.nn.Linear(256, 512, key=key), eqx.nn.Linear(256, 32, key=key))
+
+    batch = {"x": rows(width=256)["x"], "y": rows()["y"]}
+    explanation = rx.explain(abstract(make), MESH, loss_fn=squared, batch=batch)
+    sent = explanation.communication
+    assert sent is not None
+    assert 0 < sent.at_least <= sent.num_bytes <= sent.num_bytes_unmerged
+    (advice,) = sent.advice
+    assert advice.startswith("first.weight holds 2 pieces of 256")
+    text = str(explanation)
+    assert "sent by a device in a step" in text
+    assert "whole operand of split at test_interface.py" in text
+    # An override is followed: nothing is split, and nothing is sent but gradients.
+    whole = rx.explain(abstract(make), MESH, overrides=[("*", P())], loss_fn=squared, batch=batch)
+    assert whole.communication is not None
+    assert len(whole.communication.lines) == 1
+    assert whole.communication.num_bytes == whole.bytes_per_device + 4  # and the loss
+    assert rx.explain(abstract(make), MESH).communication is None
+
+
+def test_what_is_not_understood_is_named():
+    def through_host(model, batch, key):
+        y = jax.vmap(model)(batch["x"])
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    explanation = rx.explain(mlp(), MESH, loss_fn=through_host, batch=rows())
+    assert explanation.communication is not None
+    assert [text.partition(" ")[0] for text in explanation.communication.opaque] == ["pure_callback"]
+    assert "test_interface.py" in explanation.communication.opaque[0]

@@ -14,15 +14,17 @@ from cases import (
     abstract,
     abstract_mesh,
     analysed,
-    compiled_bytes,
     loss_of,
     predicted_bytes,
     specs_of,
 )
 from jax.sharding import PartitionSpec
+from layouts import compiled_bytes, family_cases
 from sharding.zoo import BY_NAME, ZOO, goldens, strip
 
 import redco_eqx as rx
+from redco_eqx._dataflow.bound import lower_bound
+from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import decide
 
 # Where the program decides otherwise than the hand, with the bytes of both as compiled (8 rows, data 2 x
@@ -44,7 +46,9 @@ BETTER = {
     "friend_twin_critics": "one output is not worth its gradients: 20316 against 20864",
 }
 WORSE = {
-    "raw_einsum": "heads of raw arrays are split, which the hand left whole: 41476 against 33284",
+    "vision": "the patch embedding is split along the pixels, for a quarter of its work: 74328 against 73944",
+    "vision_10_classes": "the same: 71020 against 70636",
+    "vision_two_fields": "the same: 71020 against 70636",
     "moe": "the router follows the experts, and its gates are gathered: 93460 against 89428",
     "moe_raw": "the same: 91924 against 87892",
 }
@@ -90,8 +94,35 @@ def test_where_it_differs_from_the_hand_it_sends_less(name):
 )
 def test_prediction_is_what_the_compiled_program_sends(name):
     entry, mesh = BY_NAME[name], rx.make_mesh(tensor=4)
-    args = abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs_of(name), mesh
-    assert predicted_bytes(analysed(name)) == pytest.approx(compiled_bytes(*args), rel=0.06)
+    compiled = compiled_bytes(abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs_of(name), mesh)
+    assert predicted_bytes(analysed(name)) == pytest.approx(compiled, rel=0.06)
+    assert 0 < bound_of(name) <= compiled
+
+
+def bound_of(name):
+    """Of all layouts that hold no more of the parameters on a device, by the CPU compiler."""
+    analysis = analysed(name)
+    freed = freed_bytes(analysis.costs, analysis.parameters, analysis.layout)
+    return lower_bound(analysis.costs, freed, merged=False)
+
+
+def test_most_layouts_are_near_the_bound():
+    ratios = {entry.name: predicted_bytes(analysed(entry.name)) / bound_of(entry.name) for entry in ZOO}
+    far = {name for name, ratio in ratios.items() if ratio > 1.25}
+    # Borders of fused weights that are crossed, and recurrent cells, which would wait at each step.
+    assert far <= {"gpt2", "stacked_gpt2", "gate_fused", "fused_in_proj", "fused_qkv", "gru", "lstm"}
+
+
+FAMILIES = {case.name: case for case in family_cases()}
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_program_and_paths_agree_on_the_families(name):
+    case = FAMILIES[name]
+    by_program, by_paths = (
+        decide(case.model, abstract_mesh(), (), *given) for given in ((case.loss, case.batch), (None, None))
+    )
+    assert {path: d.spec for path, d in by_program.items()} == {path: d.spec for path, d in by_paths.items()}
 
 
 # Two more layouts, which the program would not choose: everything whole, and everything by columns.
@@ -117,6 +148,7 @@ def test_any_layout_is_predicted(name, kind):
 @pytest.mark.parametrize("name", [entry.name for entry in ZOO])
 def test_never_worse_than_the_path_rules(name):
     analysis = analysed(name)
+    assert not analysis.walk.opaque, "every operation is understood"
     decisions = decide(abstract(BY_NAME[name].make), abstract_mesh())
     numbers = {}
     for leaf, path in enumerate(analysis.traced.paths):
@@ -172,6 +204,8 @@ import sys; sys.path[:0] = {paths!r}
 import equinox as eqx, jax
 from jax.sharding import AbstractMesh, AxisType
 from sharding.zoo import BY_NAME
+from redco_eqx._dataflow.bound import lower_bound
+from redco_eqx._dataflow.search import freed_bytes
 from redco_eqx._sharding.rules import decide
 mesh = AbstractMesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 for name in ("llama_gqa_refused", "t5", "moe", "mlp_4"):

@@ -84,7 +84,7 @@ def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) ->
     layout = {path: x.sharding for path, x in state.params.items()}
     arguments: Any = {"batch_size": 16, "optimizer": optimizer}
     expected = state_after(6, state, examples, **arguments)
-    monkeypatch.setattr("redco_eqx._training.fit.train_step", spying)
+    monkeypatch.setattr("redco_eqx._training.compile.train_step", spying)
     with Compilations() as compilations:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)

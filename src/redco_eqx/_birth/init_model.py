@@ -34,6 +34,7 @@ def init_model(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> M:
     """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
 
@@ -58,7 +59,7 @@ def init_model(
     **Arguments:**
 
     - `make_model`: makes the model from a key. Its arrays must not depend on anything outside.
-    - `mesh`, `overrides`, `loss_fn`, `batch`: as for `shard_rules`.
+    - `mesh`, `overrides`, `loss_fn`, `batch`, `max_bytes_per_device`: as for `shard_rules`.
     - `key`: a PRNG key.
 
     **Returns:**
@@ -69,7 +70,12 @@ def init_model(
 
     `ValueError` as `shard_rules` does, before anything is computed.
     """
-    traced = trace(make_model, mesh, key=key, overrides=overrides, loss_fn=loss_fn, batch=batch)
+    decided_by: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batch": batch,
+        "max_bytes_per_device": max_bytes_per_device,
+    }
+    traced = trace(make_model, mesh, key=key, overrides=overrides, **decided_by)
     if any(equation.effects for equation in traced.program.equations):
         arrays = _one_by_one(traced)  # in order
     else:
@@ -98,6 +104,7 @@ def trace(
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
+    max_bytes_per_device: int | None = None,
 ) -> Traced:
     """Traces `make_model` and asks the rules. Raises `ValueError` if one array is two leaves."""
     statics = []
@@ -122,15 +129,20 @@ def trace(
             )
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
     abstract = eqx.combine(jax.tree.unflatten(treedef, abstract), static)
+    decided_by: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batch": batch,
+        "max_bytes_per_device": max_bytes_per_device,
+    }
     if not is_pair(abstract):
-        layout = shard_rules(abstract, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
+        layout = shard_rules(abstract, mesh, overrides=overrides, **decided_by)
     else:
         model, model_state = abstract
         if loss_fn is None and batch is None:
             layout = shard_rules(model, mesh, overrides=overrides)
         else:  # a loss takes the pair, whose first is the model
             of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
-            layout, _ = shard_rules(abstract, mesh, overrides=of_pair, loss_fn=loss_fn, batch=batch)
+            layout, _ = shard_rules(abstract, mesh, overrides=of_pair, **decided_by)
         layout = (layout, jax.tree.map(lambda _: replicated(mesh), model_state))
     # NumPy constants are not part of the program: they stay as they are.
     layout = eqx.filter(layout, jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract))

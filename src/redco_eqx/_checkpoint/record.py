@@ -6,8 +6,10 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from redco_eqx._json import from_json, to_json
 
 FORMAT = 1
 
@@ -129,9 +131,9 @@ def encode(
         "format": FORMAT,
         "step": step,
         "versions": _versions(),
-        "metrics": {name: _to_json(float(x)) for name, x in (metrics or {}).items()},
+        "metrics": {name: to_json(float(x)) for name, x in (metrics or {}).items()},
         "extras": extras,
-        "run": None if run is None else _map_floats(dataclasses.asdict(run), _to_json),
+        "run": None if run is None else _map_leaves(to_json, dataclasses.asdict(run)),
         "arrays": {name: dataclasses.asdict(info) for name, info in arrays.items()},
     }
     return {"sha256": _sha256(content), "content": content}
@@ -152,11 +154,11 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
             f"its format is {content['format']}, but this version of redco_eqx reads {FORMAT}; it was written "
             f"by {content['versions']}"
         )
-    run = _map_floats(content["run"], _from_json)
+    run = _map_leaves(from_json, content["run"])
     return CheckpointInfo(
         step=content["step"],
         path=path,
-        metrics=_map_floats(content["metrics"], _from_json),
+        metrics=_map_leaves(from_json, content["metrics"]),
         extras=content["extras"],
         run=None if run is None else RunRecord(**{**run, "evaluations": tuple(run["evaluations"])}),
         versions=content["versions"],
@@ -176,21 +178,10 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
 
-# JSON has no NaN and no infinities: they are strings, as in the JSONL log.
-_NAMES = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-
-
-def _to_json(x: Any) -> Any:
-    return next((name for name, value in _NAMES.items() if repr(value) == repr(x)), x)
-
-
-def _from_json(x: Any) -> Any:
-    return _NAMES.get(x, x) if isinstance(x, str) else x
-
-
-def _map_floats(x: Any, function: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], x: Any) -> Any:
+    """`function` of all that is no dict, list or tuple; tuples become lists."""
     if isinstance(x, dict):
-        return {key: _map_floats(value, function) for key, value in x.items()}
+        return {key: _map_leaves(function, value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return [_map_floats(item, function) for item in x]
-    return function(x) if isinstance(x, float | str) else x
+        return [_map_leaves(function, item) for item in x]
+    return function(x)

@@ -140,7 +140,7 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
     import orbax.checkpoint as ocp
     from etils import epath
 
-    # The handler by itself: a checkpointer would meet the other processes also where one of them has failed.
+    # The handler by itself: a checkpointer would wait for the other processes even where one has failed.
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),

@@ -84,7 +84,7 @@ def batches(
     call = CallFacts(num_examples, batch_size, epoch, start, remainder, start_of_order, dict(mesh.shape))
     stream = open_stream(mesh, call)
     offsets = list(itertools.accumulate(sizes, initial=0))
-    layouts = {size: _layout(mesh, size) for size in set(sizes)}
+    layouts = {size: _batch_layout(mesh, size) for size in set(sizes)}
     # `with jax.enable_x64(...)` around the consumer does not reach other threads.
     x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -191,7 +191,7 @@ def _length(examples: Examples) -> int:
     return len(examples)
 
 
-def _layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
+def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
     """How a batch of `size` rows lies on the mesh, and which of them this process needs."""
     sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
     rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)

@@ -26,5 +26,10 @@ def lower_bound(costs: Costs, least_freed: float, *, merged: bool) -> float:
 
 def unavoidable(split: Split, *, merged: bool) -> float:
     """What a split sends in any case."""
-    sums = [(event, size) for event, size in split.sent if event.kind in ("sum", "lookup")]
+    sums = [
+        (event, size)
+        for event, size in split.sent
+        # An activation may be whole where it could be split; a parameter that is split is split.
+        if event.kind in ("sum", "lookup") and any(x.weights for x in event.arrays)
+    ]
     return total_bytes(sums, merged=merged)

@@ -20,7 +20,7 @@ class Communication:
         as those for TPU and GPU do.
     - `num_bytes_unmerged`: by one that does not, as that for CPU.
     - `at_least`: no layout in which arrays that share an index are split alike sends less, if its parameters
-        take as little memory. By a compiler that adds first.
+        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared.
     - `lines`: where it is sent, most bytes first.
     - `advice`: what to change in the model.
     - `opaque`: operations that are not understood, and so taken to need their operands whole.
@@ -44,8 +44,8 @@ class Communication:
         return "\n".join(lines)
 
 
-def communication(analysis: Analysis) -> Communication:
-    """What the layout of `analysis` sends."""
+def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
+    """What the layout of `analysis` sends; and `over_fsdp` bytes, which the program does not say."""
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
@@ -59,15 +59,17 @@ def communication(analysis: Analysis) -> Communication:
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
     lines = [(over_batch, f"{megabytes(over_batch)} over the batch axes, gradients before all")]
     lines += [(_total(group), _line(group, analysis)) for group in groups.values()]
+    lines += [(over_fsdp, f"{megabytes(over_fsdp)} over fsdp: weights gathered twice, and their gradients")]
+    lines = [line for line in lines if line[0] > 0]
     lines.sort(key=lambda line: -line[0])
     opaque = [
         f"{name} ({len(found)}, first at {short_line(found[0])})"
         for name, found in analysis.walk.opaque.items()
     ]
     return Communication(
-        num_bytes=merged,
-        num_bytes_unmerged=unmerged,
-        at_least=min(least, merged),
+        num_bytes=merged + over_fsdp,
+        num_bytes_unmerged=unmerged + over_fsdp,
+        at_least=min(least, merged) + over_fsdp,
         lines=tuple(text for _, text in lines),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=tuple(opaque),

@@ -30,7 +30,7 @@ def ragged_dot(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     lhs, rhs, sizes = operands[:3]
     aval = equation.outvars[0].aval
     if [len(x.dims) for x in (lhs, rhs, sizes)] != [2, 3, 1] or len(aval.shape) != 2:
-        return opaque(walk, equation, operands)
+        return walk.opaque_results(equation, operands)
     walk.same([lhs.dims[1]], [rhs.dims[1]], rhs, equation)
     out = result(aval, [lhs.dims[0], rhs.dims[2]], operands)
     walk.event("sum", [lhs.dims[1]], out, equation, arrays=operands)
@@ -80,11 +80,3 @@ def _lead(walk: Walk, equation: Any, group: Dim, rhs: Value, outputs: int, count
     each = equation.invars[1].aval.shape[outputs] // count
     if not unify(rhs.dims[outputs], (*group, *new_dim(each))):
         walk.event("reshard", [rhs.dims[outputs]], rhs, equation)
-
-
-def opaque(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
-    """Nothing is known of it: it has to have everything whole."""
-    walk.opaque.setdefault(equation.primitive.name, []).append(equation)
-    for operand in operands:
-        walk.event("whole", operand.dims, operand, equation)
-    return [result(var.aval, new_dims(getattr(var.aval, "shape", ())), operands) for var in equation.outvars]

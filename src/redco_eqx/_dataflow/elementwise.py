@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, new_dims
-from redco_eqx._dataflow.contractions import opaque
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result, unknown
 
@@ -35,7 +34,7 @@ def unlisted(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     largest = max(shapes, key=math.prod)
     fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
     if name in NOT_ELEMENTWISE or not fits or all(v.aval.shape != largest for v in equation.outvars):
-        return opaque(walk, equation, operands)
+        return walk.opaque_results(equation, operands)
     return _elementwise(walk, equation, operands, largest)
 
 

@@ -55,6 +55,12 @@ class Analysis:
         """What a device sends in a step, if parameters are split so."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
+    def laid_out(self, dims: Mapping[str, int]) -> "Analysis | None":
+        """The same with a layout that splits these dims, by path; `None` if what that sends is not known."""
+        numbers = {path: i for i, path in enumerate(self.traced.paths)}
+        layout = as_layout(self.costs, {numbers[path]: dim for path, dim in dims.items() if path in numbers})
+        return None if layout is None else dataclasses.replace(self, layout=layout)
+
     def score(self, layout: Layout) -> float:
         return score(self.costs, self.parameters, layout, self.sent(layout))
 
@@ -159,8 +165,7 @@ def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: int | None
         ) from None
     layout = {leaf: split.number for split in chosen for leaf in split.leaves}
     layout = relax(layout, paths, len(analysis.walk.steps), judge)
-    of_paths = {path: i for i, path in enumerate(paths)}
-    other = as_layout(costs, {of_paths[path]: dim for path, dim in given.items() if path in of_paths})
-    if other is not None and judge(other) > judge(layout):
-        return dataclasses.replace(analysis, layout=other, is_given=True)
+    other = analysis.laid_out(given)
+    if other is not None and judge(other.layout) > judge(layout):
+        return dataclasses.replace(other, is_given=True)
     return dataclasses.replace(analysis, layout=layout)

@@ -60,24 +60,26 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
     batch_treedef = jax.tree.structure(batch_arrays)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
+    is_loss = True
+
     def run(arrays: list[Any], rows: list[Any], key: Any) -> tuple[Any, list[Any]]:
+        nonlocal is_loss
         whole = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
         given = eqx.combine(jax.tree.unflatten(batch_treedef, rows), batch_static)
         result = function(whole, given, key)
-        return _loss_of(result), [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+        loss = _loss_of(result)
+        is_loss = loss is not None
+        return loss, [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
 
     chosen = [i for i, reason in enumerate(fixed) if not reason]
-    is_loss = True
 
     def step(arrays: list[Any], rows: list[Any], key: Any) -> Any:
         def loss_of(variables: list[Any]) -> Any:
-            nonlocal is_loss
             own = list(arrays)
             for i, x in zip(chosen, variables):
                 own[i] = x
             loss, results = run(own, rows, key)
-            is_loss = loss is not None
-            return (loss if is_loss else jnp.zeros(())), results
+            return (jnp.zeros(()) if loss is None else loss), results
 
         return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
 
@@ -88,10 +90,10 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
         try:
             closed = trace(step)
         except Exception:
-            shown = trace(lambda *arguments: run(*arguments)[1])  # what a prediction does may have no gradient
+            forward = trace(lambda *arguments: run(*arguments)[1])
             if is_loss:
                 raise
-            closed = shown
+            closed = forward  # what a prediction does may have no gradient
         else:
             if not is_loss:
                 closed = trace(lambda *arguments: run(*arguments)[1])

@@ -6,7 +6,7 @@ from redco_eqx._dataflow.atoms import Dim, resolve
 from redco_eqx._dataflow.choice import worth
 from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.source import short_line
-from redco_eqx._dataflow.splits import Split, leading_atoms
+from redco_eqx._dataflow.splits import Split, leading_atoms, total_bytes
 from redco_eqx._dataflow.values import Event
 
 
@@ -28,16 +28,17 @@ def factors(dim: Dim) -> str:
 
 
 def largest(sent: Sequence[tuple[Event, float]]) -> str:
-    """Where most is sent: `4 times 4.1 kB, sum over dot_general at model.py:41`."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
+    """Where most is sent: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
+    groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))
-        groups.setdefault(key, []).append(size)
+        groups.setdefault(key, []).append((event, size))
     if not groups:
         return "nothing"
-    (kind, name, place), sizes = max(groups.items(), key=lambda group: sum(group[1]))
-    several = f"in {len(sizes)} operations " if len(sizes) > 1 else ""
-    return f"{megabytes(sum(sizes))} {several}for the {_KINDS[kind]} of {name} at {place}"
+    totals = {key: total_bytes(found, merged=True) for key, found in groups.items()}
+    kind, name, place = key = max(groups, key=lambda key: totals[key])
+    several = f"in {len(groups[key])} operations " if len(groups[key]) > 1 else ""
+    return f"{megabytes(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
 
 
 _KINDS = {
@@ -93,11 +94,13 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [(paths[other], number) for other, number in layout.items() if number in clashing]
         if others:
-            # The nearest one, named from where the two paths part: so alike layers have one reason.
+            # The nearest one, without the number of its layer: so alike layers have one reason.
             nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
-            name = nearest.split(".")[_num_shared(nearest, paths[leaf]) :]
+            parts, shared = nearest.split("."), _num_shared(nearest, paths[leaf])
+            if shared and not parts[shared - 1].isdigit():
+                shared -= 1
             dim = costs.splits[number].leaves[paths.index(nearest)]
-            return f"clashes with dim {dim} of {'.'.join(name)}"
+            return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
     return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest(split.sent)}"
 
 

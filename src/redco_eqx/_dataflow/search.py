@@ -11,7 +11,7 @@ from redco_eqx._dataflow.values import Value
 Layout = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
 
-MAX_STEPS = 200_000
+MAX_STEPS = 50_000
 """So many operations are gone through at most, for layouts that leave single parameters whole."""
 
 

@@ -71,8 +71,8 @@ def _piece(
 def slice_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     (operand,) = operands
     aval, before = equation.outvars[0].aval, equation.invars[0].aval.shape
-    starts = equation.params["start_indices"]
-    strides = equation.params["strides"] or (1,) * len(before)
+    starts = map(int, equation.params["start_indices"])  # NumPy's numbers at times
+    strides = map(int, equation.params["strides"] or (1,) * len(before))
     dims = [
         _piece(walk, equation, operand, *of_dim)
         for of_dim in zip(operand.dims, before, starts, aval.shape, strides)
@@ -132,9 +132,8 @@ def pad(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     operand = operands[0]
     aval, before = equation.outvars[0].aval, equation.invars[0].aval.shape
     dims = []
-    for dim, size, total, (low, high, interior) in zip(
-        operand.dims, before, aval.shape, equation.params["padding_config"]
-    ):
+    config = [tuple(map(int, entry)) for entry in equation.params["padding_config"]]
+    for dim, size, total, (low, high, interior) in zip(operand.dims, before, aval.shape, config):
         if size == total and (low, high, interior) == (0, 0, 0):
             dims.append(dim)
         elif size > 0 and total % size == 0 and total > size and interior == 0 and low >= 0 and low % size == 0:

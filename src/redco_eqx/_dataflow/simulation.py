@@ -60,6 +60,7 @@ class _Run:
         self.splits, self.wanted = splits, wanted
         self.events: list[tuple[Event, float]] = []
         self.moved = self.waits = 0.0
+        self.whole: dict[int, float] = {}  # what was gathered once, and is there
 
     def split_of(self, value: Value) -> int | None:
         return self.splits.get(id(value))
@@ -70,9 +71,12 @@ class _Run:
             numbers = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
         if numbers:
             options = [(*self._through(step, number), number) for number in numbers]
-            sent, moved, number = min(options, key=lambda option: sum(s for _, s in option[0]) + option[1])
+            sent, gathered, number = min(
+                options, key=lambda x: sum(s for _, s in x[0]) + sum(x[1].values()) + self._later(step, x[2])
+            )
             self.events += sent
-            self.moved += moved
+            self.moved += sum(gathered.values())
+            self.whole.update(gathered)
             self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
             for value in step.results:
                 if number in self.leads.splitting(value.dims):
@@ -86,15 +90,22 @@ class _Run:
         """How much of an array a device has, over `tensor`."""
         return 1.0 if self.split_of(value) is None else 1 / self.costs.tensor
 
-    def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], float]:
-        """What an operation sends if it is done split in this way; and what it has gathered before."""
-        split, sent, moved = self.costs.splits[number], [], 0.0
+    def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], dict[int, float]]:
+        """What an operation sends if it is done split in this way; and what is gathered before it."""
+        split = self.costs.splits[number]
+        sent: list[tuple[Event, float]] = []
+        gathered: dict[int, float] = {}
         for event in step.events:
             size = self.costs.caused(split, event)
             if size > 0 and not self.leads.over_batch(event):
                 sent.append((event, size))
-        for value in dict.fromkeys(step.operands):
-            if self.split_of(value) not in (None, number):
+        for value in step.operands:
+            if self.split_of(value) not in (None, number) and id(value) not in self.whole:
                 shards = self.costs.num_shards if self.leads.has_batch(value.dims) else 1
-                moved += value.num_bytes * step.times / shards
-        return sent, moved
+                gathered[id(value)] = value.num_bytes * step.times / shards
+        return sent, gathered
+
+    def _later(self, step: Step, number: int) -> float:
+        """What is sent later if a gradient is split in this way, and wanted in another."""
+        wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
+        return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)

@@ -6,7 +6,6 @@ nothing of processes: the caller uses them on one.
 
 import itertools
 import json
-import math
 import os
 import pathlib
 import sys
@@ -15,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tqdm import tqdm
+
+from redco_eqx._json import to_json
 
 C = TypeVar("C")
 
@@ -87,7 +88,7 @@ class JSONLLogger(_Closing):
         self._file = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
-        values = {name: _json_number(value) for name, value in row.items()}
+        values = {name: to_json(float(value)) for name, value in row.items()}
         line = json.dumps({"step": int(step), "time": time.time(), **values}, allow_nan=False)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,15 +122,6 @@ def _is_until(step: int, line: bytes) -> bool:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def _json_number(x: float) -> float | str:
-    x = float(x)
-    if math.isnan(x):
-        return "NaN"
-    if math.isinf(x):
-        return "Infinity" if x > 0 else "-Infinity"
-    return x
 
 
 class TensorBoardLogger(_Closing):

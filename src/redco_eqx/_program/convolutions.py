@@ -20,9 +20,10 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from redco_eqx._dataflow.source import source_line
 from redco_eqx._parallel.sums import psum, vary
 from redco_eqx._program.atoms import shape_of
-from redco_eqx._program.rewrite import manual_axes, source_line
+from redco_eqx._program.rewrite import manual_axes
 from redco_eqx._sharding.mesh import BATCH_AXES
 
 Params: TypeAlias = dict[str, Any]

@@ -64,13 +64,3 @@ def manual_axes(equation: JaxprEqn) -> set[str]:
     """The mesh axes over which a `shard_map` around this operation is manual."""
     around = type_of(equation.invars[0]).sharding.mesh
     return {name for name, kind in zip(around.axis_names, around.axis_types) if kind == AxisType.Manual}
-
-
-def source_line(equation: JaxprEqn) -> str:
-    """`file.py:12 (function)`: where the user's code asked for an operation."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
-    for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name.replace("\\", "/") for part in own):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "an operation of unknown origin"

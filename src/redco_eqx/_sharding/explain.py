@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
-from redco_eqx._sharding.mesh import check_mesh
+from redco_eqx._sharding.mesh import axes_of, axis_size, check_mesh
 from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
 from redco_eqx._tree import describe
 
@@ -19,7 +19,7 @@ class Explanation:
     """The layout of a model and the reasons for it; `str()` is a table.
 
     - `decisions`: one for each array, by path.
-    - `communication`: what a step sends, if a program decided.
+    - `communication`: what a step sends, if a program decided (and no override splits what it cannot follow).
     """
 
     decisions: dict[str, Decision]
@@ -71,8 +71,23 @@ def explain(
     check_mesh(mesh)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
     decisions = decide_by(analysis, model, mesh, overrides)
-    sent = None if analysis is None else communication(analysis)
+    dims = {
+        path: dim
+        for path, d in decisions.items()
+        for dim, entry in enumerate(d.spec)
+        if "tensor" in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    laid_out = None if analysis is None else analysis.laid_out(dims)  # with the overrides
+    sent = None if laid_out is None else communication(laid_out, _over_fsdp(decisions, mesh))
     return Explanation(decisions, dict(mesh.shape), sent)
+
+
+def _over_fsdp(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> float:
+    """Bytes that FSDP adds in a step: each weight is gathered for the loss and again for its gradient, which is
+    summed over `fsdp` whole and over `data` in parts."""
+    whole, parts = 2 * axis_size(mesh, "fsdp"), int(axis_size(mesh, "data") > 1)
+    split = [d for d in decisions.values() if "fsdp" in axes_of(d.spec)]
+    return float(sum(d.bytes_per_device * (whole + parts) for d in split))
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:

@@ -1,19 +1,23 @@
 """The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.state import TrainState, state_mesh
+from redco_eqx._step.jit import on_its_mesh
+from redco_eqx._step.state import TrainState, layout_of, state_mesh
+from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import StepFn, Window, empty_window, guarded
-from redco_eqx._types import Batch
+from redco_eqx._types import Batch, LossFn
 
 P = TypeVar("P")
 
@@ -71,6 +75,33 @@ def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonf
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)
     return TrainProgram(body.lower(state, window, batch).compile(), window)
+
+
+def train_programs(
+    state: TrainState,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_microbatches: int,
+    skip_nonfinite: bool,
+) -> PerShape[TrainProgram]:
+    """`train_step`, guarded, for states like this one, whose layout it takes."""
+    step = functools.partial(
+        train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        shardings=layout_of(state),
+    )
+    make = functools.partial(train_program, step, skip_nonfinite=skip_nonfinite)
+    key = "train_step", num_microbatches, skip_nonfinite
+    return PerShape(make, functions=(loss_fn, optimizer), key=key, state=state)
+
+
+def step_programs(state: TrainState, step_fn: StepFn, *, skip_nonfinite: bool) -> PerShape[TrainProgram]:
+    """A step of the user's, guarded, for states like this one."""
+    make = functools.partial(train_program, on_its_mesh(step_fn), skip_nonfinite=skip_nonfinite)
+    return PerShape(make, functions=(step_fn,), key=("step_fn", skip_nonfinite), state=state)
 
 
 def reseeded(

@@ -1,7 +1,6 @@
 """`fit`: the training loop, with its evaluations, logs and signals around the pure steps."""
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,10 @@ from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.jit import on_its_mesh
-from redco_eqx._step.state import TrainState, layout_of, order_key, state_mesh, step_of
-from redco_eqx._step.steps import train_step
+from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
 from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_state
-from redco_eqx._training.compile import PerShape, train_program
+from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
 from redco_eqx._training.plan import Plan, due
@@ -79,8 +76,8 @@ def fit(
     - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
         end. Before anything is compiled for training, a batch of them goes through it.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
-        that began with `state` has left checkpoints there, it is gone on with, exactly: its state is read, and
-        the rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
+        that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
+        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
@@ -128,22 +125,11 @@ def fit(
     epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh, prefetch=prefetch)
     watchdog = Watchdog(step_timeout_seconds)
     if step_fn is None:
-        step = functools.partial(
-            train_step,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            num_microbatches=num_microbatches,
-            shardings=layout_of(state),
+        programs = train_programs(
+            state, loss_fn, optimizer, num_microbatches=num_microbatches, skip_nonfinite=on_nonfinite == "skip"
         )
     else:
-        step = on_its_mesh(step_fn)
-    compile_step = functools.partial(train_program, step, skip_nonfinite=on_nonfinite == "skip")
-    programs = PerShape(
-        compile_step,
-        functions=(loss_fn, optimizer) if step_fn is None else (step_fn,),
-        key=("fit", step_fn is None, num_microbatches, on_nonfinite),
-        state=state,
-    )
+        programs = step_programs(state, step_fn, skip_nonfinite=on_nonfinite == "skip")
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(watchdog)
@@ -214,7 +200,7 @@ def _loop(
         if what.finish:
             training.check()
         if evaluation is not None and what.evaluate:
-            # Others wait for a process that stops within; alone, it need not end what it began.
+            # Of many processes none stops within an evaluation: the others would wait for it.
             finished = training.evaluate(evaluation, stops=lambda: is_alone and interrupt.is_set)
             stop = stop if finished else interrupt.signal
             saves = saves or (stop != 0 and saver.is_on) or saver.is_best(training.run)
