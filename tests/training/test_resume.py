@@ -636,7 +636,7 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
         bad = jnp.where(state.step >= 5, jnp.nan, 0.0)
         return dataclasses.replace(state, params=jax.tree.map(lambda p: p + bad, state.params)), metrics
 
-    with pytest.raises(ValueError, match="step 6 is not saved, because model/bias and 1 more"):
+    with pytest.raises(ValueError, match="step 6 is not saved, because model/bias, and 1 more"):
         counted(linear_state(), tmp_path, step_fn=spoiling)
     assert steps_in(tmp_path) == [2, 4]
 

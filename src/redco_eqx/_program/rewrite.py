@@ -48,14 +48,15 @@ def _rewritten(equation: JaxprEqn, rule: Rule) -> JaxprEqn:
 
 
 def _rewritten_parameter(value: Any, rule: Rule) -> Any:
-    if isinstance(value, Jaxpr):
+    if isinstance(value, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
         return rewrite(value, rule)
     if isinstance(value, ClosedJaxpr):
         inner = rewrite(value.jaxpr, rule)
         return value if inner is value.jaxpr else value.replace(jaxpr=inner)
     if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):
-        branches = tuple(_rewritten_parameter(x, rule) for x in value)
-        return branches if any(new is not old for new, old in zip(branches, value)) else value
+        parts = [_rewritten_parameter(x, rule) for x in value]
+        changed = any(new is not old for new, old in zip(parts, value))
+        return getattr(type(value), "_make", tuple)(parts) if changed else value  # a linear solve's have names
     return value
 
 
