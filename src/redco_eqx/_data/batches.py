@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from redco_eqx._data.consistency import CallFacts, open_stream
+from redco_eqx._data.consistency import CallFacts, Stream, open_stream
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Examples, Key
@@ -105,7 +105,8 @@ def batches(
         with jax.enable_x64(x64):
             return jax.tree.map(lambda x: _place(x, sizes[index], sharding, rows), batch)
 
-    return _run_ahead(make, range(start, len(sizes)), prefetch)
+    made = _run_ahead(make, range(start, len(sizes)), prefetch)
+    return made if stream is None else _compared(made, stream)
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
@@ -241,6 +242,14 @@ def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, 
 
     # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, piece)
+
+
+def _compared(made: Generator[Batch], stream: Stream) -> Generator[Batch]:
+    """The batches, and at their end a last look at those of the other processes."""
+    try:
+        yield from made
+    finally:
+        stream.close()
 
 
 def _run_ahead(make: Callable[[int], Batch], indices: range, num_ahead: int) -> Generator[Batch]:

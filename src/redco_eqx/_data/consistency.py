@@ -138,12 +138,37 @@ class Stream:
             return
         for _, text in client.key_value_dir_get(self._key):  # one, or none yet
             theirs = _from_json(text)
-            if theirs.stream == record.stream:  # and not an older one
-                self._is_compared = theirs.num_made > 0
-                names = self._group.names
-                message = difference(record, theirs, names[self._group.process], names[self._first])
-                if message is not None:
-                    raise ValueError(message)
+            self._is_compared = theirs.stream == record.stream and theirs.num_made > 0
+            self._compare(theirs, self._first)
+
+    def close(self) -> None:
+        """Compares for the last time; ends the process if it differs from the first, or the first from it.
+
+        Nobody waits: each writes first and reads then, so that of any two the later one sees both.
+        """
+        client, me = coordination_client(), self._group.process
+        if client is None:
+            return
+        try:
+            if me != self._first:
+                text = json.dumps(dataclasses.asdict(self._record))
+                client.key_value_set(f"{self._key}-closed/{me}", text, allow_overwrite=True)
+            self.exchange()
+            if me == self._first:
+                for path, text in client.key_value_dir_get(f"{self._key}-closed"):
+                    self._compare(_from_json(text), int(path.rpartition("/")[2]))
+        except ValueError as error:
+            end_process(str(error))
+        except jax.errors.JaxRuntimeError:  # process 0 has ended
+            return
+
+    def _compare(self, theirs: Record, process: int) -> None:
+        if theirs.stream != self._record.stream:  # an older one
+            return
+        names = self._group.names
+        message = difference(self._record, theirs, names[self._group.process], names[process])
+        if message is not None:
+            raise ValueError(message)
 
 
 def _from_json(text: str) -> Record:
