@@ -1,10 +1,12 @@
 """The least that any layout of a stated class sends."""
 
+from collections.abc import Mapping
+
 from redco_eqx._dataflow.choice import best_set
 from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.search import Layout
 from redco_eqx._dataflow.splits import Split, total_bytes
-from redco_eqx._dataflow.values import Value
+from redco_eqx._dataflow.values import Event, Value
 
 
 def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
@@ -19,8 +21,14 @@ def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
     meet = any(len(numbers.intersection(group)) > 1 for group in costs.clashes)
     if meet or any(leaf not in layout for number in numbers for leaf in costs.splits[number].leaves):
         return 0.0
-    whole = sum(size for _, size in costs.batch)
-    worths = [split.unsent - unavoidable(costs, split, merged=merged) for split in costs.splits]
+    whole = total_bytes(costs.batch, merged=merged)
+    # A sum that several splits could cause is shared among them.
+    together: dict[Event, dict[Event, None]] = {}
+    for split in costs.splits:
+        for event, _ in split.sent:
+            together.setdefault(event.first or event, {})[event] = None
+    shares = {event: 1 / len(group) if merged else 1.0 for group in together.values() for event in group}
+    worths = [split.unsent - unavoidable(costs, split, shares) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
     least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
     options = [n for n, x in enumerate(worths) if x > 0 or least_freed > 0]
@@ -28,7 +36,7 @@ def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
     return max(0.0, whole - sum(worths[n] for n in chosen))
 
 
-def unavoidable(costs: Costs, split: Split, *, merged: bool) -> float:
+def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> float:
     """What a split sends in any case."""
 
     def is_split(value: Value) -> bool:
@@ -37,8 +45,8 @@ def unavoidable(costs: Costs, split: Split, *, merged: bool) -> float:
         return bool(value.weights) and split.number not in costs.leads.doubled(value.dims)
 
     sums = [
-        (event, size)
+        size * shares[event]
         for event, size in split.sent
         if event.kind in ("sum", "lookup") and any(is_split(x) for x in event.arrays)
     ]
-    return total_bytes(sums, merged=merged)
+    return sum(sums, 0.0)
