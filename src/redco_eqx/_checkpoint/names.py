@@ -47,11 +47,6 @@ def from_names(like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     )
 
 
-def has_value(x: Any) -> bool:
-    """Whether `x` is neither abstract nor deleted."""
-    return not isinstance(x, jax.ShapeDtypeStruct) and not (isinstance(x, jax.Array) and x.is_deleted())
-
-
 def is_key(x: Any) -> bool:
     """Whether `x` is an array of typed PRNG keys, concrete or abstract."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

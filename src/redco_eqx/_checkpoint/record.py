@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from redco_eqx._json import from_json, to_json
+from redco_eqx._tree import describe
 
 FORMAT = 1
 
@@ -81,7 +82,7 @@ class ArrayInfo:
     key_impl: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(str(n) for n in self.shape)}]"
+        return describe(self)
 
 
 @dataclasses.dataclass(frozen=True)

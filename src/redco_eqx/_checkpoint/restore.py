@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from redco_eqx._checkpoint.checksum import digests
 from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, read_record
-from redco_eqx._checkpoint.names import MODEL, choose, from_names, has_value, stored_target, to_names
+from redco_eqx._checkpoint.names import MODEL, choose, from_names, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import first_few
+from redco_eqx._tree import first_few, lack_of_value
 
 
 def restore(
@@ -107,7 +107,7 @@ def select(
         found = first_few(problems, most=20, separator="\n  ")
         raise ValueError(f"the state does not fit the checkpoint {info.path}.\n  {found}")
     for name, x in own.items():
-        if name not in names and not has_value(x):
+        if name not in names and lack_of_value(x):
             raise ValueError(
                 f"restore: {name} is not read, but is abstract or deleted in `like`, so it has no value."
             )

@@ -30,11 +30,11 @@ from redco_eqx._checkpoint.directory import (
     orbax_checkpoint,
     read_record,
 )
-from redco_eqx._checkpoint.names import has_value, info_of, storable, to_names
+from redco_eqx._checkpoint.names import info_of, storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
 from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
-from redco_eqx._tree import first_few
+from redco_eqx._tree import first_few, lack_of_value
 
 
 class CheckpointWriter:
@@ -87,7 +87,7 @@ class CheckpointWriter:
         """
         arrays = to_names(state)
         for name, x in arrays.items():
-            if not has_value(x):
+            if lack_of_value(x):
                 what = "is abstract" if isinstance(x, jax.ShapeDtypeStruct) else "has been donated or deleted"
                 raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
         step, stored = step_of(state), storable(arrays)

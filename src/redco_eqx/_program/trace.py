@@ -1,16 +1,14 @@
 """A function of arrays as a program: traced once, looked at, changed, and run or differentiated."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
-
-F = TypeVar("F", bound=Callable[..., PyTree])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +43,3 @@ def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
     """What stands for an array of this type; it keeps the mesh that arrays inside a trace know."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def traced_once(function: F) -> F:
-    """`function`, traced once for each combination of shapes and dtypes, under whatever other traces."""
-    programs: dict[Hashable, Program] = {}
-
-    def run(*arguments: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(arguments)
-        avals = [jax.typeof(x) for x in leaves]
-        key = (treedef, *((x.shape, x.dtype, x.weak_type) for x in avals))
-        if key not in programs:
-            # Abstract, so that the program does not belong to the trace that this call may be in.
-            programs[key] = trace(function, *jax.tree.unflatten(treedef, map(abstract, avals)))
-        return programs[key](*arguments)
-
-    return run  # pyright: ignore[reportReturnType]

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from redco_eqx._pytree import pytree_dataclass
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
@@ -61,12 +61,17 @@ class TrainState:
 
 def stream(state: TrainState, tag: int) -> Key:
     """The key of one stream of randomness at this step."""
-    return jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
+    return fold(state.key, tag, state.step)
+
+
+def fold(key: Key, tag: int, number: int | Array) -> Key:
+    """The key of a number within a stream."""
+    return jax.random.fold_in(jax.random.fold_in(key, tag), number)
 
 
 def order_key(state: TrainState, begin: int) -> Key:
     """The key from which `fit` draws the order of the examples, in a run that began at step `begin`."""
-    return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
+    return fold(state.key, ORDER, begin)
 
 
 def step_of(state: TrainState) -> int:

@@ -14,7 +14,7 @@ from redco_eqx._kept.programs import kept, signature
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.jit import on_its_mesh
-from redco_eqx._step.state import TrainState, layout_of, state_mesh
+from redco_eqx._step.state import TrainState, fold, layout_of, state_mesh
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import StepFn, Window, empty_window, guarded
 from redco_eqx._types import Batch, LossFn
@@ -110,7 +110,6 @@ def reseeded(
     """Compiles `step` as `(state, batch, index) -> result`, with a key of its own for each index and tag."""
 
     def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
-        key = jax.random.fold_in(jax.random.fold_in(state.key, tag), index)
-        return step(dataclasses.replace(state, key=key), batch)
+        return step(dataclasses.replace(state, key=fold(state.key, tag, index)), batch)
 
     return lambda state, batch: jax.jit(inference).lower(state, batch, np.int32(0)).compile()

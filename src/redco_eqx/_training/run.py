@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax
 
-from redco_eqx._checkpoint.names import has_value
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
 from redco_eqx._distributed.watchdog import Watchdog
@@ -18,6 +17,7 @@ from redco_eqx._training.compile import TrainProgram
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.saving import Saver
 from redco_eqx._training.throttle import Throttle
+from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Batch
 
 
@@ -71,9 +71,11 @@ class Training:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         self._shapes.check(batch)
         program = self._programs(self.state, batch)
-        is_first, self._empty = self._empty is None, program.window
-        if self._window is None or not is_like(self._window, program.window):  # saved by another program
-            self._window, self._num_in_window = program.window, 0
+        is_first = self._empty is None
+        if self._empty is not program.window:
+            self._empty = program.window
+            if self._window is None or not is_like(self._window, program.window):  # saved by another program
+                self._window, self._num_in_window = program.window, 0
         self.state, self._window = program.compiled(self.state, self._window, batch)
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch)
@@ -143,7 +145,7 @@ class Training:
         if isinstance(error, NonFiniteError):
             return
         state = self.state
-        if not all(map(has_value, jax.tree.leaves(state))):
+        if any(map(lack_of_value, jax.tree.leaves(state))):
             return
         where = ""
         # Not on many processes: the others know nothing of the error, and would not take part.
