@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ def make_examples(n: int, dim: int = 2, seed: int = 0) -> list[dict[str, Any]]:
         }
         for i in range(n)
     ]
+
+
+EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
 
 def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -98,6 +102,22 @@ def _jitted(loss_fn: Any, optimizer: Any, num_microbatches: int, layout: Any) ->
     return jax.jit(step)
 
 
+def predict_fn(model: Any, batch: Any, key: Any) -> Any:
+    return {"id": batch["id"], "out": jax.vmap(model)(batch["x"])}
+
+
+def scalar_loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(errors_of(model, batch))
+
+
+def spoiled(value: float) -> tuple[list[Any], int]:
+    """Examples of which one is spoiled, and the step of the first epoch that meets it."""
+    examples = make_examples(20)
+    examples[7]["flag"] = np.float32(value)
+    batches = [batch for _, _, batch in itertools.islice(hand_loop(linear_state(), make_examples(20)), 5)]
+    return examples, next(i for i, batch in enumerate(batches) if 7 in np.asarray(batch["id"]))
+
+
 def hand_loop(
     state: Any,
     examples: Any,
@@ -128,6 +148,13 @@ def hand_loop(
             state = dataclasses.replace(state, step=new_state.step) if is_skipped else new_state
             yield state, metrics, batch
         epoch += 1
+
+
+def state_after(num_steps: int, state: Any = None, examples: Any = None, **arguments: Any) -> Any:
+    """The hand-written loop's state after so many steps."""
+    state = linear_state() if state is None else state
+    steps = hand_loop(state, EXAMPLES if examples is None else examples, **arguments)
+    return next(itertools.islice(steps, num_steps - 1, None))[0] if num_steps else state
 
 
 def counting_step(state: Any, batch: Any) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import (
+    EXAMPLES,
     SGD,
     Rows,
     assert_counted,
@@ -32,22 +33,12 @@ from fit_helpers import (
     loss_fn,
     make_examples,
     mlp_state,
-    no_threads_left,
 )
 from helpers import events
 
 import redco_eqx as rx
 
-EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 EVERY = 2
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_behind():
-    yield
-    assert no_threads_left()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def terminate() -> None:

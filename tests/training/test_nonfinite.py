@@ -1,0 +1,97 @@
+"""Steps that are not finite end the run with the last good state, or are left out."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import (
+    EXAMPLES,
+    Rows,
+    assert_same,
+    errors_of,
+    fit,
+    hand_loop,
+    linear_state,
+    loss_fn,
+    spoiled,
+    state_after,
+)
+
+import redco_eqx as rx
+
+
+def infinite_gradient(model: Any, batch: Any, key: Any) -> Any:
+    """The value of the loss is always finite, but at a flag of 0 the gradient is infinite."""
+    zero = jnp.sum(model.bias) - jax.lax.stop_gradient(jnp.sum(model.bias))
+    return jnp.mean(errors_of(model, batch)) + jnp.mean(jnp.sqrt(batch["flag"] + zero))
+
+
+NONFINITE = {"nan loss": (loss_fn, np.nan), "inf loss": (loss_fn, np.inf), "gradient": (infinite_gradient, 0)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "log_every"),
+    [("nan loss", 1), ("nan loss", 100), ("inf loss", 100), ("gradient", 1), ("gradient", 100)],
+)
+def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(kind: str, log_every: int) -> None:
+    loss, value = NONFINITE[kind]
+    examples, step = spoiled(value)
+    assert step > 0
+    rows = Rows()
+    with pytest.raises(rx.NonFiniteError, match=f"not finite at step {step} ") as caught:
+        fit(linear_state(), examples, num_epochs=2, loss_fn=loss, log_every=log_every, loggers=[rows])
+    assert caught.value.step == step
+    assert_same(caught.value.state, state_after(step, examples=examples, loss_fn=loss))
+    assert all(math.isfinite(x) for _, row in rows.rows for x in row.values())
+    assert [at for at, _ in rows.rows] == (list(range(1, step + 1)) if log_every == 1 else [])
+
+
+def test_a_nonfinite_step_is_found_before_an_evaluation() -> None:
+    examples, step = spoiled(np.nan)
+    rows = Rows()
+    with pytest.raises(rx.NonFiniteError):
+        fit(
+            linear_state(),
+            examples,
+            num_epochs=2,
+            log_every=100,
+            loggers=[rows],
+            evaluation=rx.Evaluation(EXAMPLES[:4], every_steps=step + 1),
+        )
+    assert rows.rows == []
+
+
+@pytest.mark.parametrize("kind", ["nan loss", "gradient"])
+def test_skipping_leaves_out_exactly_the_step(kind: str) -> None:
+    loss, value = NONFINITE[kind]
+    optimizer = optax.adam(1e-2)
+    examples, step = spoiled(value)
+    hand: Any = {"loss_fn": loss, "optimizer": optimizer}
+    steps = list(itertools.islice(hand_loop(linear_state(optimizer), examples, skip=step, **hand), 5))
+    rows = Rows()
+    found = fit(
+        linear_state(optimizer),
+        examples,
+        num_steps=5,
+        on_nonfinite="skip",
+        log_every=2,
+        loggers=[rows],
+        **hand,
+    )
+    # Parameters, moments and counts are kept at that step, only its number counts; and training goes on.
+    assert_same(found, steps[-1][0])
+    assert int(found.step) == 5
+    assert [at for at, _ in rows.rows] == [2, 4, 5]
+    for at, row in rows.rows:
+        window = [i for i in range(5) if i // 2 == (at - 1) // 2]
+        taken = [steps[i][1]["loss"] for i in window if i != step]
+        assert row.get("train/skipped_steps", 0) == len(window) - len(taken)
+        assert ("train/loss" in row) == bool(taken)
+        if taken:
+            mean = sum(float(m.total) for m in taken) / sum(float(m.weight) for m in taken)
+            np.testing.assert_allclose(row["train/loss"], mean, rtol=1e-6)  # added in float32
