@@ -176,3 +176,13 @@ def test_a_stack_is_born_in_shards():
     assert births[at].way == "spread"
     assert memory.output_size_in_bytes <= 1.01 * whole / 64
     assert memory.temp_size_in_bytes <= 0.01 * whole / 64
+
+
+@pytest.mark.parametrize("name", ["v4:4x4x4", "v5e:4x4", "v6e:2x4"])
+def test_a_mesh_of_any_sizes_is_made_of_a_pod(name: str) -> None:
+    found = topology.devices(name)
+    for tensor in (2**k for k in range(len(found).bit_length())):
+        for fsdp in (2**k for k in range((len(found) // tensor).bit_length())):
+            mesh = rx.make_mesh(tensor=tensor, fsdp=fsdp, devices=found)
+            assert mesh.shape == {"data": len(found) // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            assert set(mesh.devices.flat) == set(found)

@@ -4,9 +4,10 @@ import os
 from functools import cache
 from typing import Any
 
-import numpy as np
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+import redco_eqx as rx
 
 # Read when libtpu is loaded: do not ask for a machine's metadata, and let several processes load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -26,8 +27,5 @@ def devices(name: str) -> tuple[Any, ...]:
 
 
 def mesh(name: str, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """`make_mesh` on the devices of a topology."""
-    found = list(devices(name))
-    shape = (len(found) // (fsdp * tensor), fsdp, tensor)
-    grid = mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True)
-    return Mesh(np.asarray(grid), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    """All devices of a topology."""
+    return rx.make_mesh(fsdp=fsdp, tensor=tensor, devices=devices(name))
