@@ -11,6 +11,8 @@ from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
+from redco_eqx._planning.largest import largest
+from redco_eqx._planning.plan import plan
 from redco_eqx._sharding.explain import explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
 from redco_eqx._sharding.rules import ShardingWarning, shard_rules
@@ -51,11 +53,13 @@ __all__ = [
     "init_state",
     "initialize_distributed",
     "jit_step",
+    "largest",
     "layers",
     "list_checkpoints",
     "loop",
     "make_mesh",
     "num_train_steps",
+    "plan",
     "predict",
     "predict_step",
     "restore",

@@ -2,6 +2,7 @@
 
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
 from redco_eqx._checkpoint.writer import CheckpointWriter
+from redco_eqx._planning.report import MeshPlan
 from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.jit import JittedStep
@@ -20,6 +21,7 @@ __all__ = [
     "Key",
     "Logger",
     "LossFn",
+    "MeshPlan",
     "MetricFn",
     "Metrics",
     "PredictFn",

@@ -53,7 +53,7 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
     least = lower_bound(costs, analysis.layout, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
-    over_batch = sum(size for event, size in sent.events if costs.leads.over_batch(event))
+    over_batch = sum((size for event, size in sent.events if costs.leads.over_batch(event)), 0.0)
     groups: dict[str, list[Split]] = {}
     for split in splits:
         name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])

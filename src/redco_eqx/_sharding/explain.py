@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
+from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._sharding.mesh import axis_size, check_mesh, for_use, stored_axes
 from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
 from redco_eqx._tree import describe
@@ -69,7 +70,13 @@ def explain(
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
     check_mesh(mesh)
-    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
+    return explain_by(analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device), model, mesh, overrides)
+
+
+def explain_by(
+    analysis: Analysis | None, model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()
+) -> Explanation:
+    """The explanation by the analysis of a program, of which only the size of `tensor` counts."""
     decisions = decide_by(analysis, model, mesh, overrides)
     dims = {
         path: dim

@@ -1,0 +1,98 @@
+"""What a device holds while it takes a step."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from redco_eqx._step.state import TrainState
+from redco_eqx._tree import is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    - `parameters`: of the model, with what is not trained. `optimizer_state`, `batch`: of these.
+    - `gradients`: of all trained parameters at once: a part of `temporaries`, if none is used up before the
+        last is there.
+    - `temporaries`: what the program needs besides its arguments.
+    - `peak`: the most at any time. `None`, as `temporaries` are, if the compiler says no more than that it is
+        too much.
+    """
+
+    parameters: int
+    optimizer_state: int
+    batch: int
+    gradients: int
+    temporaries: int | None
+    peak: int | None
+
+
+def held(state: TrainState, batch: PyTree) -> Memory:
+    """What the arguments of a step take, abstract ones too."""
+    return Memory(
+        parameters=_bytes((state.params, state.frozen, state.model_state)),
+        optimizer_state=_bytes(state.opt_state),
+        batch=_bytes(batch),
+        gradients=_bytes(state.params),
+        temporaries=None,
+        peak=None,
+    )
+
+
+def needed(before: Memory, compiled: jax.stages.Compiled, platform: str) -> Memory:
+    """The same with what the compiled program needs besides.
+
+    Of the TPU compiler its own peak, which counts what lives at the same time; of others arguments, results
+    that are not written over arguments, and temporaries.
+    """
+    stats = compiled.memory_analysis()
+    assert stats is not None  # for these platforms it is there
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    if platform == "tpu" and stats.peak_memory_in_bytes:
+        peak = stats.peak_memory_in_bytes
+    return dataclasses.replace(before, temporaries=peak - arguments(before), peak=peak)
+
+
+def refused(before: Memory, message: str) -> Memory:
+    """The same from the message of a compiler that found no room."""
+    used = re.search(r"Used ([\d.]+)([KMGT])\w* of", message)
+    temporaries = re.search(r"temporaries \(([\d.]+)([KMGT])\w*\)", message)
+    if used:
+        peak = _number(used)
+        return dataclasses.replace(before, temporaries=max(0, peak - arguments(before)), peak=peak)
+    if temporaries:
+        size = _number(temporaries)
+        return dataclasses.replace(before, temporaries=size, peak=arguments(before) + size)
+    return before
+
+
+def arguments(memory: Memory) -> int:
+    """What is there before and after a step."""
+    return memory.parameters + memory.optimizer_state + memory.batch
+
+
+def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
+    """The largest arrays of a state on one device, `{path: bytes}`."""
+    arrays = {**state.params, **state.frozen, **state.model_state}
+    sizes = {path: _bytes(x) for path, x in arrays.items()}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1])[:most])
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_array(x))
+
+
+def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _number(found: re.Match[str]) -> int:
+    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))

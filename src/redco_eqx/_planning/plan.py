@@ -1,0 +1,305 @@
+"""`plan`: whether a step fits on devices that need not be there, and on which mesh."""
+
+import math
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeAlias
+
+import equinox as eqx
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._planning.candidates import Candidate, Choice, Option, may_fit, meshes, variants
+from redco_eqx._planning.flops import num_flops
+from redco_eqx._planning.memory import held
+from redco_eqx._planning.report import MeshPlan
+from redco_eqx._planning.targets import Device, Target, find_target
+from redco_eqx._planning.trial import Trial, attempt, gib
+from redco_eqx._sharding.explain import explain_by
+from redco_eqx._sharding.mesh import AXES, axes_of, for_use, make_mesh
+from redco_eqx._sharding.rules import Decision, analysis_of
+from redco_eqx._step.init import init_state
+from redco_eqx._step.state import TrainState
+from redco_eqx._tree import is_array, is_trainable, leaves_with_paths
+from redco_eqx._types import Batch, LossFn
+
+MakeModel: TypeAlias = Callable[..., PyTree]
+
+RESERVE = 0.05
+"""Part of a device's memory for what the compiler does not count: its runtime's, and fragments."""
+
+CLOSE = 1.1
+"""Plans that are predicted to be slower than the best by no more than this factor are compiled too."""
+
+
+def plan(
+    model: PyTree | MakeModel,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    batch: Batch,
+    target: str | Sequence[Device] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    options: Mapping[str, Sequence[Option]] | None = None,
+    num_microbatches: int | Sequence[int] = 1,
+    trainable: PyTree = is_trainable,
+    bytes_per_device: int | None = None,
+    reserve: float = RESERVE,
+    estimate: bool = False,
+    max_compilations: int = 6,
+    progress: bool = True,
+) -> MeshPlan:
+    """Whether a training step fits, and on which mesh, by the compiler of the devices it is for.
+
+    Nothing is allocated, and no device of the target is needed: the TPU compiler comes with
+    `python -m pip install "jax[tpu]"`, that for GPUs with `"jax[cuda12]"`. All meshes that split the batch
+    evenly are ranked by what their layouts (`shard_rules` with `loss_fn` and `batch`) send and compute, at the
+    speeds on the chip's data sheet; no measured time has confirmed these ranks yet. Those that can fit are
+    compiled in this order, until one does, and those close behind it.
+
+    ```python
+    found = rx.plan(make_model, loss_fn=loss_fn, optimizer=optax.adamw(1e-4), batch=batch, target="v5e:4x4",
+                    options={"remat": ["none", "row_out", "full"]}, num_microbatches=[1, 2, 4])
+    print(found)
+    mesh = rx.make_mesh(**found.mesh)
+    ```
+
+    **Main arguments:**
+
+    - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
+    - `loss_fn`, `optimizer`: those of the run.
+    - `batch`: what `loss_fn` is given, over all devices; abstract will do.
+    - `target`: `"v4:2x2x4"`, `"v5e:4x4"` or the like for TPUs; `"a100-40g:4"`, `"h100:8"` or the like for the
+        GPUs of one server; devices; or nothing, for those of this machine.
+
+    **Other arguments:**
+
+    - `mesh`: only this one: sizes by axis, as for `make_mesh`.
+    - `options`: values that `model` may be called with, by name, the best first.
+    - `num_microbatches`: see `train_step`; one, or several to choose from.
+    - `trainable`: see `init_state`.
+    - `bytes_per_device`: of memory, in place of what the target has.
+    - `reserve`: which part of that to leave free.
+    - `estimate`: compile for as many virtual CPU devices in the target's place. See `MeshPlan.target`.
+    - `max_compilations`: at most so many candidates are compiled.
+    - `progress`: whether to say on stderr what is compiled. A Ctrl-C returns what is known by then.
+
+    **Returns:**
+
+    A `MeshPlan`: the best that fits, or, with `fits` false, the one that lacks least. `str()` is a table.
+
+    **Raises:**
+
+    - `ValueError`: a target that is not known, no mesh that splits the batch, a batch or a loss that do not fit
+        each other.
+    - `ImportError` if the target's compiler is not installed.
+    """
+    if max_compilations < 1:
+        raise ValueError(f"plan: max_compilations={max_compilations}, but it must be positive.")
+    if not 0 <= reserve < 1:
+        raise ValueError(f"plan: reserve={reserve}, but it must be a part of the memory: in [0, 1).")
+    on = find_target(target, bytes_per_device=bytes_per_device, estimate=estimate)
+    space = _Space(model, loss_fn, optimizer, batch, trainable, on)
+    counts = (num_microbatches,) if isinstance(num_microbatches, int) else tuple(num_microbatches)
+    candidates = space.candidates(mesh, variants(options or {}), counts)
+    capacity = int(on.chip.memory * (1 - reserve))
+
+    def compile(candidate: Candidate) -> Trial:
+        if progress:
+            print(f"plan: compiling {candidate.choice} for {on.name}", file=sys.stderr, flush=True)
+        state = space.state(candidate.choice)
+        sizes = candidate.choice.mesh
+        return attempt(
+            candidate,
+            state,
+            batch,
+            make_mesh(**sizes, devices=on.devices),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            platform=on.compiler,
+            capacity=capacity,
+        )
+
+    return MeshPlan(on, capacity, search(candidates, compile, capacity, max_compilations))
+
+
+def search(
+    candidates: Sequence[Candidate],
+    compile: Callable[[Candidate], Trial],
+    capacity: int,
+    max_compilations: int,
+) -> tuple[Trial, ...]:
+    """Compiles candidates, the fastest first, until one fits, and those that are close; the best comes first.
+
+    After those that fit come those that do not, the one that lacks least first, and then what was not compiled.
+    """
+    tried: list[Trial] = []
+    rest: list[Trial] = []
+    best = math.inf
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        peaks = [(t.candidate, t.memory.peak) for t in tried if t.memory is not None and t.memory.peak]
+        if candidate.state_bytes > capacity:
+            need = f"parameters and optimizer state alone take {gib(candidate.state_bytes)} GiB"
+            rest.append(Trial(candidate, False, need))
+        elif not may_fit(candidate, capacity, peaks):
+            rest.append(Trial(candidate, False, "the activations alone, evenly spread, are too much"))
+        elif len(tried) >= max_compilations:
+            rest.append(Trial(candidate, None, "not compiled: max_compilations is reached"))
+        elif candidate.seconds > CLOSE * best:
+            slower = f"predicted to take {candidate.seconds / best:.2f} times as long"
+            rest.append(Trial(candidate, None, slower))
+        else:
+            try:
+                tried.append(compile(candidate))
+            except KeyboardInterrupt:
+                max_compilations = len(tried)
+                rest.append(Trial(candidate, None, "not compiled: interrupted"))
+            else:
+                best = min(best, candidate.seconds) if tried[-1].fits else best
+    return *sorted(tried, key=_rank), *rest
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    peak = math.inf if trial.memory is None or trial.memory.peak is None else float(trial.memory.peak)
+    return not trial.fits, trial.candidate.seconds if trial.fits else peak
+
+
+class _Space:
+    """The choices of a plan, and what is known of them before anything is compiled."""
+
+    def __init__(
+        self,
+        model: PyTree | MakeModel,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        batch: Batch,
+        trainable: PyTree,
+        target: Target,
+    ):
+        is_model = any(map(is_array, jax.tree.leaves(model)))
+        self._make = None if is_model else model
+        self._model = eqx.filter_eval_shape(lambda: model) if is_model else None
+        self._models: dict[Hashable, PyTree] = {}
+        self._analyses: dict[Hashable, Analysis] = {}
+        self._loss_fn, self._optimizer, self._trainable = loss_fn, optimizer, trainable
+        self._batch, self._target = batch, target
+
+    def candidates(
+        self, mesh: Mapping[str, int] | None, options: Sequence[Mapping[str, Option]], counts: Sequence[int]
+    ) -> list[Candidate]:
+        num_devices, rows = len(self._target.devices), self._num_rows()
+        if self._make is None and any(options):
+            raise ValueError("plan: options are for a function that makes the model, but model is one.")
+        for count in counts:
+            if count < 1:
+                raise ValueError(f"plan: num_microbatches={count}, but it must be positive.")
+        sizes = list(meshes(num_devices, rows)) if mesh is None else [_sizes(mesh, num_devices)]
+        flops = [num_flops(self._analysis(variant, 1).traced.jaxpr) for variant in options]
+        found = []
+        for tensor in dict.fromkeys(size["tensor"] for size in sizes):
+            analysis = self._analysis(options[0], tensor)
+            for size in sizes:
+                if size["tensor"] != tensor:
+                    continue
+                for variant, total in zip(options, flops):
+                    shards = size["data"] * size["fsdp"]
+                    choices = [Choice(size, variant, n) for n in counts if rows % (shards * n) == 0]
+                    found += [self._candidate(choice, analysis, total) for choice in choices]
+        if not found:
+            raise ValueError(
+                f"plan: no mesh of {num_devices} devices splits a batch of {rows} evenly into "
+                f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
+            )
+        return found
+
+    def state(self, choice: Choice) -> TrainState:
+        """The state of a run, with no number in it, laid out on the target's devices."""
+        mesh = make_mesh(**choice.mesh, devices=self._target.devices)
+        analysis = self._analysis(choice.options, choice.mesh["tensor"])
+        model = self._abstract(choice.options)
+        return self._laid_out(model, explain_by(analysis, model, mesh).decisions, mesh)
+
+    def _candidate(self, choice: Choice, analysis: Analysis, flops: float) -> Candidate:
+        model = self._abstract(choice.options)
+        mesh = AbstractMesh(tuple(choice.mesh[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        explained = explain_by(analysis, model, mesh)
+        state = held(self._laid_out(model, explained.decisions, mesh), {})
+        sent = 0.0 if explained.communication is None else explained.communication.num_bytes
+        chip, tensor = self._target.chip, choice.mesh["tensor"]
+        share = _share_split(explained.decisions, choice.mesh)
+        shards = choice.mesh["data"] * choice.mesh["fsdp"]
+        own = flops / shards * (share / tensor + 1 - share)
+        # Weights that are stored split are gathered for each microbatch.
+        sent *= choice.num_microbatches if choice.mesh["fsdp"] > 1 else 1
+        seconds = own / chip.flops + sent / chip.bandwidth
+        return Candidate(choice, state.parameters + state.optimizer_state, own, sent, seconds)
+
+    def _laid_out(
+        self, model: PyTree, decisions: Mapping[str, Decision], mesh: Mesh | AbstractMesh
+    ) -> TrainState:
+        specs = iter(decisions.values())
+
+        def lay(x: PyTree) -> PyTree:
+            if not is_array(x):
+                return x
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, next(specs).spec))
+
+        placed, key = jax.tree.map(lay, model), jax.random.key(0)
+        return init_state(placed, self._optimizer, key=key, trainable=self._trainable)
+
+    def _abstract(self, options: Mapping[str, Option]) -> PyTree:
+        make, key = self._make, _key(options)
+        if make is None:
+            return self._model
+        if key not in self._models:
+            self._models[key] = eqx.filter_eval_shape(lambda k: make(k, **options), jax.random.key(0))
+        return self._models[key]
+
+    def _analysis(self, options: Mapping[str, Option], tensor: int) -> Analysis:
+        """What the program says of a size of `tensor`: the sizes of the other axes change nothing in it."""
+        key = _key(options), tensor
+        if key not in self._analyses:
+            sizes = len(self._target.devices) // tensor, 1, tensor
+            mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+            found = analysis_of(self._abstract(options), mesh, self._loss_fn, self._batch)
+            assert found is not None  # there is a program
+            self._analyses[key] = found
+        return self._analyses[key]
+
+    def _num_rows(self) -> int:
+        sizes = {path: x.shape[0] for path, x in leaves_with_paths(self._batch) if is_array(x) and x.shape}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(
+                f"plan: the leading dim of batch numbers the examples, but its arrays have {sizes}."
+            )
+        return next(iter(sizes.values()))
+
+
+def _key(options: Mapping[str, Option]) -> tuple[tuple[str, Option], ...]:
+    return tuple(options.items())
+
+
+def _sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """All three sizes of a mesh that was asked for."""
+    unknown = [name for name in mesh if name not in AXES]
+    if unknown:
+        raise ValueError(f"plan: mesh has axes {unknown}, but a mesh has {AXES}.")
+    inner = mesh.get("tensor", 1) * mesh.get("fsdp", 1)
+    sizes = {"data": num_devices // inner, "fsdp": 1, "tensor": 1, **mesh}
+    if math.prod(sizes.values()) != num_devices:
+        raise ValueError(f"plan: mesh={dict(mesh)} is of other than the target's {num_devices} devices.")
+    return sizes
+
+
+def _share_split(decisions: Mapping[str, Decision], mesh: Mapping[str, int]) -> float:
+    """Which part of the model's bytes `tensor` splits for use: of the work about the same."""
+    whole = {path: d.bytes_per_device * _shards(d, mesh) for path, d in decisions.items()}
+    split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
+    return split / max(1, sum(whole.values()))
+
+
+def _shards(decision: Decision, mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in axes_of(decision.spec))

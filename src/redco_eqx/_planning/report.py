@@ -1,0 +1,172 @@
+"""A plan as people read it: a table, and a picture of the memory."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+from redco_eqx._compiled.communication import Communication
+from redco_eqx._planning.candidates import Option
+from redco_eqx._planning.memory import Memory
+from redco_eqx._planning.targets import Target
+from redco_eqx._planning.trial import Trial, gib
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """Whether a step fits, and how. `str()` is a table.
+
+    - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate.
+    - `capacity`: bytes that a step may take of each device.
+    - `trials`: what was considered, the best first.
+    """
+
+    target: Target
+    capacity: int
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """What fits best; if nothing does, what lacks least."""
+        return self.trials[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything does."""
+        return self.best.fits is True
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the axes: `make_mesh(**plan.mesh)`."""
+        return dict(self.best.candidate.choice.mesh)
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """What to call the function that makes the model with."""
+        return dict(self.best.candidate.choice.options)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.best.candidate.choice.num_microbatches
+
+    @property
+    def memory(self) -> Memory | None:
+        """On one device; `None` if nothing was compiled."""
+        return self.best.memory
+
+    @property
+    def communication(self) -> Communication | None:
+        """What a step sends; `None` if it did not compile."""
+        return self.best.communication
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
+        lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate.choice}: {best.verdict}"]
+        if best.memory is not None:
+            lines += ["", *_table(_of_memory(best.memory, self.capacity), num_left=1)]
+        if best.arrays and not self.fits:
+            lines += ["", "largest arrays of the state, on a device"]
+            lines += _table([(path, f"{gib(size)} GiB") for path, size in best.arrays], num_left=1)
+        if best.buffers:
+            lines += ["", "largest values that the step computes, on a device"]
+            rows = [(f"{gib(b.num_bytes)} GiB", b.shape, os.path.basename(b.source)) for b in best.buffers]
+            lines += _table(rows, num_left=0, left_from=1)
+        if best.communication is not None:
+            lines += ["", *str(best.communication).splitlines()]
+        lines += ["", *_table(_of_trials(self.trials), num_left=1)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """A picture of the memory of what was compiled."""
+        return picture([t for t in self.trials if t.memory is not None], self.capacity)
+
+
+def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
+    rows = [
+        ("on a device", "GiB"),
+        ("parameters", gib(memory.parameters)),
+        ("optimizer state", gib(memory.optimizer_state)),
+        ("batch", gib(memory.batch)),
+    ]
+    if memory.temporaries is not None:
+        rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
+    peak = "?" if memory.peak is None else gib(memory.peak)
+    return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
+
+
+def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("considered", "predicted ms", "peak GiB", "MiB sent", "compiled in s", "outcome")
+    ]
+    for trial in trials[:MOST]:
+        peak = "" if trial.memory is None or trial.memory.peak is None else gib(trial.memory.peak)
+        sent = "" if trial.communication is None else f"{trial.communication.total.sent_bytes / 2**20:.0f}"
+        seconds = f"{trial.seconds:.1f}" if trial.seconds else ""
+        milliseconds = f"{1000 * trial.candidate.seconds:.2f}"
+        rows.append((str(trial.candidate.choice), milliseconds, peak, sent, seconds, trial.verdict))
+    if len(trials) > MOST:
+        rows.append((f"and {len(trials) - MOST} more", "", "", "", "", ""))
+    return rows
+
+
+MOST = 12
+"""So many trials are in a table."""
+
+
+def _table(rows: Sequence[tuple[str, ...]], *, num_left: int, left_from: int | None = None) -> list[str]:
+    """Columns as wide as they need to be: the first ones and the last flush left, numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    last = len(widths) - 1 if len(widths) > 2 else len(widths)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < num_left or i >= min(last, left_from or last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+_COLORS = {"parameters": "#4c72b0", "optimizer state": "#dd8452", "batch": "#8172b3", "temporaries": "#55a868"}
+
+
+def picture(trials: Sequence[Trial], capacity: int) -> str:
+    """Memory by kind, a bar for each trial, with a line at `capacity`: an SVG."""
+    bars = [(t, _kinds(t.memory)) for t in trials if t.memory is not None]
+    most = max([capacity, *(sum(kinds.values()) for _, kinds in bars)], default=capacity) * 1.02
+    left, width, height = 20, 620, 34
+    scale = width / most
+    parts, y = [], 24
+    for x, (name, color) in zip(range(left, 900, 130), _COLORS.items()):
+        parts.append(f'<rect x="{x}" y="4" width="10" height="10" fill="{color}"/>')
+        parts.append(f'<text x="{x + 14}" y="13">{name}</text>')
+    for trial, kinds in bars:
+        x, total = float(left), sum(kinds.values())
+        parts.append(f'<text x="{left}" y="{y + 12}">{_escaped(str(trial.candidate.choice))}</text>')
+        for name, size in kinds.items():
+            place = f'x="{x:.1f}" y="{y + 16}" width="{size * scale:.1f}" height="12"'
+            parts.append(f'<rect {place} fill="{_COLORS[name]}"/>')
+            x += size * scale
+        parts.append(f'<text x="{x + 4:.1f}" y="{y + 26}">{gib(total)} GiB</text>')
+        y += height
+    at = left + capacity * scale
+    parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="18" y2="{y + 6}" stroke="#c44e52" stroke-width="2"/>')
+    parts.append(f'<text x="{at:.1f}" y="{y + 18}" text-anchor="end" fill="#c44e52">{gib(capacity)} GiB</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 100}" height="{y + 26}" '
+        f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
+    )
+
+
+def _kinds(memory: Memory) -> Mapping[str, int]:
+    kinds = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer_state,
+        "batch": memory.batch,
+        "temporaries": memory.temporaries or 0,
+    }
+    return {name: size for name, size in kinds.items() if size > 0}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
