@@ -7,10 +7,12 @@ text is not read from left to right, a `Model`), whose layers are given a `Conte
 
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import Cache, Context
+from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
@@ -33,6 +35,7 @@ __all__ = [
     "Conv1D",
     "DecoderLM",
     "Embedding",
+    "EncoderDecoder",
     "GPT2Config",
     "GPT2LMHeadModel",
     "GPTJConfig",
@@ -41,6 +44,7 @@ __all__ = [
     "Linear",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "Memory",
     "MistralConfig",
     "Model",
     "OPTConfig",
@@ -53,8 +57,10 @@ __all__ = [
     "generate",
     "load_pretrained",
     "make_layers",
+    "relative_bias",
     "rotate",
     "run_layers",
     "save_pretrained",
+    "shift_right",
     "split_heads",
 ]

@@ -38,7 +38,7 @@ class Decoder(Model):
         """What enters the first layer."""
 
     @abc.abstractmethod
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
 
     def bias(self, query: Int[Array, " t"], key: Int[Array, " s"]) -> Float[Array, "1 h t s"] | None:
@@ -102,7 +102,7 @@ class Decoder(Model):
         x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key)
         if cache is not None and mask is not None:
             cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
-        return self.finish(x), cache
+        return self.finish(x, finish_key), cache
 
 
 class DecoderLM(Decoder):

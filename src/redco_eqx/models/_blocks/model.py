@@ -90,6 +90,16 @@ def count_layers(layers: PyTree) -> int:
     return len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
 
 
+def unstack(layers: PyTree) -> list[PyTree]:
+    """Stacked layers as a list."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    apart = jax.tree.map(jnp.unstack, arrays)
+    return [
+        eqx.combine(jax.tree.map(lambda _, x, i=i: x[i], arrays, apart), static)
+        for i in range(count_layers(layers))
+    ]
+
+
 def run_layers(
     layers: PyTree,
     x: Float[Array, "b t size"],

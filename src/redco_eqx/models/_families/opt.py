@@ -198,7 +198,7 @@ class OPTForCausalLM(DecoderLM):
         x = x if decoder.project_in is None else decoder.project_in(x)
         return x + decoder.embed_positions(context.positions + POSITION_OFFSET)
 
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t _"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t _"]:
         decoder = self.model.decoder
         x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
         return x if decoder.project_out is None else decoder.project_out(x)
