@@ -24,6 +24,7 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
@@ -54,6 +55,8 @@ __all__ = [
     "Qwen3Config",
     "RMSNorm",
     "Rope",
+    "T5Config",
+    "T5ForConditionalGeneration",
     "generate",
     "load_pretrained",
     "make_layers",

@@ -1,4 +1,4 @@
-"""Models that read something whole, and write a text about it: an encoder, and a decoder with cross-attention."""
+"""Models that read something whole and write a text about it: an encoder, a decoder with cross-attention."""
 
 import abc
 import itertools
@@ -35,7 +35,7 @@ class EncoderDecoder(Decoder):
 
     @abc.abstractmethod
     def cross_projections(self, layer: PyTree) -> tuple[PyTree, PyTree]:
-        """The Linear layers of one of the decoder's layers that make keys and values of what the encoder made."""
+        """The layers inside one of the decoder's that make keys and values of what the encoder made."""
 
     def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
         """What the decoder reads of some inputs: keys and values of the cross-attention of all its layers.
@@ -109,9 +109,7 @@ class EncoderDecoder(Decoder):
         """What the head reads. Arguments as for calling the model."""
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
-        return self.decode(
-            decoder_input_ids, memory, attention_mask=decoder_attention_mask, key=decoder_key
-        )[0]
+        return self.decode(decoder_input_ids, memory, attention_mask=decoder_attention_mask, key=decoder_key)[0]
 
     def __call__(
         self,

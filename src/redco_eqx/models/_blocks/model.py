@@ -54,6 +54,10 @@ class Model(eqx.Module):
     """Patterns of keys that old files have and that are no parameters."""
     tied: ClassVar[Mapping[str, str]] = {}
     """Heads that the model leaves out when the configuration ties them: whose table each is."""
+    tied_by_file: ClassVar[bool] = False
+    """Whether `tie_word_embeddings` is decided by what files hold, whatever `config.json` says."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Paths of arrays that are never trained; they are of NumPy."""
 
     def __init__(
         self,

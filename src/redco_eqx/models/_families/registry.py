@@ -15,6 +15,7 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 
 Family: TypeAlias = tuple[type[Config], type[Model]]
 """The class of a configuration, and that of the model."""
@@ -29,6 +30,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (OPTConfig, OPTForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
+        (T5Config, T5ForConditionalGeneration),
     )
 }
 """By `model_type`."""

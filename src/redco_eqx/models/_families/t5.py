@@ -58,7 +58,7 @@ class T5Config(Config):
     pad_token_id: int | None = 0
 
     def __post_init__(self) -> None:
-        check_activation(self, "feed_forward_proj", self.activation)
+        check_activation(self, "feed_forward_proj", prefix="gated-")
 
     @property
     def is_gated(self) -> bool:
@@ -122,9 +122,7 @@ class T5Attention(eqx.Module):
         """Cross-attention."""
         size = self.config.d_kv
         (q,) = context.column(x, self.q, unit=size)
-        heads = context.cross_attend(
-            split_heads(q, size), scale=1.0, dropout=self.dropout, dropout_key=key
-        )
+        heads = context.cross_attend(split_heads(q, size), scale=1.0, dropout=self.dropout, dropout_key=key)
         return context.row(heads, self.o, unit=size)
 
 
