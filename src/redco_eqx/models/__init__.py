@@ -14,6 +14,7 @@ from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNor
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -30,6 +31,8 @@ from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
+    "BartConfig",
+    "BartForConditionalGeneration",
     "Cache",
     "Config",
     "Context",

@@ -129,7 +129,7 @@ def check_divides(config: Config, size: str, heads: str) -> None:
 
 
 def check_activation(config: Config, entry: str, *, prefix: str = "") -> None:
-    """Refuses, by `ValueError`, an activation function that is not known. `prefix` may stand before its name."""
+    """Refuses, by `ValueError`, an activation function that is not known; `prefix` may precede its name."""
     name = getattr(config, entry)
     if name.removeprefix(prefix) not in ACTIVATIONS:
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 from redco_eqx.models._blocks.config import Config, Json
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -23,6 +24,7 @@ Family: TypeAlias = tuple[type[Config], type[Model]]
 FAMILIES: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
     for config, model in (
+        (BartConfig, BartForConditionalGeneration),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),

@@ -82,7 +82,7 @@ class T5Config(Config):
 
 
 class T5Attention(eqx.Module):
-    """Multi-head attention, whose scores are not scaled; the bias of relative positions is given by the context.
+    """Multi-head attention whose scores are not scaled; the context has the bias of relative positions.
 
     - `relative_attention_bias`: the table of all layers, in the first one of a list.
     """

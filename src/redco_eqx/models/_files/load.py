@@ -91,8 +91,12 @@ def load_pretrained(
     )
     entries = entries_of(model)
     found = _find(directory, stored, entries, make_model)
-    arrays = {entry.path: place(entry, found, layout[entry.path], kind) for entry in entries}
-    arrays |= {path: np.asarray(arrays[path]) for path in make_model.buffers if path in arrays}
+    buffers = {entry.path: _buffer(entry, found, kind) for entry in entries if entry.path in make_model.buffers}
+    arrays = buffers | {
+        entry.path: place(entry, found, layout[entry.path], kind)
+        for entry in entries
+        if entry.path not in buffers
+    }
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
@@ -144,7 +148,10 @@ def _find(
     match = match_keys(stored, shapes, family)
     found = {key: stored[name] for key, name in match.found.items()}
     problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
-        ("missing", [f"{key} {list(shape)}" for key, shape in shapes.items() if key not in found]),
+        ("missing", [
+            f"{key} {list(shape)}" for key, shape in shapes.items()
+            if key not in found and key not in family.buffers
+        ]),
         ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
         ("of a wrong shape", [
             f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
@@ -163,6 +170,15 @@ def _find(
             + "\n  ".join(problems)
         )
     return found
+
+
+def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -> np.ndarray:
+    """An array that is not trained; zeros where files leave it out."""
+    (key,) = entry.keys
+    if key not in found:
+        return np.zeros(entry.shape, dtype or np.float32)
+    stored = found[key].read(tuple(slice(0, size) for size in entry.shape))
+    return stored if dtype is None else stored.astype(dtype)
 
 
 def _open(directory: Path) -> dict[str, Stored]:
