@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -228,43 +228,46 @@ def _finite(x: Array) -> Array:
 
 
 class T5Stack(eqx.Module):
-    """The layers of the encoder or of the decoder."""
+    """The layers of the encoder or of the decoder.
+
+    - `relative_attention_bias`: the table of all layers, if they are stacked; a list has it in the first.
+    """
 
     block: PyTree
+    relative_attention_bias: Embedding | None
     final_layer_norm: RMSNorm
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: T5Config, *, is_decoder: bool, stacked: bool, key: Key):
-        layers_key, bias_key = jax.random.split(key)
+        layers_key, table_key = jax.random.split(key)
         num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
-        self.block = make_layers(
+        block = make_layers(
             lambda config, *, key: T5Block(config, is_decoder=is_decoder, key=key),
             config, stacked=stacked, key=layers_key, num_layers=num_layers,
         )  # fmt: skip
         std = config.initializer_factor * config.d_model**-0.5
-        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=bias_key)
-        self.block = _with_table(self.block, jax.tree.map(lambda x: x[None], table) if stacked else table)
+        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=table_key)
+        self.block = block if stacked else [_with_table(block[0], table), *block[1:]]
+        self.relative_attention_bias = table if stacked else None
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
 
     @property
-    def table(self) -> Embedding:
-        """The bias of relative positions: where files have it, in the first layer, also of stacked ones."""
-        is_list = isinstance(self.block, list)
-        table = _first(self.block).layer[0].SelfAttention.relative_attention_bias
-        return table if is_list else jax.tree.map(lambda x: x[0], table)
-
-    @property
     def layers(self) -> PyTree:
         """The layers, all alike."""
-        return _with_table(self.block, None)
+        return (
+            [_with_table(self.block[0], None), *self.block[1:]] if isinstance(self.block, list) else self.block
+        )
 
     def bias(
         self, query: Int[Array, " t"], key: Int[Array, " s"], config: T5Config, *, bidirectional: bool
     ) -> Float[Array, "1 h t s"]:
         """What all layers add to the scores of self-attention."""
+        table = self.relative_attention_bias
+        if table is None:
+            table = self.block[0].layer[0].SelfAttention.relative_attention_bias
         return relative_bias(
-            self.table, query, key,
+            table, query, key,
             bidirectional=bidirectional, max_distance=config.relative_attention_max_distance,
         )  # fmt: skip
 
@@ -273,14 +276,10 @@ class T5Stack(eqx.Module):
         return dropout(self.dropout, self.final_layer_norm(x), key)
 
 
-def _first(block: PyTree) -> Any:
-    return block[0] if isinstance(block, list) else block
-
-
-def _with_table(block: PyTree, table: Embedding | None) -> PyTree:
-    """The layers with another table in the first."""
+def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
+    """A layer with another table of relative positions."""
     return eqx.tree_at(
-        lambda block: _first(block).layer[0].SelfAttention.relative_attention_bias,
+        lambda block: block.layer[0].SelfAttention.relative_attention_bias,
         block, table, is_leaf=lambda x: x is None,
     )  # fmt: skip
 
@@ -295,6 +294,10 @@ class T5ForConditionalGeneration(EncoderDecoder):
     config: T5Config = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("encoder.block", "decoder.block")
+    in_first_layer: ClassVar[Mapping[str, str]] = {
+        f"{stack}.relative_attention_bias": f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        for stack in ("encoder", "decoder")
+    }
     ignored: ClassVar[tuple[str, ...]] = (
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     )
