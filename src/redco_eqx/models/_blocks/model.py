@@ -44,6 +44,10 @@ class Model(eqx.Module):
     attention: Implementation | None = eqx.field(static=True)
     sequence_parallel: bool = eqx.field(static=True)
 
+    architecture: ClassVar[str | None] = None
+    """What `config.json` calls the model, if its configuration serves several."""
+    heads: ClassVar[tuple[str, ...]] = ()
+    """Modules that files of the model without them lack: made anew, where `load_pretrained` is given a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
     """Paths below which layers lie, as a list or stacked."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}

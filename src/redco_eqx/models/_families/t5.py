@@ -12,10 +12,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json, check_activation
-from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, dropout, split_key
-from redco_eqx.models._blocks.model import Options, make_layers, run_layers
+from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.relative_bias import relative_bias
 
 
@@ -326,17 +327,17 @@ class T5ForConditionalGeneration(EncoderDecoder):
     def encoder_states(
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
-        check_tokens(inputs, attention_mask, None)
-        context, _ = make_context(
-            inputs, attention_mask, None, None,
-            implementation=self.attention, sequence_parallel=self.sequence_parallel, causal=False,
-        )  # fmt: skip
         places = jnp.arange(inputs.shape[1])
-        bias = self.encoder.bias(places, places, self.config, bidirectional=True)
-        context = dataclasses.replace(context, bias=bias)
-        embed_key, layers_key, finish_key = split_key(key, 3)
-        x = dropout(self.encoder.dropout, context.embed(self.shared, inputs), embed_key)
-        x, _ = run_layers(self.encoder.layers, x, context, None, remat=self.remat, key=layers_key)
+        body_key, finish_key = split_key(key, 2)
+
+        def embed(context: Context, key: Key | None) -> Array:
+            return dropout(self.encoder.dropout, context.embed(self.shared, inputs), key)
+
+        x = encode_tokens(
+            self, inputs, embed, self.encoder.layers,
+            attention_mask=attention_mask, max_positions=None,
+            bias=self.encoder.bias(places, places, self.config, bidirectional=True), key=body_key,
+        )  # fmt: skip
         return self.encoder.finish(x, finish_key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
