@@ -37,6 +37,11 @@ from redco_eqx.models._families.roberta import (
     RobertaForSequenceClassification,
 )
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
+from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
@@ -79,6 +84,11 @@ __all__ = [
     "Rope",
     "T5Config",
     "T5ForConditionalGeneration",
+    "ViTConfig",
+    "ViTForImageClassification",
+    "ViTModel",
+    "VisionEncoderDecoderConfig",
+    "VisionEncoderDecoderModel",
     "generate",
     "load_pretrained",
     "make_layers",

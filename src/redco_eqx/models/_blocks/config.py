@@ -18,7 +18,8 @@ class BaseConfig:
     """What all families have, whatever they read. Field names are those of `config.json`.
 
     A field may also be a dataclass that stands for several entries of the file (its `entries`), with a
-    `from_json` and a `to_json` of its own: `Rope` is one. A family checks its values in `__post_init__`.
+    `from_json` and a `to_json` of its own: `Rope` is one. Or the configuration of a part of the model, which is
+    an object of the file. A family checks its values in `__post_init__`.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
     """
@@ -76,7 +77,10 @@ class BaseConfig:
         raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
         values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
         for field in dataclasses.fields(cls):
-            if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            if isinstance(field.type, type) and issubclass(field.type, BaseConfig):
+                values[field.name] = _read_part(field.name, field.type, raw.get(field.name))
+                read.add(field.name)
+            elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
                 values[field.name] = part.from_json(raw)
                 read |= set(part.entries)
@@ -95,12 +99,24 @@ class BaseConfig:
         entries: dict[str, Json] = json.loads(self.rest)
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
-            if dataclasses.is_dataclass(x):
+            if isinstance(x, BaseConfig):
+                entries[field.name] = x.to_json()
+            elif dataclasses.is_dataclass(x):
                 part: Any = x
                 entries |= part.to_json()
             elif field.name != "rest":
                 entries[field.name] = list(x) if isinstance(x, tuple) else x
         return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
+
+
+def _read_part(name: str, kind: type[C], raw: Json) -> C:
+    """The configuration of a part of a model."""
+    found = raw.get("model_type") if isinstance(raw, Mapping) else raw
+    if not isinstance(raw, Mapping) or found != kind.model_type:
+        raise ValueError(
+            f"config.json: {name}: model_type={found!r} is not supported, only {kind.model_type!r}."
+        )
+    return kind.from_json(raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,10 @@ class EncoderDecoder(Decoder):
         """What the encoder makes of the inputs."""
 
     @abc.abstractmethod
-    def cross_projections(self, layer: PyTree) -> tuple[PyTree, PyTree]:
-        """The layers inside one of the decoder's that make keys and values of what the encoder made."""
+    def cross_projections(self, layer: PyTree) -> tuple[PyTree, ...]:
+        """The layers inside one of the decoder's that make keys and values of what the encoder made: two, or
+        one that makes both, `(..., 2, width)`.
+        """
 
     def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
         """What the decoder reads of some inputs: keys and values of the cross-attention of all its layers.
@@ -63,6 +65,8 @@ class EncoderDecoder(Decoder):
         outputs = column(
             hidden, *itertools.chain(*projections), unit=size, sequence_parallel=self.sequence_parallel
         )
+        if len(projections[0]) == 1:
+            outputs = [x[:, :, i] for x in outputs for i in range(2)]
         key, value = (jnp.stack([split_heads(x, size) for x in outputs[i::2]]) for i in range(2))
         return Memory(key, value, mask)
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.encoder import encode_tokens
@@ -26,6 +25,7 @@ from redco_eqx.models._blocks.layers import (
     split_key,
 )
 from redco_eqx.models._blocks.model import Model, Options, make_layers
+from redco_eqx.models._blocks.multihead import Dense, SelfAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,15 +80,6 @@ POSITIONS = r"\bposition_ids$"
 """The key of a buffer that old files have."""
 
 
-class Dense(eqx.Module):
-    """A Linear under the name that it has in files."""
-
-    dense: Linear
-
-    def __init__(self, in_features: int, out_features: int, *, std: float, key: Key):
-        self.dense = Linear(in_features, out_features, std=std, key=key)
-
-
 class BertOutput(eqx.Module):
     """How attention and MLP end: projected, added to the stream, and normalised after."""
 
@@ -107,41 +98,18 @@ class BertOutput(eqx.Module):
         return add_and_norm(x, context.row(hidden, self.dense, unit=unit), self.LayerNorm, self.dropout, key)
 
 
-class BertSelfAttention(eqx.Module):
-    """Multi-head attention, without its output projection."""
-
-    query: Linear
-    key: Linear
-    value: Linear
-    dropout: eqx.nn.Dropout
-    num_heads: int = eqx.field(static=True)
-
-    def __init__(self, config: BertConfig, *, key: Key):
-        size, std = config.hidden_size, config.initializer_range
-        self.query, self.key, self.value = (
-            Linear(size, size, std=std, key=key) for key in jax.random.split(key, 3)
-        )
-        self.dropout = eqx.nn.Dropout(config.attention_probs_dropout_prob)
-        self.num_heads = config.num_attention_heads
-
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
-        size = x.shape[-1] // self.num_heads
-        qkv = context.column(x, self.query, self.key, self.value, unit=size)
-        q, k, v = (split_heads(y, size) for y in qkv)
-        return context.attend(q, k, v, None, dropout=self.dropout, dropout_key=key)[0]
-
-
 class BertAttention(eqx.Module):
     """Attention, and how it ends."""
 
-    self: BertSelfAttention
+    self: SelfAttention
     output: BertOutput
 
     def __init__(this, config: BertConfig, *, key: Key):
         self_key, output_key = jax.random.split(key)
-        this.self = BertSelfAttention(config, key=self_key)
+        this.self = SelfAttention(
+            config.hidden_size, config.num_attention_heads,
+            dropout=config.attention_probs_dropout_prob, std=config.initializer_range, key=self_key,
+        )  # fmt: skip
         this.output = BertOutput(config.hidden_size, config, key=output_key)
 
 
@@ -216,6 +184,7 @@ class BertModel(Model):
     stacks: ClassVar[tuple[str, ...]] = ("encoder.layer",)
     outer: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
     ignored: ClassVar[tuple[str, ...]] = (POSITIONS, r"^(cls|lm_head|classifier)\.")
+    heads: ClassVar[tuple[str, ...]] = ("pooler",)
 
     def __init__(
         self,

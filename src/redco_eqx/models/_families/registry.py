@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
@@ -28,8 +28,13 @@ from redco_eqx.models._families.roberta import (
     RobertaForSequenceClassification,
 )
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
+from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
 
-Family: TypeAlias = tuple[type[Config], type[Model]]
+Family: TypeAlias = tuple[type[BaseConfig], type[Model]]
 """The class of a configuration, and that of the model."""
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -46,6 +51,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (Qwen3Config, LlamaForCausalLM),
         (RobertaConfig, BertModel),
         (T5Config, T5ForConditionalGeneration),
+        (ViTConfig, ViTModel),
+        (VisionEncoderDecoderConfig, VisionEncoderDecoderModel),
     )
 }
 """By `model_type`."""
@@ -57,6 +64,7 @@ HEADS: dict[str, Any] = {
         BertForSequenceClassification,
         RobertaForMaskedLM,
         RobertaForSequenceClassification,
+        ViTForImageClassification,
     )
 }
 """By the name in `architectures`, where a `model_type` has several."""

@@ -19,7 +19,7 @@ from redco_eqx._sharding.mesh import one_device_mesh
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._tree import is_array, leaves_with_paths, to_paths
 from redco_eqx.models._blocks.attention import Implementation
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import config_file, read_json, weight_files
@@ -113,7 +113,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype:
     return kind
 
 
-def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
+def _read_config(directory: Path, family: Family | None) -> tuple[BaseConfig, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
@@ -130,7 +130,7 @@ def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 
 
-def _as_stored(config: Config, stored: Mapping[str, Stored], family: type[Model]) -> Config:
+def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:
     """The configuration, with the head tied or not as the files have it where they alone say so."""
     if not family.tied_by_file:
         return config
