@@ -42,6 +42,7 @@ from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderModel,
 )
 from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
+from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
@@ -64,6 +65,7 @@ __all__ = [
     "GPT2LMHeadModel",
     "GPTJConfig",
     "GPTJForCausalLM",
+    "ImageProcessor",
     "Labels",
     "LayerNorm",
     "Linear",
@@ -90,6 +92,7 @@ __all__ = [
     "VisionEncoderDecoderConfig",
     "VisionEncoderDecoderModel",
     "generate",
+    "load_image_processor",
     "load_pretrained",
     "make_layers",
     "relative_bias",

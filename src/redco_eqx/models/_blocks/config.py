@@ -153,8 +153,10 @@ class Labels:
     def from_json(cls, raw: Mapping[str, Json]) -> "Labels":
         """Raises `ValueError` for names that are not numbered from 0."""
         names, num = raw.get("id2label"), raw.get("num_labels")
+        if num is not None and (not isinstance(names, Mapping) or len(names) != num):
+            return cls.of(_read_count(num))
         if names is None:
-            return cls() if num is None else cls.of(_read_count(num))
+            return cls()
         if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):
             raise ValueError(f"config.json: id2label={names!r}, but it must name the labels from 0 on.")
         return cls(tuple(str(names[str(i)]) for i in range(len(names))))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from redco_eqx._parallel.linear import column
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Memory
 from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._blocks.layers import split_key
@@ -24,7 +24,7 @@ class EncoderDecoder(Decoder):
     the encoder runs.
     """
 
-    def __init__(self, config: Config, **options: Unpack[Options]):
+    def __init__(self, config: BaseConfig, **options: Unpack[Options]):
         super().__init__(config, **options)
 
     @abc.abstractmethod

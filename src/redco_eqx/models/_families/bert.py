@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
+from redco_eqx.models._blocks import layers
 from redco_eqx.models._blocks.config import Config, Json, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.layers import (
     ACTIVATIONS,
     Embedding,
-    LayerNorm,
     Linear,
     TiedHead,
     add_and_norm,
@@ -84,12 +84,12 @@ class BertOutput(eqx.Module):
     """How attention and MLP end: projected, added to the stream, and normalised after."""
 
     dense: Linear
-    LayerNorm: LayerNorm
+    LayerNorm: layers.LayerNorm
     dropout: eqx.nn.Dropout
 
     def __init__(self, in_features: int, config: BertConfig, *, key: Key):
         self.dense = Linear(in_features, config.hidden_size, std=config.initializer_range, key=key)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = layers.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
 
     def __call__(
@@ -145,7 +145,7 @@ class BertEmbeddings(eqx.Module):
     word_embeddings: Embedding
     position_embeddings: Embedding
     token_type_embeddings: Embedding
-    LayerNorm: LayerNorm
+    LayerNorm: layers.LayerNorm
     dropout: eqx.nn.Dropout
     position_offset: int = eqx.field(static=True)
 
@@ -155,7 +155,7 @@ class BertEmbeddings(eqx.Module):
         self.word_embeddings = Embedding(config.vocab_size, size, std=std, key=word_key)
         self.position_embeddings = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
         self.token_type_embeddings = Embedding(config.type_vocab_size, size, std=std, key=type_key)
-        self.LayerNorm = LayerNorm(size, eps=config.layer_norm_eps)
+        self.LayerNorm = layers.LayerNorm(size, eps=config.layer_norm_eps)
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.position_offset = config.position_offset
 
@@ -244,12 +244,12 @@ class BertTransform(eqx.Module):
     """What comes before the head over the vocabulary."""
 
     dense: Linear
-    LayerNorm: LayerNorm
+    LayerNorm: layers.LayerNorm
 
     def __init__(self, config: BertConfig, *, key: Key):
         size = config.hidden_size
         self.dense = Linear(size, size, std=config.initializer_range, key=key)
-        self.LayerNorm = LayerNorm(size, eps=config.layer_norm_eps)
+        self.LayerNorm = layers.LayerNorm(size, eps=config.layer_norm_eps)
 
 
 class BertPredictions(eqx.Module):

@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 """By `model_type`."""
 
-HEADS: dict[str, Any] = {
+HEADS: dict[str | None, Any] = {
     model.architecture: model
     for model in (
         BertForMaskedLM,

@@ -43,7 +43,7 @@ class T5Config(Config):
     d_model: int = 512
     d_kv: int = 64
     d_ff: int = 2048
-    num_layers: int = 6  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
+    num_layers: int = 6  # pyright: ignore[reportIncompatibleMethodOverride]
     num_decoder_layers: int | None = None
     num_heads: int = 8
     relative_attention_num_buckets: int = 32
@@ -198,7 +198,7 @@ class T5FeedForward(eqx.Module):
 class T5Block(eqx.Module):
     """Self-attention, cross-attention in the decoder, then MLP, each added to the stream."""
 
-    layer: list[eqx.Module]
+    layer: list[T5SelfAttention | T5CrossAttention | T5FeedForward]
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: T5Config, *, is_decoder: bool, key: Key):
