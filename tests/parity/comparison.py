@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from references import TEXT, VOCABULARY, EncoderReference
+from transformers.core_model_loading import revert_weight_conversion
 
 from redco_eqx import from_arrays, to_arrays
 from redco_eqx.models._files.names import entries_of
@@ -56,6 +57,11 @@ def torch_output(model: Any, inputs: dict[str, np.ndarray]) -> Any:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     found = model(**given)
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+
+def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def call(model: Any, inputs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comparison import TOLERANCE, by_key, call, distance, encoder_inputs, output, torch_output
+from comparison import TOLERANCE, as_in_files, by_key, call, distance, encoder_inputs, output, torch_output
 from references import ENCODERS
 from test_files import assert_bit_equal
 
@@ -89,20 +89,13 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
     assert abs(float(value) / float(expected.detach()) - 1) <= TOLERANCE
     found = by_key(model, gradients)
     # What nothing reads (a pooler) has no gradient there.
-    theirs = {key: p.grad.numpy() for key, p in keyed(there) if p.grad is not None}
+    read_there = {key: p.grad for key, p in there.named_parameters() if p.grad is not None}
+    theirs = {key: g.numpy() for key, g in as_in_files(there, read_there).items()}
     trained = {key: g for key, g in found.items() if key not in model.buffers}
     assert trained.keys() == theirs.keys()
     for key, g in trained.items():
         other = theirs[key]
         assert np.linalg.norm(g.reshape(other.shape) - other) <= TOLERANCE * np.linalg.norm(other) + 1e-7, key
-
-
-def keyed(model):
-    """Parameters by the keys that files have; in memory transformers calls some of ViT's otherwise."""
-    names = dict(model.named_parameters())
-    files = model.state_dict()
-    assert names.keys() <= files.keys()
-    return names.items()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "decoder" in ENCODERS[name].reads])
