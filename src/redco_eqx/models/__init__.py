@@ -6,12 +6,21 @@ text is not read from left to right, a `Model`), whose layers are given a `Conte
 """
 
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import Cache, Context
+from redco_eqx.models._blocks.config import Config, Labels
+from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
+from redco_eqx.models._families.bert import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+)
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -22,25 +31,47 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.roberta import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+)
+from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
+from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
+from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
+    "BartConfig",
+    "BartForConditionalGeneration",
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "BertModel",
     "Cache",
     "Config",
     "Context",
     "Conv1D",
     "DecoderLM",
     "Embedding",
+    "EncoderDecoder",
     "GPT2Config",
     "GPT2LMHeadModel",
     "GPTJConfig",
     "GPTJForCausalLM",
+    "ImageProcessor",
+    "Labels",
     "LayerNorm",
     "Linear",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "Memory",
     "MistralConfig",
     "Model",
     "OPTConfig",
@@ -49,12 +80,25 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",
+    "RobertaConfig",
+    "RobertaForMaskedLM",
+    "RobertaForSequenceClassification",
     "Rope",
+    "T5Config",
+    "T5ForConditionalGeneration",
+    "ViTConfig",
+    "ViTForImageClassification",
+    "ViTModel",
+    "VisionEncoderDecoderConfig",
+    "VisionEncoderDecoderModel",
     "generate",
+    "load_image_processor",
     "load_pretrained",
     "make_layers",
+    "relative_bias",
     "rotate",
     "run_layers",
     "save_pretrained",
+    "shift_right",
     "split_heads",
 ]

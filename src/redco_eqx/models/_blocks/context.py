@@ -47,6 +47,19 @@ class Cache(eqx.Module):
         return cls(zeros, zeros, jnp.zeros((batch_size, num_slots), bool), jnp.zeros((), jnp.int32))
 
 
+class Memory(eqx.Module):
+    """What a decoder's layers read of the encoder: keys and values of their cross-attention, computed once.
+
+    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; of the layer that is at work, they
+        have no first dim.
+    - `mask`: `(batch, source)`, false for padding.
+    """
+
+    key: Float[Array, "*layers b s k d"]
+    value: Float[Array, "*layers b s k d"]
+    mask: Bool[Array, "b s"]
+
+
 LayerCache: TypeAlias = tuple[
     Float[Array, "layers b slots k d"], Float[Array, "layers b slots k d"], Int[Array, ""]
 ]
@@ -59,17 +72,24 @@ class Context:
     """What every layer needs to know about the tokens besides their activations, and what it does with it.
 
     - `positions`: `(batch, t)`, counted from the first token that is not padding.
-    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where causality says it all.
+    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where `causal` says it all.
     - `length`: number of slots filled before these tokens; `None` without a cache.
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
+    - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
+    - `bias`: `(1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
+        `relative_bias`; `None` for none.
+    - `memory`: what `cross_attend` reads; `None` without an encoder.
     """
 
     positions: Int[Array, "b t"]
-    mask: Bool[Array, "b 1 t s"] | None
+    mask: Bool[Array, "b 1 #t s"] | None
     length: Int[Array, ""] | None
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    bias: Float[Array, "1 h t s"] | None = None
+    memory: Memory | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
@@ -119,10 +139,34 @@ class Context:
             )
         output = attend(
             query, key, value,
-            mask=self.mask, scale=scale, implementation=self.implementation,
-            dropout=dropout, dropout_key=dropout_key,
+            mask=self.mask, bias=self.bias, causal=self.causal, scale=scale,
+            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
         )  # fmt: skip
         return rearrange(output, "b t h d -> b t (h d)"), cache
+
+    def cross_attend(
+        self,
+        query: Float[Array, "b t h d"],
+        *,
+        scale: float | None = None,
+        dropout: eqx.nn.Dropout | None = None,
+        dropout_key: Key | None = None,
+    ) -> Float[Array, "b t width"]:
+        """Attention of these tokens over the encoder's, heads side by side. Options as for `attend`.
+
+        The batch may be a multiple of the memory's: neighbouring rows, such as the beams of one text, then read
+        the same row of it, which is not repeated.
+        """
+        if self.memory is None:
+            raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
+        memory, num_tokens = self.memory, query.shape[1]
+        output = attend(
+            rearrange(query, "(b n) t h d -> b (n t) h d", b=memory.mask.shape[0]),
+            memory.key.astype(query.dtype), memory.value.astype(query.dtype),
+            mask=memory.mask[:, None, None], causal=False, scale=scale,
+            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
+        )  # fmt: skip
+        return rearrange(output, "b (n t) h d -> (b n) t (h d)", t=num_tokens)
 
 
 def check_tokens(input_ids: Array, attention_mask: Array | None, max_positions: int | None) -> None:
@@ -150,9 +194,10 @@ def make_context(
     positions: Int[Array, "b t"] | None,
     cache: Cache | None,
     *,
-    window: int | None,
+    window: int | None = None,
     implementation: Implementation | None,
     sequence_parallel: bool = False,
+    causal: bool = True,
 ) -> tuple[Context, Bool[Array, "b s"] | None]:
     """The context of some tokens, and the cache's mask with these tokens added.
 
@@ -161,6 +206,7 @@ def make_context(
     - `attention_mask`: `(batch, t)`, 0 for padding, on either side.
     - `positions`: given by the caller, or counted from the mask.
     - `window`: how many tokens back, itself included, a token may see.
+    - `causal`: whether a token sees those up to its own, or, without a cache, all.
     """
     size, num_tokens = input_ids.shape
     given = jnp.ones((size, num_tokens), bool) if attention_mask is None else attention_mask.astype(bool)
@@ -173,10 +219,13 @@ def make_context(
     own = jax.lax.dynamic_slice_in_dim(counted, first, num_tokens, axis=1)
     if cache is None and attention_mask is None and window is None:
         mask = None
+    elif not causal:
+        mask = valid[:, None, None, :]
     else:
-        causal = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
-        mask = causal[None, None] & valid[:, None, None, :]
+        before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+        mask = before[None, None] & valid[:, None, None, :]
         if window is not None:  # by position: padding may lie between two slots
             mask &= counted[:, None, None, :] > own[:, None, :, None] - window
-    context = Context(own if positions is None else positions, mask, length, implementation, sequence_parallel)
+    positions = own if positions is None else positions
+    context = Context(positions, mask, length, implementation, sequence_parallel, causal)
     return context, None if cache is None else valid

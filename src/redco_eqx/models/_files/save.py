@@ -60,6 +60,8 @@ def save_pretrained(
     plan = _into_files(_pieces(model, arrays), max_shard_bytes)
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
     config = {**model.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
+    if model.architecture is not None:
+        config["architectures"] = [model.architecture]
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     fetched = (_fetch(arrays[piece.path], piece) for pieces in plan for piece in pieces)
     error = None
