@@ -138,7 +138,7 @@ def through_train_step(
 
 
 def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:
-    """By paths (`rules`), by the program, all whole, or (a number) dims that divide split over any axes, drawn by that seed."""
+    """By paths (`rules`), by the program, all whole, or (a number) dims split over any axes, by that seed."""
     if kind == "rules":
         return rx.shard_rules(model, mesh)
     if kind == "program":
