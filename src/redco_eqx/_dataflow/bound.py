@@ -26,8 +26,8 @@ def lower_bound(costs: Costs, layout: Layout, *, merged: bool) -> float:
     together: dict[Event, dict[Event, None]] = {}
     for split in costs.splits:
         for event, _ in split.sent:
-            together.setdefault(event.first or event, {})[event] = None
-    shares = {event: 1 / len(group) if merged else 1.0 for group in together.values() for event in group}
+            together.setdefault(event.summed_with(merged=merged), {})[event] = None
+    shares = {event: 1 / len(group) for group in together.values() for event in group}
     worths = [split.unsent - unavoidable(costs, split, shares) for split in costs.splits]
     freed = [split.freed for split in costs.splits]
     least_freed = 0.999 * sum(freed[number] for number in sorted(numbers))
@@ -44,9 +44,12 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
         # dim only, if two have the index.
         return bool(value.weights) and split.number not in costs.leads.doubled(value.dims)
 
-    sums = [
-        size * shares[event]
-        for event, size in split.sent
-        if event.kind in ("sum", "lookup") and any(is_split(x) for x in event.arrays)
-    ]
-    return sum(sums, 0.0)
+    total = 0.0
+    for event, size in split.sent:
+        weights = [x for x in event.arrays if is_split(x)]
+        if event.kind in ("sum", "lookup") and weights:
+            if not all(x.is_learned for x in event.arrays):
+                # Nothing splits what is given. A compiler may cut it, and sum; or gather the weight.
+                size = min(size, *(float(x.num_bytes * event.times) for x in weights))
+            total += size * shares[event]
+    return total

@@ -115,7 +115,7 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             for number in leads.doubled(value.dims):
                 if any(number in leads.doubled(x.dims) for x in step.operands):
                     continue
-                smallest = min(step.operands, key=lambda x: x.num_bytes, default=value)
+                smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
                 event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
                 step.events.append(event)
                 shards = costs.num_shards if leads.has_batch(smallest.dims) else 1

@@ -128,7 +128,7 @@ def analyse(
     num_arrays = len(traced.paths)
     parameters, rows = values[:num_arrays], values[num_arrays:][: traced.num_batch]
     for i, value in enumerate(parameters):
-        value.weights = (i,)
+        value.weights, value.is_learned = (i,), True
     for value in rows:
         unify(rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
