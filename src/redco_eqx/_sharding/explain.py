@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
-from redco_eqx._sharding.mesh import axis_size, check_mesh, for_use, stored_axes
-from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
+from redco_eqx._sharding.mesh import axis_size, check_mesh, stored_axes, tensor_dim
+from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by, match_overrides
 from redco_eqx._tree import describe
 
 
@@ -69,14 +69,10 @@ def explain(
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
     check_mesh(mesh)
-    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
-    decisions = decide_by(analysis, model, mesh, overrides)
-    dims = {
-        path: dim
-        for path, d in decisions.items()
-        for dim, entry in enumerate(for_use(d.spec))
-        if "tensor" in (entry if isinstance(entry, tuple) else (entry,))
-    }
+    chosen = match_overrides(model, mesh, overrides)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
+    decisions = decide_by(analysis, model, mesh, chosen)
+    dims = {path: tensor_dim(d.spec) for path, d in decisions.items()}
     laid_out = None if analysis is None else analysis.laid_out(dims)  # with the overrides
     sent = None if laid_out is None else communication(laid_out, _over_fsdp(decisions, mesh))
     return Explanation(decisions, dict(mesh.shape), sent)
