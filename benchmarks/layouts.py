@@ -178,7 +178,7 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
         known.append((specs, sent[name]))
     prediction = analysis.sent(analysis.layout)
     predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
-    least = lower_bound(analysis.costs, analysis.layout, merged=True)
+    least = lower_bound(analysis, merged=True)
     sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]
     return [
         case.name,

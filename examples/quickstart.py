@@ -168,10 +168,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, held_out = standard_library()
     held_out = held_out[: 2048 : 16 if args.quick else 1]
 
-    # The model is born on the mesh. What is split over which axis, and why, follows from its layers.
+    # The model is born on the mesh. What is split over which axis, and why, follows from what the loss does.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
-    model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0))
-    print(rx.explain(model, mesh), end="\n\n")
+    program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program)
+    print(rx.explain(model, mesh, **program), end="\n\n")
 
     # Any optimizer of optax. Its state is laid out like the parameters.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)

@@ -211,7 +211,8 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
         return TextModel(num_outputs, key=key)
 
     model_key, state_key = jax.random.split(jax.random.key(args.seed))
-    model = rx.init_model(make_model, mesh, key=model_key)
+    batch = collate_fn(train[: args.batch_size])
+    model = rx.init_model(make_model, mesh, key=model_key, loss_fn=loss_fn, batch=batch)
     num_epochs = args.epochs or EPOCHS[task]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, num_steps), weight_decay=0.05)

@@ -102,9 +102,10 @@ def ensemble(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> tup
     """The accuracy of the members' mean, and the mean of their accuracies."""
     optimizer = optax.adamw(1e-3)
     keys = jax.random.split(jax.random.key(args.seed), 8)
-    models = [rx.init_model(make_model, mesh, key=key) for key in keys]
+    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    models = [rx.init_model(make_model, mesh, key=key, **program) for key in keys]
     states = [rx.init_state(model, optimizer, key=key) for model, key in zip(models, keys)]
-    shardings = rx.shard_rules(models[0], mesh)
+    shardings = rx.shard_rules(models[0], mesh, **program)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     epoch = functools.partial(train_epoch, step=step, batch_size=args.batch_size)
@@ -121,8 +122,9 @@ def ensemble(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> tup
 
 def tune(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> dict[str, Any]:
     """The loss while hyperparameters are tuned, and before; a hypergradient and its finite difference."""
-    state = rx.init_state(rx.init_model(make_model, mesh, key=jax.random.key(args.seed)), key=jax.random.key(1))
     data = collate_fn(train), collate_fn(held_out)
+    model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), loss_fn=loss_fn, batch=data[0])
+    state = rx.init_state(model, key=jax.random.key(1))
     objective = functools.partial(loss_after_training, batch_size=args.batch_size)
     value_and_grad = jax.jit(jax.value_and_grad(objective))
     hyper: Any = {"log_rate": jnp.log(0.01), "log_decay": jnp.log(0.01)}
@@ -150,8 +152,9 @@ def stop_early(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> l
     Of `fit`'s pieces: a step that leaves out what is not finite, the epochs, what is due, an evaluation.
     """
     optimizer = optax.adamw(1e-3)
-    model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed))
-    shardings = rx.shard_rules(model, mesh)
+    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), **program)
+    shardings = rx.shard_rules(model, mesh, **program)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     step = rx.jit_step(rx.loop.guarded(step_fn, skip_nonfinite=True))
@@ -194,8 +197,10 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
     vit: Any = VisionTransformer
     sizes = {"img_size": 8, "in_channels": 1, "patch_size": 2, "dim": 64, "num_heads": 4, "depths": [2]}
     make = functools.partial(vit, **sizes, num_classes=10)
-    model = rx.init_model(lambda key: make(key=key), mesh, key=jax.random.key(args.seed))
-    print(rx.explain(model, mesh), end="\n\n")
+    loss = functools.partial(loss_fn, predict_fn=predict_by_vit)
+    program: Any = {"loss_fn": loss, "batch": collate_fn(train[: args.batch_size])}
+    model = rx.init_model(lambda key: make(key=key), mesh, key=jax.random.key(args.seed), **program)
+    print(rx.explain(model, mesh, **program), end="\n\n")
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps))
     scores = []
@@ -203,7 +208,7 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
         rx.init_state(model, optimizer, key=jax.random.key(1)),
         train,
         collate_fn=collate_fn,
-        loss_fn=functools.partial(loss_fn, predict_fn=predict_by_vit),
+        loss_fn=loss,
         optimizer=optimizer,
         batch_size=args.batch_size,
         num_epochs=args.epochs,

@@ -124,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     def accuracies(clip: float, noise: float) -> list[float]:
         size, optimizer, found = train[0][0].size, optax.sgd(1.0, momentum=0.5), []
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
-        model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed))
+        program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[:places])}
+        model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed), **program)
         rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
         name, functions = f"noise-{noise:.3f}", {"collate_fn": collate_fn, "loss_fn": loss_fn}
         evaluation = rx.Evaluation(

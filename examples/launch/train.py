@@ -50,17 +50,20 @@ def main():
     args = parser.parse_args()
 
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
+    examples = make_examples(2000, 1)
     model = rx.init_model(
         lambda key: eqx.nn.MLP(DIM, NUM_CLASSES, 128, 2, activation=jax.nn.gelu, key=key),
         mesh,
         key=jax.random.key(0),
+        loss_fn=loss_fn,
+        batch=collate_fn(examples[:32]),
     )
     optimizer = optax.sgd(0.1, momentum=0.9)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     state = rx.fit(
         state,
-        make_examples(2000, 1),
+        examples,
         optimizer=optimizer,
         batch_size=32,
         num_epochs=args.epochs,

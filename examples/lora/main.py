@@ -62,8 +62,8 @@ class LoRA(eqx.Module):
         return eqx.tree_at(lambda base: base.weight, self.base, weight)
 
 
-def adapt(model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
-    """The model with a branch beside each projection of these names, laid out on the mesh.
+def adapt(model: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
+    """The model with a branch beside each projection of these names.
 
     Raises `ValueError` if a name is that of no projection.
     """
@@ -81,7 +81,7 @@ def adapt(model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: 
     adapted = jax.tree_util.tree_map_with_path(wrap, model, is_leaf=is_projection)
     if missing := set(targets) - found:
         raise ValueError(f"--targets: the model has no projections named {sorted(missing)}.")
-    return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))
+    return adapted
 
 
 def branches(model: Any) -> Any:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     model, tokenizer = load_or_make(args, mesh, texts[0])
     key = jax.random.key(args.seed + 2)
     branch = {"targets": args.targets, "rank": args.rank, "scale": 2.0, "key": key}
-    adapt(model, mesh, **branch)  # refuses a wrong name before anything is trained
+    adapt(model, **branch)  # refuses a wrong name before anything is trained
     if not args.model:
         args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
@@ -140,8 +140,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         results["full"] = tune(args, "full", copy, train, test)[1]
 
     args.rate = rate
-    adapted = adapt(model, mesh, **branch)
-    print(rx.explain(adapted, mesh))
+    adapted = adapt(model, **branch)
+    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    adapted = eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
+    print(rx.explain(adapted, mesh, **program))
     state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
 
     merged = rx.init_state(merge(state.model), key=key)

@@ -101,7 +101,7 @@ def test_prediction_is_what_the_compiled_program_sends(name):
 def bound_of(name):
     """Of all layouts that hold no more of the parameters on a device, by the CPU compiler."""
     analysis = analysed(name)
-    return lower_bound(analysis.costs, analysis.layout, merged=False)
+    return lower_bound(analysis, merged=False)
 
 
 def test_most_layouts_are_near_the_bound():

@@ -133,7 +133,7 @@ def programs(draw: Callable[..., Any], family: str) -> Spec:
         operations = operations[::-1]
     layouts = []
     for mesh in draw(st.permutations(list(MESHES))):
-        layouts.append([mesh, draw(st.one_of(one_of("whole", "rules"), st.integers(0, 99)))])
+        layouts.append([mesh, draw(st.one_of(one_of("whole", "rules", "program"), st.integers(0, 99)))])
     num_microbatches = draw(one_of(1, 1, 2))
     return {
         "batch": 16 if num_microbatches == 2 else draw(one_of(8, 16)),

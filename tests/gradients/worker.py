@@ -98,7 +98,7 @@ def through_train_step(
 ) -> Gradients:
     """By `train_step` on a mesh, and `eval_step` after it in the mode `outer`."""
     mesh = rx.make_mesh(**MESHES[mesh_name])
-    shardings = layout_of(models[0], mesh, kind)
+    shardings = layout_of(program, models[0], batch, mesh, kind)
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
     # A trace of decay 0 is the gradient itself: old less new parameters would round it.
     optimizer = optax.sgd(RATE) if spec["mode"] == "outer" else optax.trace(0.0)
@@ -137,10 +137,13 @@ def through_train_step(
     return jax.device_get({"loss": loss, **gradients})
 
 
-def layout_of(model: Any, mesh: Any, kind: str | int) -> Any:
-    """By the rules, all whole, or (a number) dims that divide split over any axes, drawn by that seed."""
+def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:
+    """By paths (`rules`), by the program, all whole, or (a number) dims split over any axes, by that seed."""
     if kind == "rules":
         return rx.shard_rules(model, mesh)
+    if kind == "program":
+        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)  # NumPy's are constants
+        return rx.shard_rules(arrays, mesh, loss_fn=lambda m, b, key: program.loss(m, b), batch=batch)
     if kind == "whole":
         return rx.shard_rules(model, mesh, overrides=[("*", PartitionSpec())])
     rng = np.random.default_rng(int(kind))

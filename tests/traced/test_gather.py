@@ -304,3 +304,52 @@ def test_a_plain_model_learns_the_same_on_every_mesh():
     for found in results[1:]:
         for path, x in found.items():
             np.testing.assert_allclose(x, results[0][path], rtol=1e-4, atol=1e-6)  # float32 sums
+
+
+def adapted(model: Any, batch: Any, key: Any) -> Any:
+    """Quantised or half-precision weights under a trained scale, in a list of layers."""
+    x = batch
+    for layer in model["layers"]:
+        x = x + jnp.sin(x @ layer["frozen"].astype(x.dtype)) * layer["scale"]
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+def test_frozen_weights_are_gathered_where_they_are_used(dtype):
+    """As those that are trained: in their own dtype, forward and backward, and nothing else moves."""
+    shape = jax.ShapeDtypeStruct((64, 64), dtype, sharding=SPLIT)
+    scale = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=WHOLE)
+    model = {"layers": [{"frozen": shape, "scale": scale} for _ in range(3)]}
+    shardings = jax.tree.map(lambda x: x.sharding, model)
+    trainable = jax.tree.map(lambda x: x is scale, model)
+    optimizer = optax.sgd(0.1)
+    state = rx.init_state(model, optimizer, key=jax.random.key(0), trainable=trainable)
+    assert len(state.frozen) == 3
+    step = partial(rx.train_step, loss_fn=adapted, optimizer=optimizer, shardings=shardings)
+    found = communication(jax.jit(step).lower(state, X).compile(), MESH)
+    gathered = [c for c in found if c.kind == "all-gather"]
+    assert {c.kind for c in found} <= {"all-gather", "all-reduce"}
+    assert sum(c.count for c in gathered) in (5, 6)  # the last layer need not be gathered again
+    assert all(c.total_bytes <= c.count * 64 * 64 * 4 for c in gathered)
+    assert sum(c.total_bytes for c in found if c.kind == "all-reduce") <= 4 * (3 * 64 + 4)
+
+
+def test_frozen_arrays_that_are_stored_split_change_no_number():
+    mesh, rng = mesh_of("data2xtensor4"), np.random.default_rng(0)
+    stored = NamedSharding(mesh, PartitionSpec(None, ("fsdp", "tensor")))
+    whole = NamedSharding(mesh, PartitionSpec())
+    values = [rng.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(3)]
+    batch = rng.normal(size=(16, 64)).astype(np.float32)
+
+    def trained(sharding: NamedSharding, batch: Any) -> Any:
+        layers = [{"frozen": jax.device_put(x, sharding), "scale": jnp.ones(64)} for x in values]
+        model = {"layers": [{**layer, "scale": jax.device_put(layer["scale"], whole)} for layer in layers]}
+        trainable = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "scale", model)
+        state = rx.init_state(model, optax.sgd(0.1), key=jax.random.key(0), trainable=trainable)
+        assert bool(state.stored) == (sharding is stored)
+        step = partial(rx.train_step, loss_fn=adapted, optimizer=optax.sgd(0.1), shardings=layout_of(state))
+        return jax.jit(step)(state, jax.device_put(batch, rx.batch_sharding(mesh)))[0]
+
+    found, expected = trained(stored, batch), trained(whole, batch)
+    for path, x in found.params.items():
+        np.testing.assert_allclose(x, expected.params[path], rtol=1e-5, atol=1e-6, err_msg=path)

@@ -1,6 +1,6 @@
 """The choice: of all splits that do not clash, those that are worth the most together, exactly."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -22,13 +22,21 @@ def worth(costs: Costs, split: Split) -> float:
     return gained - split.num_bytes(merged=True) - split.waits
 
 
-def choose(costs: Costs, least_freed: float = 0.0) -> list[Split]:
-    """The splits that are worth the most, of those that do not clash.
+def choose(
+    costs: Costs,
+    least_freed: float = 0.0,
+    *,
+    forced: Collection[int] = (),
+    barred: Collection[int] = (),
+) -> list[Split]:
+    """The splits that are worth the most, of those that do not clash: the `forced` and none of the `barred`.
 
     Raises `ValueError` if a device cannot be relieved of `least_freed` bytes of parameters by any.
     """
     worths = [worth(costs, split) for split in costs.splits]
-    is_open = [x > 0 or least_freed > 0 for x in worths]
+    largest = 1 + sum(abs(x) for x in worths)
+    worths = [x + largest * (n in forced) for n, x in enumerate(worths)]
+    is_open = [(x > 0 or least_freed > 0) and n not in barred for n, x in enumerate(worths)]
     groups = [[n for n in group if is_open[n]] for group in costs.clashes]
     clashing = {n for group in groups if len(group) > 1 for n in group}
     left = [n for n, x in enumerate(is_open) if x and (least_freed > 0 or n in clashing)]

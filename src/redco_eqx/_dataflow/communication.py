@@ -19,8 +19,8 @@ class Communication:
         as those for TPU and GPU do.
     - `num_bytes_unmerged`: by one that does not, as that for CPU.
     - `at_least`: no layout in which arrays that share an index are split alike sends less, if its parameters
-        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared. 0 if
-        nothing is known, because splits meet.
+        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared. Where
+        this layout has splits that meet, no layout at all does: then only gradients are counted.
     - `lines`: where it is sent, most bytes first.
     - `advice`: what to change in the model.
     - `opaque`: operations that are not understood, and so taken to need their operands whole.
@@ -50,7 +50,7 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
-    least = lower_bound(costs, analysis.layout, merged=True)
+    least = lower_bound(analysis, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
     over_batch = sum((size for event, size in sent.events if costs.leads.over_batch(event)), 0.0)

@@ -17,7 +17,7 @@ def dot_general(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
     rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch)]
     out = result(aval, [*(lhs.dims[i] for i in lhs_batch), *lhs_free, *rhs_free], operands)
-    walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands)
+    walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands, along=(lhs_sum, rhs_sum))
     summed = math.prod(equation.invars[0].aval.shape[i] for i in lhs_sum)
     for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, rhs_batch)):
         roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
@@ -64,7 +64,7 @@ def convolution(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     else:
         walk.same([sums], [rhs.dims[inputs]], rhs, equation)
     out = result(aval, dims, operands)
-    walk.event("sum", [sums], out, equation, arrays=operands)
+    walk.event("sum", [sums], out, equation, arrays=operands, along=([channels], [inputs]))
     walk.event("whole", [lhs.dims[i] for i in spatial], lhs, equation)
     for i in window:
         if rhs.weights:

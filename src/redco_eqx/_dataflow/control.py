@@ -23,8 +23,14 @@ def scan(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         walk.same([over], [stack.dims[0]], stack, equation)
         walk.event("whole", [stack.dims[0]], stack, equation)
     is_data = any(x.is_data for x in operands)
-    carry = [Value(x.dims, x.num_bytes, (), x.is_data or is_data) for x in operands[num_consts:][:num_carry]]
-    slices = [Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data) for x in stacks]
+    is_learned = any(x.is_learned for x in operands)
+    carry = [
+        Value(x.dims, x.num_bytes, (), x.is_data or is_data, is_learned)
+        for x in operands[num_consts:][:num_carry]
+    ]
+    slices = [
+        Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data, x.is_learned) for x in stacks
+    ]
     # Layers have weights of their own; what goes through a sequence by the same ones waits at each step.
     waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
     walk.hand_on(equation, operands[num_consts:], [*carry, *slices])
@@ -44,7 +50,7 @@ def while_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     """Of unknown length: what is sent is counted once."""
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
-    carry = [Value(x.dims, x.num_bytes, (), True) for x in operands[first + second :]]
+    carry = [Value(x.dims, x.num_bytes, (), True, True) for x in operands[first + second :]]
     walk.hand_on(equation, operands[first + second :], carry)
     walk.run(body(params["cond_jaxpr"]), [*operands[:first], *carry])
     results = walk.run(body(params["body_jaxpr"]), [*operands[first : first + second], *carry])

@@ -1,12 +1,15 @@
 """What each split of a program sends, and what it saves."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from redco_eqx._dataflow.atoms import Dim
 from redco_eqx._dataflow.splits import Leads, Split, find_splits
 from redco_eqx._dataflow.values import Event, Value
 from redco_eqx._dataflow.walk import Walk
+
+Held: TypeAlias = Callable[[int, int | None], float]
 
 MESSAGE = 2**16
 """In a loop that waits at each step, a collective costs as much time as this many bytes, if not more."""
@@ -22,6 +25,7 @@ class Costs:
     - `batch`: what is summed over the batch axes, with its bytes if nothing is split.
     - `work`: for each parameter, bytes of it times how often they are used by one device.
     - `depth`: how many products a number of this model's activations is the sum of, on average.
+    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of it, or none.
     """
 
     tensor: int
@@ -32,6 +36,11 @@ class Costs:
     batch: list[tuple[Event, float]]
     work: list[float]
     depth: float
+    held: Held
+
+    def freed(self, leaf: int, dim: int) -> float:
+        """Bytes of a parameter that a device does not hold if this dim of it is split."""
+        return self.held(leaf, None) - self.held(leaf, dim)
 
     def caused(self, split: Split, event: Event) -> float:
         """Bytes that a device sends over `tensor` for an event, by one split."""
@@ -70,6 +79,7 @@ def count(
     rows: Sequence[Value],
     tensor: int,
     num_shards: int,
+    held: Held,
 ) -> Costs:
     """Weighs every split of the `splittable` dims of parameters; `rows` are the arrays of the batch."""
     splits = find_splits(splittable, tensor)
@@ -77,7 +87,7 @@ def count(
     work = [0.0] * len(parameters)
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
-    costs = Costs(tensor, num_shards, splits, leads, [], [], work, _depth(walk))
+    costs = Costs(tensor, num_shards, splits, leads, [], [], work, _depth(walk), held)
     kept = 1 - 1 / tensor
     for event in walk.events:
         over_batch = leads.over_batch(event)
@@ -95,7 +105,7 @@ def count(
     _count_doubles(costs, walk)
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
-        split.freed = kept * sum(parameters[leaf].num_bytes for leaf in split.leaves)
+        split.freed = sum(costs.freed(leaf, dim) for leaf, dim in split.leaves.items())
     costs.clashes.extend(_clashes(walk, parameters, splits, leads))
     return costs
 
@@ -115,7 +125,7 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             for number in leads.doubled(value.dims):
                 if any(number in leads.doubled(x.dims) for x in step.operands):
                     continue
-                smallest = min(step.operands, key=lambda x: x.num_bytes, default=value)
+                smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
                 event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
                 step.events.append(event)
                 shards = costs.num_shards if leads.has_batch(smallest.dims) else 1

@@ -1,8 +1,9 @@
 """The roles of a model's arrays on a `tensor` axis, from the traced program."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, pin, resolve, unify
@@ -13,6 +14,7 @@ from redco_eqx._dataflow.report import why_split, why_whole
 from redco_eqx._dataflow.rules import rule_of
 from redco_eqx._dataflow.search import Layout, as_layout, freed_bytes, relax, score
 from redco_eqx._dataflow.simulation import Sent, simulate
+from redco_eqx._dataflow.splits import Split
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, unknown
 
@@ -55,14 +57,15 @@ class Analysis:
         """What a device sends in a step, if parameters are split so."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
-    def laid_out(self, dims: Mapping[str, int]) -> "Analysis | None":
+    def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The same with a layout that splits these dims, by path; `None` if what that sends is not known."""
         numbers = {path: i for i, path in enumerate(self.traced.paths)}
-        layout = as_layout(self.costs, {numbers[path]: dim for path, dim in dims.items() if path in numbers})
+        known = {numbers[path]: dim for path, dim in dims.items() if path in numbers}
+        layout = as_layout(self.costs, {leaf: dim for leaf, dim in known.items() if dim is not None})
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
     def score(self, layout: Layout) -> float:
-        return score(self.costs, self.parameters, layout, self.sent(layout))
+        return score(self.costs, layout, self.sent(layout))
 
     def roles(self) -> dict[str, Found]:
         """For each array that the program takes, by path."""
@@ -70,11 +73,7 @@ class Analysis:
 
     def _found(self, leaf: int) -> Found:
         value, shape = self.parameters[leaf], self.traced.shapes[leaf]
-        stack = 0
-        for dim in value.dims:
-            if not dim or resolve(dim)[0].pin != SCANNED:
-                break
-            stack += 1
+        stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
             return Found("buffer", self.traced.fixed[leaf], None, stack)
         number = self.layout.get(leaf)
@@ -106,7 +105,9 @@ def analyse(
     tensor: int,
     num_shards: int,
     given: Mapping[str, int] | None = None,
-    max_bytes: int | None = None,
+    fixed: Mapping[str, int | None] | None = None,
+    held: Callable[[str, int | None, int, bool], float] | None = None,
+    max_bytes: float | None = None,
 ) -> Analysis:
     """Traces `function(model, batch, key)`, walks through it, and chooses.
 
@@ -116,6 +117,10 @@ def analyse(
     - `model`, `batch`: may be abstract.
     - `tensor`: over how many devices layers are split; `num_shards`: over how many the batch is.
     - `given`: a layout to compare with: by path, the dim that is split.
+    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
+        to go with it.
+    - `held`: `(path, dim, stack, is_buffer) -> bytes` of an array that one device holds, if `tensor` splits
+        this dim of it, or none; `stack` is how many leading dims number layers of a scan.
     - `max_bytes`: of parameters on one device, at most.
 
     **Raises:**
@@ -128,7 +133,7 @@ def analyse(
     num_arrays = len(traced.paths)
     parameters, rows = values[:num_arrays], values[num_arrays:][: traced.num_batch]
     for i, value in enumerate(parameters):
-        value.weights = (i,)
+        value.weights, value.is_learned = (i,), True
     for value in rows:
         unify(rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
@@ -140,32 +145,62 @@ def analyse(
             for dim, of_gradient in zip(value.dims, gradient.dims):
                 unify(dim, of_gradient)
     splittable = [[] if reason else list(value.dims) for value, reason in zip(parameters, traced.fixed)]
-    costs = count(walk, parameters, splittable, rows, tensor, num_shards)
-    return _decided(Analysis(traced, walk, parameters, gradients, costs, {}), given or {}, max_bytes)
+
+    def of_leaf(leaf: int, dim: int | None) -> float:
+        if held is None:
+            return parameters[leaf].num_bytes / (1 if dim is None else tensor)
+        return held(traced.paths[leaf], dim, _num_scanned(parameters[leaf]), bool(traced.fixed[leaf]))
+
+    costs = count(walk, parameters, splittable, rows, tensor, num_shards, of_leaf)
+    analysis = Analysis(traced, walk, parameters, gradients, costs, {})
+    return _decided(analysis, given or {}, fixed or {}, max_bytes)
 
 
-def _decided(analysis: Analysis, given: Mapping[str, int], max_bytes: int | None) -> Analysis:
-    costs, paths, parameters = analysis.costs, analysis.traced.paths, analysis.parameters
-    total = sum(value.num_bytes for value in parameters)
-    least_freed = 0.0 if max_bytes is None else max(0.0, float(total - max_bytes))
+def _num_scanned(value: Value) -> int:
+    """How many leading dims number layers of a scan."""
+    is_scanned = [bool(dim) and resolve(dim)[0].pin == SCANNED for dim in value.dims]
+    return (*is_scanned, False).index(False)
+
+
+def _decided(
+    analysis: Analysis, given: Mapping[str, int], fixed: Mapping[str, int | None], max_bytes: float | None
+) -> Analysis:
+    costs, paths = analysis.costs, analysis.traced.paths
+    total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
+    least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)
+    numbers = {path: leaf for leaf, path in enumerate(paths)}
+    decided = {numbers[path]: dim for path, dim in fixed.items() if path in numbers}
+    split_so = as_layout(costs, {leaf: dim for leaf, dim in decided.items() if dim is not None}) or {}
 
     def judge(layout: Layout) -> float:
-        fits = freed_bytes(costs, parameters, layout) >= least_freed
+        fits = freed_bytes(costs, layout) >= least_freed
         return analysis.score(layout) if fits else -math.inf
 
-    try:
-        chosen = choose(costs, least_freed)
-    except ValueError:
+    def laid_out(splits: Sequence[Split]) -> Layout:
+        chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}
+        return {**chosen, **split_so}
+
+    whole = {leaf for leaf, dim in decided.items() if dim is None}
+    options: list[dict[str, Collection[int]]] = [{}]
+    if decided:  # go along with what is decided, or keep away from it
+        options.append({"forced": set(split_so.values())})
+        options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
+    layouts: list[Layout] = []
+    for option in options:
+        with contextlib.suppress(ValueError):
+            layouts.append(laid_out(choose(costs, least_freed, **option)))
+    layouts = [layout for layout in layouts if freed_bytes(costs, layout) >= least_freed]
+    if not layouts:
         freed = [split.freed for split in costs.splits]
         most = best_set(freed, freed, range(len(freed)), costs.clashes)
         raise ValueError(
             f"shard_rules: no layout on tensor={costs.tensor} brings the parameters of one device, "
-            f"{total} bytes, to {max_bytes} bytes; the least is {total - sum(freed[n] for n in most):.0f}. Use "
-            "more devices for tensor or fsdp."
-        ) from None
-    layout = {leaf: split.number for split in chosen for leaf in split.leaves}
-    layout = relax(layout, paths, len(analysis.walk.steps), judge)
-    other = analysis.laid_out(given)
+            f"{total:.0f} bytes, to {total - least_freed:.0f} bytes; the least is "
+            f"{total - sum(freed[n] for n in most):.0f}. Use more devices for tensor or fsdp."
+        )
+    layout = layouts[0] if len(layouts) == 1 else max(layouts, key=judge)
+    layout = relax(layout, paths, len(analysis.walk.steps), decided, judge)
+    other = analysis.laid_out({**given, **fixed})
     if other is not None and judge(other.layout) > judge(layout):
         return dataclasses.replace(other, is_given=True)
     return dataclasses.replace(analysis, layout=layout)

@@ -1,12 +1,11 @@
 """From the chosen splits to a layout: judged as a whole, beside the layout of the path rules."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from redco_eqx._dataflow.choice import MEMORY, WORK
 from redco_eqx._dataflow.costs import Costs
 from redco_eqx._dataflow.simulation import Sent
-from redco_eqx._dataflow.values import Value
 
 Layout = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
@@ -30,15 +29,15 @@ def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
     return found
 
 
-def freed_bytes(costs: Costs, parameters: Sequence[Value], layout: Layout) -> float:
+def freed_bytes(costs: Costs, layout: Layout) -> float:
     """Bytes of parameters that a device does not hold."""
-    return (1 - 1 / costs.tensor) * sum(parameters[leaf].num_bytes for leaf in layout)
+    return sum(costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
 
 
-def score(costs: Costs, parameters: Sequence[Value], layout: Layout, sent: Sent) -> float:
+def score(costs: Costs, layout: Layout, sent: Sent) -> float:
     """What a layout is worth, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
-    gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, parameters, layout)
+    gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits
 
 
@@ -46,14 +45,15 @@ def relax(
     layout: Layout,
     paths: Sequence[str],
     num_steps: int,
+    fixed: Container[int],
     judge: Callable[[Layout], float],
 ) -> Layout:
     """`layout` without the parameters that are better left whole, such as routers beside split experts.
 
-    Parameters that differ only in the numbers of their paths are tried together.
+    Parameters that differ only in the numbers of their paths are tried together; those in `fixed` stay.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
-    for leaf in layout:
+    for leaf in (leaf for leaf in layout if leaf not in fixed):
         groups.setdefault((re.sub(r"\d+", "#", paths[leaf]),), []).append(leaf)
     if len(groups) * num_steps > MAX_STEPS:
         return layout

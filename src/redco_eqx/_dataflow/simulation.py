@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.costs import MESSAGE, Costs
-from redco_eqx._dataflow.splits import total_bytes
+from redco_eqx._dataflow.splits import Split, total_bytes
 from redco_eqx._dataflow.values import Event, Step, Value
 
 # What hands a gradient on as it is.
@@ -46,6 +46,9 @@ def simulate(
             numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
     run = _Run(costs, {id(parameters[leaf]): number for leaf, number in layout.items()}, wanted)
+    for leaf, number in layout.items():
+        if number in costs.leads.doubled(parameters[leaf].dims):
+            run.places[id(parameters[leaf])] = costs.splits[number].leaves[leaf]
     for step in steps:
         run.step(step)
     for leaf, gradient in enumerate(gradients):
@@ -58,6 +61,8 @@ class _Run:
     def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int]):
         self.costs, self.leads = costs, costs.leads
         self.splits, self.wanted = splits, wanted
+        self.partial: dict[int, int] = {}  # what some of a split's atoms split
+        self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
         self.events: list[tuple[Event, float]] = []
         self.moved = self.waits = 0.0
 
@@ -66,7 +71,11 @@ class _Run:
 
     def step(self, step: Step) -> None:
         numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
+        is_partial = not numbers
+        if is_partial:
+            numbers = dict.fromkeys(self.partial[id(x)] for x in step.operands if id(x) in self.partial)
         if not numbers:
+            is_partial = False
             numbers = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
         if numbers:
             options = [(*self._through(step, number), number) for number in numbers]
@@ -77,8 +86,11 @@ class _Run:
             self.moved += moved
             self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
             for value in step.results:
-                if number in self.leads.splitting(value.dims):
+                if not is_partial and number in self.leads.splitting(value.dims):
                     self.splits[id(value)] = number
+                    self._follow(step, value)
+                elif number in self.leads.of(value.dims):
+                    self.partial[id(value)] = number
         for event in step.events:
             if self.leads.over_batch(event):
                 size = float(event.sent.num_bytes * event.times)
@@ -94,12 +106,50 @@ class _Run:
         for event in step.events:
             size = self.costs.caused(split, event)
             if size > 0 and not self.leads.over_batch(event):
-                sent.append((event, size))
+                sent += self._sent(event, split, size, step)
         for value in dict.fromkeys(step.operands):
             if self.split_of(value) not in (None, number):
-                shards = self.costs.num_shards if self.leads.has_batch(value.dims) else 1
-                moved += value.num_bytes * step.times / shards
+                moved += value.num_bytes * step.times / self._shards(value)
         return sent, moved
+
+    def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
+        """What is sent for an event, as operands are split: an operand may be gathered instead."""
+        number = split.number
+        if event.kind == "twice":
+            is_met = sum(self.split_of(x) == number for x in step.operands) > 1
+            return [(event, size)] if is_met else []
+        if len(event.along) != 2 or len(split.atoms) > 1:
+            return [(event, size)]
+        places = [self._places(x, number) for x in event.arrays]
+        is_along = [any(i in dims for i in own) for own, dims in zip(places, event.along)]
+        if all(is_along) or not any(is_along):
+            return [(event, size)] if all(is_along) else []
+        split_one = event.arrays[is_along.index(True)]
+        other = places[is_along.index(False)]
+        whole = split_one.num_bytes * event.times / self._shards(split_one)
+        if not other and whole > size:  # the other is cut for it
+            return [(event, size)]
+        gathered = dataclasses.replace(
+            event, kind="whole", dims=split_one.dims, sent=split_one, arrays=(split_one,), along=()
+        )
+        return [(gathered, whole)]
+
+    def _places(self, value: Value, number: int) -> list[int]:
+        """The dims of an array that are split so."""
+        if self.split_of(value) != number:
+            return []
+        found = [i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])]
+        return found if len(found) < 2 else [self.places.get(id(value), found[0])]
+
+    def _follow(self, step: Step, value: Value) -> None:
+        """Notes which dim of a result is split, if that of an operand is known."""
+        for operand in step.operands:
+            if (place := self.places.get(id(operand))) is not None:
+                kept = [i for i, dim in enumerate(value.dims) if dim is operand.dims[place]]
+                self.places |= {id(value): i for i in kept[:1]}
+
+    def _shards(self, value: Value) -> int:
+        return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
 
     def _later(self, step: Step, number: int) -> float:
         """What is sent later if a gradient is split in this way, and wanted in another."""

@@ -45,12 +45,12 @@ def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
 
     If `merged`, results that are added are summed over devices at once.
     """
-    sizes: dict[Event | Value, float] = {}
+    sizes: dict[Event | tuple[str, Value], float] = {}
     for event, size in sent:
         if event.kind in ("twice", "whole") and not event.unless:
-            key: Event | Value = event.sent
+            key: Event | tuple[str, Value] = (event.kind, event.sent)
         else:
-            key = event.first or event if merged else event
+            key = event.summed_with(merged=merged)
         sizes[key] = max(sizes.get(key, 0.0), size)
     return sum(sizes.values(), 0.0)
 

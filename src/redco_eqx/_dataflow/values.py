@@ -11,7 +11,7 @@ class Value:
     """An array of the program.
 
     - `weights`: if nothing but parameters is upstream, which (their numbers): it is a weight.
-    - `is_data`: whether the batch is upstream.
+    - `is_data`: whether the batch is upstream; `is_learned`: whether a parameter is.
     - `sums`: the events of which it is the result, or the sum of results: these can be summed over devices
         at once.
     """
@@ -20,6 +20,7 @@ class Value:
     num_bytes: int
     weights: tuple[int, ...] = ()
     is_data: bool = False
+    is_learned: bool = False
     sums: tuple["Event", ...] = ()
 
 
@@ -32,9 +33,11 @@ class Event:
     - `unless`: ... but not if it leads one of these.
     - `sent`: the array that is summed or gathered; the bytes of one device's part of it are counted.
     - `arrays`: of these one at least has to be split for it to happen.
+    - `along`: if it is a sum, for each of `arrays` its dims that are summed over, by number.
     - `equation`: the operation.
     - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
         sum over devices, once; the one for CPU does not.
+    - `joined`: the first of several that are added by the library's own blocks: before, on every backend.
     - `times`: how often it is done, in loops; `waits`, of these, in loops that go through one sequence by the
         same weights, so that each waits for the last.
     """
@@ -47,7 +50,16 @@ class Event:
     times: int
     waits: int
     unless: tuple[Dim, ...] = ()
+    along: tuple[tuple[int, ...], ...] = ()
     first: "Event | None" = None
+    joined: "Event | None" = None
+
+    def summed_with(self, *, merged: bool) -> "Event":
+        """The event that stands for all that are summed over devices at once with this one.
+
+        `merged`: as by a compiler that adds before it sums.
+        """
+        return (self.first if merged else self.joined) or self
 
 
 @dataclasses.dataclass(eq=False, slots=True)

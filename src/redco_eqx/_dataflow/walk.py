@@ -88,11 +88,13 @@ class Walk:
         *,
         unless: Sequence[Dim] = (),
         arrays: Sequence[Value] = (),
+        along: Sequence[Sequence[int]] = (),
     ) -> None:
         """Notes that `sent` is sent if one of `dims`, of it or of `arrays`, is split."""
         if any(dims):
             of = tuple(arrays) or (sent,)
-            found = Event(kind, tuple(dims), sent, of, equation, self.times, self.waits, tuple(unless))
+            places = tuple(tuple(numbers) for numbers in along)
+            found = Event(kind, tuple(dims), sent, of, equation, self.times, self.waits, tuple(unless), places)
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)
@@ -133,6 +135,7 @@ def _of_type(aval: Any, operands: Sequence[Value]) -> Value:
 
 def result(aval: Any, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:
     """A result with these dims, that comes from these operands."""
-    is_data = any(x.is_data for x in operands)
+    is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
     weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
-    return Value(tuple(dims), num_bytes(aval) if hasattr(aval, "dtype") else 0, weights, is_data)
+    size = num_bytes(aval) if hasattr(aval, "dtype") else 0
+    return Value(tuple(dims), size, weights, is_data, is_learned)

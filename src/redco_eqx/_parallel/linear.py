@@ -20,6 +20,8 @@ from redco_eqx._parallel.sums import psum, vary
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 
+# By the scopes an analysis of the program knows what is added up before it is summed over the shards.
+@jax.named_scope("redco_eqx.column")
 def column(
     x: Inexact[Array, "*batch in"],
     *layers: Layer,
@@ -82,6 +84,7 @@ def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_par
     )(x, arrays)
 
 
+@jax.named_scope("redco_eqx.row")
 def row(
     x: Inexact[Array, "*batch in"] | Sequence[Inexact[Array, "*batch _"]],
     layer: Layer | Sequence[Layer],

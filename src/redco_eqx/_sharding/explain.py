@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -10,8 +11,8 @@ from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._sharding.mesh import axis_size, check_mesh, for_use, stored_axes
-from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
+from redco_eqx._sharding.mesh import axis_size, check_mesh, stored_axes, tensor_dim
+from redco_eqx._sharding.rules import Chosen, Decision, Overrides, analysis_of, decide_by, match_overrides
 from redco_eqx._tree import describe
 
 
@@ -70,20 +71,20 @@ def explain(
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
     check_mesh(mesh)
-    return explain_by(analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device), model, mesh, overrides)
+    chosen = match_overrides(model, mesh, overrides)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
+    return explain_by(analysis, model, mesh, chosen)
 
 
 def explain_by(
-    analysis: Analysis | None, model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()
+    analysis: Analysis | None,
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    chosen: Chosen = MappingProxyType({}),
 ) -> Explanation:
-    """The explanation by the analysis of a program, of which only the size of `tensor` counts."""
-    decisions = decide_by(analysis, model, mesh, overrides)
-    dims = {
-        path: dim
-        for path, d in decisions.items()
-        for dim, entry in enumerate(for_use(d.spec))
-        if "tensor" in (entry if isinstance(entry, tuple) else (entry,))
-    }
+    """The explanation by the analysis of a program, for which no axis of the mesh but `tensor` counts."""
+    decisions = decide_by(analysis, model, mesh, chosen)
+    dims = {path: tensor_dim(d.spec) for path, d in decisions.items()}
     laid_out = None if analysis is None else analysis.laid_out(dims)  # with the overrides
     sent = None if laid_out is None else communication(laid_out, _over_fsdp(decisions, mesh))
     return Explanation(decisions, dict(mesh.shape), sent)

@@ -148,6 +148,12 @@ def for_use(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(left, spec))
 
 
+def tensor_dim(spec: PartitionSpec) -> int | None:
+    """The dim that `tensor` splits for use; `None` if it splits none."""
+    is_split = ["tensor" in (entry if isinstance(entry, tuple) else (entry,)) for entry in for_use(spec)]
+    return is_split.index(True) if any(is_split) else None
+
+
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
     """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
     entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]

@@ -8,20 +8,31 @@ import dataclasses
 import fnmatch
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.engine import Analysis, analyse
-from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, check_mesh, num_batch_shards, trimmed
+from redco_eqx._sharding.mesh import (
+    STORED,
+    axes_of,
+    axis_size,
+    check_mesh,
+    num_batch_shards,
+    tensor_dim,
+    trimmed,
+)
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
 
 FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
@@ -119,8 +130,9 @@ def decide(
 ) -> dict[str, Decision]:
     """The decision for every array of `model`, by path, in the model's order."""
     check_mesh(mesh)
-    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
-    return decide_by(analysis, model, mesh, overrides)
+    chosen = match_overrides(model, mesh, overrides)
+    analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
+    return decide_by(analysis, model, mesh, chosen)
 
 
 def analysis_of(
@@ -129,8 +141,9 @@ def analysis_of(
     loss_fn: Callable[..., Any] | None,
     batch: PyTree,
     max_bytes_per_device: int | None = None,
+    chosen: Chosen = MappingProxyType({}),
 ) -> Analysis | None:
-    """What the program says, if there is one."""
+    """What the program says, if there is one, of the arrays that are not `chosen`."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
@@ -145,7 +158,14 @@ def analysis_of(
         )
     tensor = axis_size(mesh, "tensor")
     by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
-    max_bytes = None if max_bytes_per_device is None else max_bytes_per_device * axis_size(mesh, "fsdp")
+    arrays = to_arrays(model)
+
+    def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
+        x, role = arrays[path], Role("buffer" if is_buffer else "whole", "", dim, stack)
+        spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
+        return _shard_bytes(tuple(x.shape), x.dtype, spec, mesh)
+
+    constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
     return analyse(
         loss_fn,
         model,
@@ -153,17 +173,20 @@ def analysis_of(
         tensor=tensor,
         num_shards=num_batch_shards(mesh),
         given=by_paths,
-        max_bytes=max_bytes,
+        fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
+        held=held,
+        max_bytes=None if max_bytes_per_device is None else float(max_bytes_per_device - constants),
     )
 
 
 def decide_by(
-    analysis: Analysis | None, model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides = ()
+    analysis: Analysis | None,
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    chosen: Chosen = MappingProxyType({}),
 ) -> dict[str, Decision]:
     """The decisions by the analysis of a program; without one, by the paths."""
-    check_mesh(mesh)
     arrays = to_arrays(model)
-    chosen = _match_overrides(arrays, mesh, overrides)
     if analysis is None:
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
@@ -221,9 +244,9 @@ def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: 
     return math.prod(shape) * getattr(dtype, "itemsize", 4) // shards
 
 
-def _match_overrides(
-    arrays: dict[str, Any], mesh: Mesh | AbstractMesh, overrides: Overrides
-) -> dict[str, tuple[str, PartitionSpec]]:
+def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
+    """By path, the first pattern that matches, and its spec. Raises `ValueError` as `shard_rules` does."""
+    arrays = to_arrays(model)
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
     for pattern, spec in overrides:
         spec = PartitionSpec(*spec)  # a plain tuple will do

@@ -34,8 +34,9 @@ class TrainState:
     - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
     - `step`: number of steps taken, int32.
     - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
-    - `stored`: the paths of parameters that `tensor` splits where they are stored, and not for use. Their own
-        shardings need not say it: JAX gives results of a program back under any spec of the same meaning to it.
+    - `stored`: the paths of arrays of the model that `tensor` splits where they are stored, and not for use.
+        Their own shardings need not say it: JAX gives results of a program back under any spec of the same
+        meaning to it.
     """
 
     params: dict[str, AnyArray]
@@ -52,10 +53,15 @@ class TrainState:
         """The model, or the pair `(model, eqx.nn.State)` if it was given as one."""
         return self.build(self.params, self.model_state)
 
-    def build(self, params: dict[str, AnyArray], model_state: dict[str, AnyArray]) -> Any:
+    def build(
+        self,
+        params: dict[str, AnyArray],
+        model_state: dict[str, AnyArray],
+        frozen: dict[str, AnyArray] | None = None,
+    ) -> Any:
         """The model with these arrays in place of the state's own."""
         structure, state_structure = self.structure
-        model = structure.build({**params, **self.frozen})
+        model = structure.build({**params, **(self.frozen if frozen is None else frozen)})
         return model if state_structure is None else (model, state_structure.build(model_state))
 
 
@@ -81,10 +87,12 @@ def step_of(state: TrainState) -> int:
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
-    """How the parameters lie, by path; `None` if not all of them were laid out on a mesh."""
+    """How the model's arrays lie, by path; `None` if not all that are trained were laid out on a mesh."""
     layout = {}
-    for path, x in state.params.items():
+    for path, x in {**state.params, **state.frozen}.items():
         if not isinstance(x.sharding, NamedSharding):
+            if path in state.frozen:
+                continue
             return None
         mesh, spec = x.sharding.mesh, trimmed(x.sharding.spec)
         layout[path] = NamedSharding(mesh, as_stored(spec, path in state.stored, mesh))

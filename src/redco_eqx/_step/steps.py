@@ -36,7 +36,7 @@ from redco_eqx._types import (
 )
 
 Layout: TypeAlias = dict[str, NamedSharding]
-"""The sharding of each parameter, by path."""
+"""The sharding of each array of the model, by path."""
 
 
 def train_step(
@@ -52,12 +52,12 @@ def train_step(
 
     Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
 
-    Where `shardings` splits parameters over `fsdp`, each is gathered where the loss uses it first, in a
-    `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as [`scan_layers`][]
-    makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no checkpoint that
-    reads weights, all of it is one, which keeps the results of matrix products and convolutions. If it has
-    some, what is read outside of them is gathered once, and kept until the gradient is done. The gathers have
-    no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    Where `shardings` splits arrays over `fsdp`, trained or frozen, each is gathered where the loss uses it
+    first, in a `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as
+    [`scan_layers`][] makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no
+    checkpoint that reads weights, all of it is one, which keeps the results of matrix products and
+    convolutions. If it has some, what is read outside of them is gathered once, and kept until the gradient is
+    done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
 
@@ -82,28 +82,34 @@ def train_step(
     `ValueError` while tracing: a loss that is not a scalar or a `Mean`, a reserved metric name, a batch that
     does not divide into the microbatches.
     """
-    layout = None if shardings is None else _layout(shardings, state.params)
-    params = _constrain(state.params, layout)
+    layout = None if shardings is None else _layout(shardings, state)
+    params, frozen = _constrain(state.params, layout), state.frozen
     key = stream(state, TRAIN)
 
-    def loss_of(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
-        output = loss_fn(state.build(params, model_state), batch, key)
+    def loss_of(
+        params: dict[str, Array],
+        frozen: dict[str, Array],
+        model_state: dict[str, Array],
+        batch: Batch,
+        key: Key,
+    ) -> Any:
+        output = loss_fn(state.build(params, model_state, frozen), batch, key)
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
     if num_microbatches == 1:
-        gradient = _gradient(loss_of, (params, state.model_state, batch, key), layout)
-        (_, (loss, metrics, model_state)), grads = gradient(params, state.model_state, batch, key)
+        gradient = _gradient(loss_of, (params, frozen, state.model_state, batch, key), layout)
+        (_, (loss, metrics, model_state)), grads = gradient(params, frozen, state.model_state, batch, key)
     else:
         parts = _microbatches(batch, num_microbatches, layout)
         first = jax.tree.map(lambda x: x[0], parts)
-        gradient = _gradient(loss_of, (params, state.model_state, first, key), layout)
+        gradient = _gradient(loss_of, (params, frozen, state.model_state, first, key), layout)
 
         def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
             index, microbatch = part
             (_, (loss, metrics, model_state)), grads = gradient(
-                params, model_state, microbatch, jax.random.fold_in(key, index)
+                params, frozen, model_state, microbatch, jax.random.fold_in(key, index)
             )
             total = jax.tree.map(lambda t, g: t + g * loss.weight.astype(t.dtype), total, grads)
             return (_constrain(total, layout), model_state), (loss, metrics)
@@ -124,7 +130,8 @@ def train_step(
     )
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
-        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, state.params, layout))
+        of_params = {path: layout[path] for path in params}
+        opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, of_params))
     wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
     learning_rate = _learning_rate(opt_state)
@@ -180,12 +187,18 @@ def _infer(
     state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
 ) -> Any:
     """`use(model, batch, key)` with the model in inference mode."""
-    layout = None if shardings is None else _layout(shardings, state.params)
+    layout = None if shardings is None else _layout(shardings, state)
 
-    def run(params: dict[str, Array], model_state: dict[str, Array], batch: Batch, key: Key) -> Any:
-        return use(eqx.nn.inference_mode(state.build(params, model_state)), batch, key)
+    def run(
+        params: dict[str, Array],
+        frozen: dict[str, Array],
+        model_state: dict[str, Array],
+        batch: Batch,
+        key: Key,
+    ) -> Any:
+        return use(eqx.nn.inference_mode(state.build(params, model_state, frozen)), batch, key)
 
-    arguments = (state.params, state.model_state, batch, key)
+    arguments = (state.params, state.frozen, state.model_state, batch, key)
     program, _ = _program(run, arguments, layout)
     return _for_mesh(program, arguments, layout)(*arguments)
 
@@ -202,11 +215,12 @@ def _gradient(loss_of: Callable[..., Any], arguments: tuple[Any, ...], layout: L
 def _program(
     function: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout | None
 ) -> tuple[Program, bool]:
-    """A function of parameters and more, traced, with [`gather_where_used`][]."""
+    """A function of parameters, frozen arrays and more, traced, with [`gather_where_used`][]."""
     program = trace(function, *arguments)
-    of_params = [] if layout is None else [layout[path] for path in sorted(layout)]  # as JAX sorts a dict
-    num_others = len(program.closed.jaxpr.invars) - len(of_params)
-    return gather_where_used(program, [*of_params, *[None] * num_others])
+    known = layout or {}
+    of_arrays = [known.get(path) for arrays in arguments[:2] for path in sorted(arrays)]  # as JAX sorts a dict
+    num_others = len(program.closed.jaxpr.invars) - len(of_arrays)
+    return gather_where_used(program, [*of_arrays, *[None] * num_others])
 
 
 def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | None) -> Program:
@@ -214,8 +228,9 @@ def _for_mesh(program: Program, arguments: tuple[Any, ...], layout: Layout | Non
     if not layout:
         return for_partitioner(program, traced_mesh(arguments))
     kernels: dict[int, set[str]] = {}
+    arrays = {**arguments[0], **arguments[1]}
     for path, sharding in layout.items():
-        shape = arguments[0][path].shape
+        shape = arrays[path].shape
         # What is gathered for use is still made split, as a gradient.
         axes = {*axes_of(for_use(sharding.spec)), *stored_axes(sharding.spec)[:1]}
         for part in (shape, shape[1:]):  # alone, or of a stack
@@ -258,19 +273,21 @@ def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Met
     return loss, metrics, model_state
 
 
-def _layout(shardings: PyTree, params: dict[str, Any]) -> Layout:
+def _layout(shardings: PyTree, state: TrainState) -> Layout:
     found = to_paths(shardings, lambda x: isinstance(x, NamedSharding))
-    missing = [path for path in params if path not in found]
+    missing = [path for path in state.params if path not in found]
     if missing:
         raise ValueError(
             f"shardings has no NamedSharding for {first_few(missing)}. Pass shard_rules(model, mesh) of the "
             "same model."
         )
-    return {path: found[path] for path in params}
+    return {path: found[path] for path in (*state.params, *state.frozen) if path in found}
 
 
-def _constrain(tree: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
-    return tree if layout is None else jax.lax.with_sharding_constraint(tree, layout)
+def _constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
+    if layout is None:
+        return params
+    return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
 
 
 def _microbatches(batch: Batch, number: int, layout: Layout | None) -> Batch:
