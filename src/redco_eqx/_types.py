@@ -96,6 +96,13 @@ class PredictFn(Protocol):
 
 
 @runtime_checkable
+class OutputFn(Protocol):
+    """`(example, prediction) -> anything`: what a person reads of what `predict_fn` gave for an example."""
+
+    def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
+
+
+@runtime_checkable
 class Logger(Protocol):
     """Takes a row of numbers at a step. Called on process 0 only."""
 

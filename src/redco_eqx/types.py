@@ -6,7 +6,8 @@ from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._training.evaluation import MetricFn
-from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, PredictFn
+from redco_eqx._training.hook import Hook
+from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 __all__ = [
     "Batch",
@@ -16,12 +17,14 @@ __all__ = [
     "Decision",
     "Examples",
     "Explanation",
+    "Hook",
     "JittedStep",
     "Key",
     "Logger",
     "LossFn",
     "MetricFn",
     "Metrics",
+    "OutputFn",
     "PredictFn",
     "RunRecord",
 ]
