@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
-from redco_eqx._sharding.mesh import axis_size, check_mesh, for_use, stored_axes
-from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, decide_by
+from redco_eqx._sharding.mesh import axis_size, for_use, stored_axes
+from redco_eqx._sharding.rules import Decision, Overrides, analysis_of, check_arguments, decide_by
 from redco_eqx._tree import describe
 
 
@@ -68,7 +68,7 @@ def explain(
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
-    check_mesh(mesh)
+    check_arguments(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device)
     decisions = decide_by(analysis, model, mesh, overrides)
     dims = {

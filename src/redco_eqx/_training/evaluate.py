@@ -11,11 +11,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from redco_eqx._data.batches import batches
-from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, layout_of, state_mesh
+from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_is_state, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
+from redco_eqx._training.checks import check_examples, check_whole
 from redco_eqx._training.compile import PerShape, reseeded
 from redco_eqx._training.throttle import lagging
-from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn
+from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
 
 def evaluate(
@@ -67,6 +68,11 @@ def losses(
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
+    check_is_state(state, "evaluate: state")
+    check_examples("evaluate: examples", examples)
+    check_function("evaluate", "collate_fn", collate_fn, "examples")
+    check_function("evaluate", "loss_fn", loss_fn, "model", "batch", "key")
+    check_whole("evaluate", batch_size=batch_size)
     step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, EVALUATE), functions=(loss_fn,), key="evaluate", state=state)
     totals: dict[str, tuple[float, float]] = {}
@@ -135,6 +141,11 @@ def predictions(
     stops: Callable[[], bool] = lambda: False,
 ) -> list[Any] | None:
     """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
+    check_is_state(state, "predict: state")
+    check_examples("predict: examples", examples)
+    check_function("predict", "collate_fn", collate_fn, "examples")
+    check_function("predict", "predict_fn", predict_fn, "model", "batch", "key")
+    check_whole("predict", batch_size=batch_size)
     step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, PREDICT), functions=(predict_fn,), key="predict", state=state)
     rows: list[Any] = []

@@ -12,12 +12,23 @@ import numpy as np
 
 from redco_eqx._data.batches import batch_sizes
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
+from redco_eqx._training.checks import check_examples, check_positive
 from redco_eqx._training.evaluate import losses, predictions
 from redco_eqx._training.plan import Every
-from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn
+from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
 MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 """`metric_fn(examples, predictions) -> {name: number}`."""
+
+
+_CALLED_WITH = {
+    "collate_fn": ("examples",),
+    "loss_fn": ("model", "batch", "key"),
+    "state_fn": ("state",),
+    "predict_fn": ("model", "batch", "key"),
+    "output_fn": ("example", "prediction"),
+    "metric_fn": ("examples", "predictions"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +65,11 @@ class Evaluation:
     prefetch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Evaluation: {name}={value}, but it must be positive.")
+        check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
+        check_examples("Evaluation: examples", self.examples)
+        for name, arguments in _CALLED_WITH.items():
+            if getattr(self, name) is not None:
+                check_function("Evaluation", name, getattr(self, name), *arguments)
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
@@ -97,6 +109,7 @@ class Evaluation:
         collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
         if collate_fn is None or loss_fn is None or batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
+        check_is_state(state, "Evaluation: state")
         step = step_of(state)
         if self.state_fn is not None:
             state = self.state_fn(state)

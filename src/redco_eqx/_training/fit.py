@@ -19,9 +19,18 @@ from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
+from redco_eqx._step.optimizer import check_is_optimizer
+from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
-from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_state
+from redco_eqx._training.checks import (
+    check_batch_sizes,
+    check_examples,
+    check_functions,
+    check_keep_best,
+    check_kind,
+    check_positive,
+    check_state,
+)
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook
@@ -29,7 +38,7 @@ from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
-from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
+from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
 
 
 def fit(
@@ -109,6 +118,16 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
     saved too if there are `checkpoints`.
     """
+    check_is_state(state, "fit: state")
+    check_examples("fit: train_examples", train_examples)
+    if callable(train_examples):
+        check_function("fit", "train_examples", train_examples, "epoch")
+    check_functions(collate_fn, loss_fn, step_fn, hook, loggers)
+    check_is_optimizer("fit", optimizer)
+    check_kind("fit: evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
+    check_kind(
+        "fit: checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints."
+    )
     mesh = state_mesh(state)
     checkpoints = as_checkpoints(checkpoints)
     plan = Plan(
