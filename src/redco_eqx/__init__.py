@@ -23,12 +23,14 @@ from redco_eqx._step.steps import eval_step, predict_step, train_step
 from redco_eqx._training.evaluate import evaluate, predict
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.fit import fit, num_train_steps
+from redco_eqx._training.hook import Change
 from redco_eqx._training.interrupt import TrainingInterrupted
 from redco_eqx._training.run import NonFiniteError
 from redco_eqx._tree import cast, from_arrays, to_arrays
 from redco_eqx._types import Mean
 
 __all__ = [
+    "Change",
     "CheckpointError",
     "Checkpoints",
     "ConsoleLogger",

@@ -1,5 +1,6 @@
 """The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -67,6 +68,8 @@ Loss: TypeAlias = Mean | ArrayLike
 Metrics: TypeAlias = dict[str, Mean]
 """What a step reports, by name. Means, so that they can be added over steps."""
 
+_RETURN = "Does the function return it?"
+
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
 
 
@@ -96,10 +99,55 @@ class PredictFn(Protocol):
 
 
 @runtime_checkable
+class OutputFn(Protocol):
+    """`(example, prediction) -> anything`: what a person reads of what `predict_fn` gave for an example."""
+
+    def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
+
+
+@runtime_checkable
 class Logger(Protocol):
     """Takes a row of numbers at a step. Called on process 0 only."""
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
+
+
+def as_key(where: str, key: object) -> Any:
+    """One typed PRNG key; of raw words, such as `jax.random.PRNGKey` makes, the key that they are.
+
+    Raises `TypeError` for anything else, `ValueError` for many keys.
+    """
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
+        key = jax.random.wrap_key_data(key)
+    if not isinstance(key, jax.Array | jax.ShapeDtypeStruct) or not jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(f"{where}: key must be a PRNG key, jax.random.key(0), but is {_short(key)}.")
+    if key.shape != ():
+        raise ValueError(f"{where}: key must be one PRNG key, but is {key.shape} of them. Pass one: keys[0].")
+    return key
+
+
+def check_function(where: str, name: str, function: object, *arguments: str) -> None:
+    """Raises `TypeError` for what is no function, or not one of so many positional arguments."""
+    form = f"{name}({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of those written in C do not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {name} is called as {form}, but what was given takes {signature}: {error}."
+        ) from None
+
+
+def _short(x: object) -> str:
+    text = repr(x)
+    return f"{text} ({type(x).__name__})" if len(text) <= 40 and "\n" not in text else f"a {type(x).__name__}"
 
 
 def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
@@ -107,6 +155,13 @@ def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
 
     Raises `ValueError` naming `what` if it is not a scalar.
     """
+    if isinstance(x, Mapping):
+        raise TypeError(
+            f"{what} is a dict of {', '.join(map(repr, x))}. Metrics have one level of names: "
+            '{"group/name": value}.'
+        )
+    if x is None or isinstance(x, Sequence):
+        raise TypeError(f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. {_RETURN}")
     if not isinstance(x, Mean):
         x = Mean(jnp.asarray(x) * weight, weight)
     for part in ("total", "weight"):

@@ -7,7 +7,8 @@ from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._training.evaluation import MetricFn
-from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, PredictFn
+from redco_eqx._training.hook import Hook
+from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 __all__ = [
     "Batch",
@@ -17,6 +18,7 @@ __all__ = [
     "Decision",
     "Examples",
     "Explanation",
+    "Hook",
     "JittedStep",
     "Key",
     "Logger",
@@ -24,6 +26,7 @@ __all__ = [
     "MeshPlan",
     "MetricFn",
     "Metrics",
+    "OutputFn",
     "PredictFn",
     "RunRecord",
 ]

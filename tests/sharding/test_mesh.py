@@ -90,7 +90,8 @@ def test_explicit_axes_are_refused_with_the_fix(kind):
     mesh = mesh if kind == "concrete" else mesh.abstract_mesh
     with pytest.raises(ValueError, match=r"mesh axes \('tensor',\) are not of AxisType.Auto") as error:
         check_mesh(mesh)
-    assert "axis_types=(AxisType.Auto,) * number_of_axes" in str(error.value)
+    assert "make_mesh(mesh=mesh)" in str(error.value)
+    check_mesh(make_mesh(mesh=mesh))
     assert "make_mesh(tensor=..., fsdp=...)" in str(error.value)
     with pytest.raises(ValueError, match=r"AxisType\.Auto"):
         batch_sharding(mesh)
@@ -184,3 +185,41 @@ def test_one_device_mesh_is_a_mesh_like_any_other():
     assert mesh.devices.item() == device
     check_mesh(mesh)
     assert mesh == make_mesh(data=1, devices=[device])
+
+
+# A mesh of the user's own.
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "names", "expected"),
+    [
+        ((8,), ("data",), None, (8, 1, 1)),
+        ((2, 4), ("dp", "tp"), ("data", "tensor"), (2, 1, 4)),
+        ((4, 2), ("tp", "dp"), ("tensor", "data"), (2, 1, 4)),
+        ((2, 2, 2), ("pod", "model", "dp"), ("data", "tensor", "data"), (4, 1, 2)),
+        ((2, 4), ("x", "y"), ("fsdp", "fsdp"), (1, 8, 1)),
+    ],
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_ones_own_keeps_each_device_in_its_place(shape, axes, names, expected, kind):
+    own = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
+    mesh = make_mesh(mesh=own, names=names)
+    check_mesh(mesh)
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, expected))
+    for place, device in np.ndenumerate(own.devices):
+        # Where it lies along each axis: axes of one name count together, the first of them slowest.
+        along = dict.fromkeys(AXES, 0)
+        for axis, index, size in zip(names or axes, place, shape):
+            along[axis] = along[axis] * size + index
+        assert mesh.devices[tuple(along.values())] == device
+
+
+def test_what_is_no_name_of_an_axis_is_refused():
+    own = jax.make_mesh((2, 4), ("dp", "tp"))
+    for names in (None, ("data",), ("data", "tp"), ("data", "tensor", "fsdp")):
+        with pytest.raises(ValueError, match=r"has axes \('dp', 'tp'\), each of which needs one of the names"):
+            make_mesh(mesh=own, names=names)
+    with pytest.raises(ValueError, match=r"Leave out tensor, fsdp, data, devices"):
+        make_mesh(mesh=own, names=("data", "tensor"), tensor=4)
+    with pytest.raises(ValueError, match=r"mesh=, which is missing"):
+        make_mesh(names=("data", "tensor"))

@@ -12,11 +12,11 @@ from redco_eqx.loop import Due, Every, Plan, due
 STEPS = 5
 
 
-def at(num_steps: int, *, evaluated: bool = False, begin: int = 100) -> RunRecord:
+def at(num_steps: int, *, evaluated: bool = False, stopped: bool = False, begin: int = 100) -> RunRecord:
     """A run that has taken so many steps, of which the last was evaluated or not."""
     run = RunRecord(begin, num_steps, num_steps // STEPS, num_steps % STEPS, 2, 10)
     rows = ({"step": run.step, "eval/loss": 1.0},) if evaluated else ()
-    return dataclasses.replace(run, evaluations=rows)
+    return dataclasses.replace(run, evaluations=rows, stopped=stopped)
 
 
 def word(what: Due) -> str:
@@ -49,10 +49,13 @@ BARE = Plan(num_steps=3, log_every=2)
         # Where a run goes on: what was done is not done again, what was cut short is.
         (BY_STEPS, at(6, evaluated=True), {}, "save"),
         (BY_STEPS, at(12, evaluated=True), {}, "log save finish"),
-        # A signal: a row and a save, and no evaluation.
-        (BY_STEPS, at(1), {"stop": True}, "log save finish"),
-        (BY_STEPS, at(6), {"stop": True}, "log save finish"),
+        # A signal: a save, which holds what is not logged, or a row; and no evaluation.
+        (BY_STEPS, at(1), {"stop": True}, "save finish"),
+        (BY_STEPS, at(6), {"stop": True}, "save finish"),
         (BARE, at(1), {"stop": True}, "log finish"),
+        # A hook that has ended the run.
+        (BY_STEPS, at(1, stopped=True), {}, "log evaluate save finish"),
+        (BY_STEPS, at(1, stopped=True, evaluated=True), {}, "log save finish"),
         # The clock asks for a save only.
         (BY_STEPS, at(1), {"is_time": True}, "save"),
         (BARE, at(1), {"is_time": True}, ""),

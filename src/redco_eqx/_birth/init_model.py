@@ -17,11 +17,11 @@ from redco_eqx._birth.flat import Canonical, FlatProgram, Value, flatten, run_ja
 from redco_eqx._birth.plan import Birth, is_small, plan
 from redco_eqx._birth.unstack import stack_layers
 from redco_eqx._program.atoms import is_key, type_of
-from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._sharding.mesh import check_mesh, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 from redco_eqx._tree import leaves_with_paths
-from redco_eqx._types import Key
+from redco_eqx._types import Key, as_key, check_function
 
 M = TypeVar("M")
 
@@ -70,6 +70,15 @@ def init_model(
 
     `ValueError` as `shard_rules` does, before anything is computed.
     """
+    check_mesh(mesh)
+    if isinstance(make_model, eqx.Module) or is_pair(make_model):
+        raise TypeError(
+            f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
+            "lambda key: ... that makes the model; one that is made already is placed by "
+            "eqx.filter_shard(model, shard_rules(model, mesh))."
+        )
+    check_function("init_model", "make_model", make_model, "key")
+    key = as_key("init_model", key)
     decided_by: dict[str, Any] = {
         "loss_fn": loss_fn,
         "batch": batch,

@@ -30,6 +30,8 @@ class RunRecord:
     - `finished`: whether it has come to its end.
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
     - `window`: metrics that were not logged yet.
+    - `stopped`: whether a hook has ended it.
+    - `memory`: what its hook remembers, plain JSON.
     """
 
     begin: int
@@ -41,6 +43,8 @@ class RunRecord:
     finished: bool = False
     evaluations: tuple[dict[str, Any], ...] = ()
     window: dict[str, Any] | None = None
+    stopped: bool = False
+    memory: Any = None
 
     @classmethod
     def begin_at(cls, step: int, *, batch_size: int, num_examples: int) -> "RunRecord":

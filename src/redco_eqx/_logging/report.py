@@ -33,6 +33,8 @@ class Reporter:
 
     A window is fetched when the next one is pushed, by when the devices have long finished it: reading
     metrics does not stall the loop.
+
+    - `metrics`: of the window that was fetched last, without rates.
     """
 
     def __init__(self, loggers: Sequence[Logger], *, num_steps: int | None, batch_size: int, initial: int = 0):
@@ -49,6 +51,7 @@ class Reporter:
         self._pending: _Pending | None = None
         self._since = time.perf_counter()
         self._num_untimed = 0
+        self.metrics: dict[str, float] = {}
 
     def say(self, message: str) -> None:
         """A line on the console, above the bar."""
@@ -104,6 +107,7 @@ class Reporter:
         if not window.ok:
             return False
         row = window_row(window)
+        self.metrics = dict(row)
         if num_timed and elapsed > 0:
             rate = num_timed / elapsed
             row["train/examples_per_second"] = rate * self._batch_size

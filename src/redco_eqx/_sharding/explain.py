@@ -11,8 +11,16 @@ from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, communication
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._sharding.mesh import axis_size, check_mesh, stored_axes, tensor_dim
-from redco_eqx._sharding.rules import Chosen, Decision, Overrides, analysis_of, decide_by, match_overrides
+from redco_eqx._sharding.mesh import axis_size, stored_axes, tensor_dim
+from redco_eqx._sharding.rules import (
+    Chosen,
+    Decision,
+    Overrides,
+    analysis_of,
+    check_arguments,
+    decide_by,
+    match_overrides,
+)
 from redco_eqx._tree import describe
 
 
@@ -70,7 +78,7 @@ def explain(
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
     """
-    check_mesh(mesh)
+    check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
     return explain_by(analysis, model, mesh, chosen)

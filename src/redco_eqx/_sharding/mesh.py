@@ -22,8 +22,14 @@ def make_mesh(
     fsdp: int = 1,
     data: int = -1,
     devices: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
+    names: Sequence[str] | None = None,
 ) -> Mesh:
     """A mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
+
+    `make_mesh(mesh=mesh, names=("data", "tensor"))` is this mesh of the devices of one of your own, as they lie
+    there. Use it for all that this library is given. Constraints of your model by the names of your own mesh
+    (`"dp"`) do not hold on it: write them by the three names.
 
     **Arguments:**
 
@@ -33,12 +39,27 @@ def make_mesh(
     - `data`: number of replicas; -1 takes all devices that are left.
     - `devices`: the devices to use, by default `jax.devices()`. When `data` is given and fewer devices
         are needed, the first ones are taken (on one process only).
+    - `mesh`: in place of all these, a mesh of any names and axis types.
+    - `names`: what each axis of `mesh` is here, in its order, by default what it is called there. Axes of one
+        name become one.
 
     **Raises:**
 
-    `ValueError` if the sizes are not positive, need more devices than there are, or do not divide them.
+    `TypeError` or `ValueError` if the sizes are not positive, need more devices than there are, or do not
+    divide them; or if an axis of `mesh` is given no name of the three.
     """
+    if mesh is not None:
+        if (tensor, fsdp, data, devices) != (1, 1, -1, None):
+            raise ValueError(
+                "make_mesh: mesh= has its sizes and devices. Leave out tensor, fsdp, data, devices."
+            )
+        return _renamed(mesh, tuple(mesh.axis_names if names is None else names))
+    if names is not None:
+        raise ValueError(f"make_mesh: names={names!r} are those of the axes of mesh=, which is missing.")
     devices = list(jax.devices() if devices is None else devices)
+    for name, size in (("tensor", tensor), ("fsdp", fsdp), ("data", data)):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"make_mesh: {name}={size!r} must be a whole number of devices.")
     for name, size in (("tensor", tensor), ("fsdp", fsdp)):
         if size < 1:
             raise ValueError(f"make_mesh: {name}={size}, but a mesh axis has at least one device.")
@@ -71,19 +92,39 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Refuses, by `ValueError`, a mesh that this library cannot lay a model on."""
-    if not any(axis in mesh.shape for axis in AXES):
+def _renamed(mesh: Mesh, names: tuple[str, ...]) -> Mesh:
+    if len(names) != len(mesh.axis_names) or not set(names) <= set(AXES):
         raise ValueError(
-            f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. "
-            "Use make_mesh(tensor=..., fsdp=...)."
+            f"make_mesh: the mesh has axes {tuple(mesh.axis_names)}, each of which needs one of the names "
+            f"{AXES}, but names={names}."
+        )
+    groups = [[dim for dim, name in enumerate(names) if name == axis] for axis in AXES]
+    shape = [math.prod(mesh.devices.shape[dim] for dim in dims) for dims in groups]
+    devices = mesh.devices.transpose([dim for dims in groups for dim in dims]).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Refuses, by `TypeError` or `ValueError`, what is no mesh, or not one that a model can be laid on."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. make_mesh(tensor=...) makes "
+            "one; the model comes before the mesh."
+        )
+    if not any(axis in mesh.shape for axis in AXES):
+        usual = {"tp": "tensor", "model": "tensor", "mp": "tensor", "zero": "fsdp", "shard": "fsdp"}
+        comma = "," if len(mesh.axis_names) == 1 else ""
+        names = ", ".join(f'"{usual.get(str(name), "data")}"' for name in mesh.axis_names)
+        raise ValueError(
+            f"mesh has axes {tuple(mesh.axis_names)}, but at least one of {AXES} is needed. Use "
+            f"make_mesh(mesh=mesh, names=({names}{comma})), with the names that they have here."
         )
     explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
     if explicit:
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            "default), but layouts are propagated by the compiler here. Use make_mesh(tensor=..., "
-            "fsdp=...), or pass axis_types=(AxisType.Auto,) * number_of_axes to jax.make_mesh."
+            "default), but layouts are propagated by the compiler here. Use make_mesh(mesh=mesh), which has "
+            "the same devices."
         )
 
 

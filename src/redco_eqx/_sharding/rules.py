@@ -129,10 +129,33 @@ def decide(
     max_bytes_per_device: int | None = None,
 ) -> dict[str, Decision]:
     """The decision for every array of `model`, by path, in the model's order."""
-    check_mesh(mesh)
+    check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
     return decide_by(analysis, model, mesh, chosen)
+
+
+def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
+    """Raises `TypeError` or `ValueError` for what is no model, no mesh, or no list of overrides."""
+    check_mesh(mesh)
+    if hasattr(model, "opt_state"):
+        raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
+    if isinstance(model, type):
+        raise TypeError(f"shard_rules: model is the class {model.__name__}, not one of its instances.")
+    pairs = not isinstance(overrides, Mapping | str) and all(
+        isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in overrides
+    )
+    if not pairs:
+        raise TypeError(
+            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but is {overrides!r}. Of a dict: "
+            "list(overrides.items())."
+        )
+    for pattern, spec in overrides:
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"overrides: {pattern!r} is given {spec!r}, but needs a jax.sharding.PartitionSpec, such as "
+                'PartitionSpec("tensor").'
+            )
 
 
 def analysis_of(

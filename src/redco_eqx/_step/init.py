@@ -11,11 +11,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from redco_eqx._sharding.mesh import STORED, one_device_mesh, put_global, replicated
-from redco_eqx._step.optimizer import init_optimizer
+from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
-from redco_eqx._tree import is_array, is_trainable, lack_of_value, to_arrays, to_paths
-from redco_eqx._types import Key
+from redco_eqx._tree import is_array, is_trainable, lack_of_value, path_of, to_arrays, to_paths
+from redco_eqx._types import Key, as_key
 
 
 def init_state(
@@ -45,8 +45,13 @@ def init_state(
     `ValueError`, naming the leaf: one buffer held by two leaves, an array or an unhashable value in a static
     field, arrays on different meshes, a deleted array, or no trainable leaf although there is an optimizer.
     """
+    _check_model(model)
+    if optimizer is not None:
+        check_is_optimizer("init_state", optimizer)
     model, model_state = model if is_pair(model) else (model, None)
     check_static(model)
+    if model_state is None:
+        _check_no_index(model)
     arrays = to_arrays(model)
     state_arrays = {} if model_state is None else to_arrays(model_state)
     chosen = to_paths(eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x))
@@ -55,7 +60,7 @@ def init_state(
             f"init_state: none of the {len(arrays)} arrays of the model is trainable, but an optimizer was "
             "given. Floating JAX arrays can be trained; check `trainable`."
         )
-    key = _check_key(key)
+    key = as_key("init_state", key)
     place, layout = _placement(arrays, state_arrays)
     frozen = {path: place(path, x) for path, x in arrays.items() if path not in chosen}
     params = {path: place(path, x) for path, x in chosen.items()}
@@ -74,12 +79,29 @@ def init_state(
     )
 
 
-def _check_key(key: Any) -> Any:
-    if is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
-        return jax.random.wrap_key_data(key)
-    raise ValueError(f"init_state: key must be a PRNG key (jax.random.key(0)), but is {key!r}.")
+def _check_model(model: Any) -> None:
+    if isinstance(model, TrainState):
+        raise TypeError("init_state: this is a TrainState already. A new one is made of its state.model.")
+    if isinstance(model, type):
+        raise TypeError(
+            f"init_state: model is the class {model.__name__}. Make one: {model.__name__}(..., key=key)."
+        )
+
+
+def _check_no_index(model: Any) -> None:
+    """Refuses a model whose layers have an `eqx.nn.State` that did not come along."""
+
+    def is_index(x: Any) -> bool:
+        return isinstance(x, eqx.nn.StateIndex)
+
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_index)[0]
+    keypath = next((keypath for keypath, x in nodes if is_index(x)), None)
+    if keypath is not None:
+        raise ValueError(
+            f"init_state: {path_of(keypath)} keeps something between steps (BatchNorm's statistics, say), but "
+            "there is no eqx.nn.State. Make both by model, model_state = eqx.nn.make_with_state(...)(...), and "
+            "give init_state the pair (model, model_state)."
+        )
 
 
 def _placement(

@@ -8,7 +8,7 @@ import jax
 
 from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._program.partitioned import partitioned
-from redco_eqx._step.state import TrainState, check_alive
+from redco_eqx._step.state import TrainState, check_alive, check_is_state
 
 R = TypeVar("R")
 
@@ -20,6 +20,7 @@ class JittedStep(Generic[R]):
         self._jitted = jax.jit(on_its_mesh(step), donate_argnums=0 if donate else ())
 
     def __call__(self, state: TrainState, *arguments: Any) -> R:
+        check_is_state(state, "the first argument of a step")
         check_alive(state)
         return self._jitted(state, *arguments)
 

@@ -1,5 +1,7 @@
 """The state of an optimizer, laid out as the parameters that it belongs to."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,13 +9,46 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from redco_eqx._kept.captured import Captured
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import describe, join, path_of
+
+
+def check_is_optimizer(where: str, optimizer: object) -> None:
+    """Raises `TypeError` for what is no optimizer of optax."""
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    name = getattr(optimizer, "__name__", None)
+    if callable(optimizer) and name is not None:
+        raise TypeError(
+            f"{where}: optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
+        )
+    raise TypeError(
+        f"{where}: optimizer must be one of optax, such as optax.adam(1e-3), but is a "
+        f"{type(optimizer).__name__}."
+    )
+
+
+_UNSUPPORTED = {
+    "LookaheadState": "optax.lookahead keeps two sets of parameters, and a state has one. An average of the "
+    "parameters, kept in the optimizer's state, can be evaluated by Evaluation(state_fn=...).",
+    "HutchinsonState": "optax.contrib.sophia, by its default estimator, differentiates the loss forwards, "
+    "which is not possible where weights are gathered. Give it another hessian_diagonal_fn.",
+    "DifferentiallyPrivateAggregateState": "it needs the gradient of each example, but a step has their mean. "
+    "A step_fn can have them: see examples/differential_privacy.",
+}
+
+
+def check_supported(opt_state: PyTree) -> None:
+    """Raises `ValueError`, by name, for an optimizer of optax that needs more than a step gives it."""
+    nodes = jax.tree.flatten(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED)[0]
+    name = next((name for x in nodes if (name := type(x).__name__) in _UNSUPPORTED), None)
+    if name is not None:
+        raise ValueError(f"the optimizer keeps a {name}: {_UNSUPPORTED[name]}")
 
 
 def init_optimizer(
@@ -33,6 +68,7 @@ def init_optimizer(
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values())
         return jax.eval_shape(init, params) if abstract else init(params)
     shapes = jax.eval_shape(init, params)
+    check_supported(shapes)
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -44,13 +80,55 @@ def init_optimizer(
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
 
 
+def update(
+    optimizer: optax.GradientTransformation,
+    grads: dict[str, Array],
+    opt_state: PyTree,
+    params: dict[str, Array],
+    value: Array,
+    value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
+) -> tuple[dict[str, Array], PyTree]:
+    """`optimizer.update`, with those further arguments that it takes.
+
+    **Arguments:**
+
+    - `value_and_grad`: of the loss. An optimizer that evaluates it elsewhere, or differentiates it, gets the
+        very gradient of the step.
+    """
+
+    @jax.custom_vjp
+    def value_fn(params: dict[str, Array]) -> Array:
+        return value_and_grad(params)[0]
+
+    def backward(grads: dict[str, Array], cotangent: Array) -> tuple[dict[str, Array]]:
+        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+
+    value_fn.defvjp(value_and_grad, backward)
+    extra = {"value": value, "grad": grads, "value_fn": value_fn}
+    named = {**extra, "grad_fn": lambda params, _: value_and_grad(params)[1]}
+    parameters = inspect.signature(optimizer.update).parameters
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        extra = {}
+    elif all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        extra = {name: x for name, x in named.items() if name in parameters}
+    try:
+        return optimizer.update(grads, opt_state, params, **extra)
+    except Exception as error:
+        given = ", ".join(f"{name}=" for name in extra) or "nothing"
+        error.add_note(
+            f"This is the optimizer's update, which was given {given} besides gradients and parameters."
+        )
+        raise
+
+
 def like_params(
     opt_state: PyTree, params: dict[str, Any], shardings: dict[str, NamedSharding]
 ) -> PyTree[NamedSharding]:
     """For each array of an optimizer state, the sharding of the parameter that it belongs to.
 
-    An array with a parameter's shape takes its sharding. One that lacks a single dim (Adafactor's factored
-    moments) takes what is left of it, if that is unambiguous. All else is replicated.
+    An array with a parameter's shape takes its sharding, and so does a stack of such arrays (L-BFGS's memory).
+    One that lacks a single dim (Adafactor's factored moments) takes what is left of it, if that is unambiguous.
+    All else is replicated.
     """
     whole = replicated(next(iter(shardings.values())).mesh)
 
@@ -61,6 +139,8 @@ def like_params(
         shape, sharding = params[owner].shape, shardings[owner]
         if x.shape == shape:
             return sharding
+        if x.shape[1:] == shape:
+            return NamedSharding(whole.mesh, PartitionSpec(None, *sharding.spec))
         spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
         left = {
             spec[:dim] + spec[dim + 1 :]
@@ -79,12 +159,17 @@ def check_optimizer(state: TrainState, optimizer: optax.GradientTransformation) 
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {path_of(keypath): describe(x) for keypath, x in flat}
 
+    check_is_optimizer("fit", optimizer)
     expected = describe_all(jax.eval_shape(optimizer.init, state.params))
     found = describe_all(state.opt_state)
+    if expected and not jax.tree.leaves(state.opt_state):
+        without = "This state may be one for evaluation alone: init_state(model, optimizer, key=...) trains."
+    else:
+        without = "Pass the optimizer that was given to init_state."
     for path in sorted({*expected, *found}):
         if expected.get(path) != found.get(path):
             raise ValueError(
                 f"the optimizer does not fit the state: at {join('opt_state', path)} it keeps "
-                f"{expected.get(path, 'nothing')}, but the state holds {found.get(path, 'nothing')}. Pass the "
-                "optimizer that was given to init_state."
+                f"{expected.get(path, 'nothing')}, but the state holds {found.get(path, 'nothing')}. "
+                f"{without}"
             )

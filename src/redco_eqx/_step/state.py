@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from redco_eqx._pytree import pytree_dataclass
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
-from redco_eqx._tree import lack_of_value
+from redco_eqx._tree import describe, lack_of_value, path_of
 from redco_eqx._types import AnyArray, Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
@@ -110,6 +110,32 @@ def state_mesh(state: TrainState) -> Mesh:
         check_mesh(sharding.mesh)
         return sharding.mesh
     return one_device_mesh(next(iter(state.step.devices())))
+
+
+def check_is_state(x: object, what: str) -> None:
+    """Raises `TypeError`, naming the argument as `what`, for anything but a state."""
+    if isinstance(x, TrainState):
+        return
+    if isinstance(x, eqx.Module) or is_pair(x):
+        hint = "A state is made of a model by init_state(model, optimizer, key=jax.random.key(0))."
+    elif isinstance(x, tuple) and x and isinstance(x[0], TrainState):
+        hint = "train_step returns the pair (state, metrics): take it apart."
+    else:
+        hint = "The state comes first, then the examples or the batch."
+    raise TypeError(f"{what} must be a TrainState, but is a {type(x).__name__}. {hint}")
+
+
+def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
+    """The first leaf in which two trees differ by shape or dtype: its path, what it was, what it became."""
+    old, new = (
+        {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (before, after)
+    )
+    for path in {**old, **new}:
+        was, became = old.get(path, "missing"), new.get(path, "missing")
+        if was != became:
+            return path, was, became
+    return None
 
 
 def check_alive(state: TrainState) -> None:

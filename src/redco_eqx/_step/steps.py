@@ -21,8 +21,8 @@ from redco_eqx._program.partitioned import for_partitioner
 from redco_eqx._program.trace import Program, trace
 from redco_eqx._program.unused import zero_outputs
 from redco_eqx._sharding.mesh import axes_of, batch_sharding, for_use, num_batch_shards, stored_axes
-from redco_eqx._step.optimizer import like_params
-from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, stream
+from redco_eqx._step.optimizer import check_is_optimizer, like_params, update
+from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_is_state, stream
 from redco_eqx._tree import first_few, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
     RESERVED_METRICS,
@@ -33,6 +33,7 @@ from redco_eqx._types import (
     Metrics,
     PredictFn,
     as_mean,
+    check_function,
 )
 
 Layout: TypeAlias = dict[str, NamedSharding]
@@ -66,7 +67,9 @@ def train_step(
     - `state`: from `init_state`.
     - `batch`: a PyTree of arrays with one leading dim.
     - `loss_fn`: see [`LossFn`][]. The model arrives in training mode.
-    - `optimizer`: the one that `state` was made with. It also receives `value=` (the loss).
+    - `optimizer`: the one that `state` was made with. It also receives, if it takes them, `value` (the loss),
+        `grad`, `value_fn` (the loss of this batch, as a function of the parameters: for a line search) and
+        `grad_fn` (its gradient, as `optax.contrib.sam` calls it).
     - `num_microbatches`: the batch is cut into this many parts, whose gradients are accumulated in float32
         and weighted, so that the result is that of the whole batch. Their number must divide the batch.
     - `shardings`: the tree of `shard_rules`. Parameters, gradients, optimizer state and new parameters are
@@ -82,6 +85,9 @@ def train_step(
     `ValueError` while tracing: a loss that is not a scalar or a `Mean`, a reserved metric name, a batch that
     does not divide into the microbatches.
     """
+    check_is_state(state, "train_step: state")
+    check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
+    check_is_optimizer("train_step", optimizer)
     layout = None if shardings is None else _layout(shardings, state)
     params, frozen = _constrain(state.params, layout), state.frozen
     key = stream(state, TRAIN)
@@ -97,13 +103,15 @@ def train_step(
         loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
-    if num_microbatches == 1:
-        gradient = _gradient(loss_of, (params, frozen, state.model_state, batch, key), layout)
-        (_, (loss, metrics, model_state)), grads = gradient(params, frozen, state.model_state, batch, key)
-    else:
-        parts = _microbatches(batch, num_microbatches, layout)
-        first = jax.tree.map(lambda x: x[0], parts)
-        gradient = _gradient(loss_of, (params, frozen, state.model_state, first, key), layout)
+    parts = None if num_microbatches == 1 else _microbatches(batch, num_microbatches, layout)
+    first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
+    gradient = _gradient(loss_of, (params, frozen, state.model_state, first, key), layout)
+
+    def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
+        """The loss of the whole batch, the metrics, the new model state, and the gradients."""
+        if parts is None:
+            (_, (loss, metrics, model_state)), grads = gradient(params, frozen, state.model_state, batch, key)
+            return loss, metrics, model_state, _constrain(grads, layout)
 
         def accumulate(carry: tuple[Any, Any], part: tuple[Array, Batch]) -> tuple[tuple[Any, Any], Any]:
             total, model_state = carry
@@ -123,11 +131,15 @@ def train_step(
         loss, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
         scale = jnp.where(loss.weight == 0, 0, 1 / jnp.where(loss.weight == 0, 1, loss.weight))
         grads = jax.tree.map(lambda t, p: (t * scale.astype(t.dtype)).astype(p.dtype), total, params)
+        return loss, metrics, model_state, _constrain(grads, layout)
 
-    grads = _constrain(grads, layout)
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        grads, state.opt_state, params, value=loss.value
-    )
+    loss, metrics, model_state, grads = differentiate(params)
+
+    def value_and_grad(params: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        loss, _, _, grads = differentiate(_constrain(params, layout))
+        return loss.value, grads
+
+    updates, opt_state = update(optimizer, grads, state.opt_state, params, loss.value, value_and_grad)
     new_params: Any = optax.apply_updates(params, updates)
     if layout is not None:
         of_params = {path: layout[path] for path in params}
@@ -154,6 +166,8 @@ def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: Py
     number of examples. The arguments are those of `train_step`; to evaluate many batches with fresh
     randomness, give each a state with another `key`.
     """
+    check_is_state(state, "eval_step: state")
+    check_function("eval_step", "loss_fn", loss_fn, "model", "batch", "key")
     size = jax.tree.leaves(batch)[0].shape[0]
 
     def measure(model: Any, batch: Batch, key: Key) -> Metrics:
@@ -170,6 +184,8 @@ def predict_step(
 
     Raises `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
     """
+    check_is_state(state, "predict_step: state")
+    check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
     outputs = _infer(state, batch, stream(state, PREDICT), predict_fn, shardings)
     size = jax.tree.leaves(batch)[0].shape[0]
     if not jax.tree.leaves(outputs):

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from redco_eqx._pytree import pytree_dataclass
-from redco_eqx._step.state import TrainState
-from redco_eqx._tree import describe, path_of
+from redco_eqx._step.state import TrainState, first_change
 from redco_eqx._types import AnyArray, Batch, Mean, Metrics, as_mean
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
@@ -72,17 +71,13 @@ def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
         raise ValueError(
             f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
         )
-    before, after = (
-        {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-        for tree in (state, new_state)
-    )
-    for path in {**before, **after}:
-        was, became = before.get(path, "missing"), after.get(path, "missing")
-        if was != became:
-            raise ValueError(
-                f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
-                "like the one that it was given."
-            )
+    change = first_change(state, new_state)
+    if change is not None:
+        path, was, became = change
+        raise ValueError(
+            f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
+            "like the one that it was given."
+        )
     metrics = jax.eval_shape(_as_metrics, metrics)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
     return Window(zeros, np.zeros((), np.int32), np.zeros((), np.int32), np.ones((), bool))

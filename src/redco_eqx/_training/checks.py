@@ -1,22 +1,34 @@
 """What `fit` refuses before anything is compiled, and what it warns of."""
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+import equinox as eqx
 import jax
+import numpy as np
 import optax
 
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.window import StepFn
 from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch
+from redco_eqx._types import Batch, check_function
+
+
+def check_whole(function: str, **counts: object) -> None:
+    """Raises `TypeError` for what is no whole number."""
+    for name, x in counts.items():
+        if isinstance(x, bool) or not isinstance(x, int | np.integer):
+            raise TypeError(f"{function}: {name}={x!r} must be a whole number, but is a {type(x).__name__}.")
 
 
 def check_positive(function: str, **counts: int | None) -> None:
-    """Raises `ValueError` for a number below 1; `None` is one that was not given."""
+    """Raises `TypeError` for what is no whole number, `ValueError` for one below 1; `None` was not given."""
     for name, value in counts.items():
-        if value is not None and value < 1:
+        if value is None:
+            continue
+        check_whole(function, **{name: value})
+        if value < 1:
             raise ValueError(f"{function}: {name}={value}, but it must be positive.")
 
 
@@ -28,6 +40,49 @@ def check_keep_best(names: Iterable[str], row: Mapping[str, float]) -> None:
                 f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
                 f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
             )
+
+
+def check_examples(where: str, examples: object) -> None:
+    """Raises `TypeError` for examples of a kind that would fail, or be taken for others, later on."""
+    kind = type(examples).__name__
+    if hasattr(examples, "iloc"):
+        raise TypeError(
+            f"{where} is a {kind}, of which examples[i] is a column. A list of rows serves: "
+            'examples.to_dict("records").'
+        )
+    if isinstance(examples, TrainState | eqx.Module):
+        raise TypeError(f"{where} is a {kind}. The state comes first, then the examples.")
+
+
+def check_functions(
+    collate_fn: object,
+    loss_fn: object,
+    step_fn: object | None,
+    hook: object | None,
+    loggers: object | None,
+) -> None:
+    """Raises `TypeError` for functions of `fit` that cannot be called as they will be."""
+    check_function("fit", "collate_fn", collate_fn, "examples")
+    check_function("fit", "loss_fn", loss_fn, "model", "batch", "key")
+    if step_fn is not None:
+        check_function("fit", "step_fn", step_fn, "state", "batch")
+    if hook is not None:
+        check_function("fit", "hook", hook, "run", "row", "state")
+    if loggers is None:
+        return
+    if not isinstance(loggers, Sequence) or isinstance(loggers, str):
+        raise TypeError(
+            f"fit: loggers must be a list of functions, but is a {type(loggers).__name__}. One alone is "
+            "loggers=[logger]."
+        )
+    for logger in loggers:
+        check_function("fit", "a logger", logger, "step", "row")
+
+
+def check_kind(where: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
+    """Raises `TypeError` for what is neither `None` nor of this kind."""
+    if x is not None and not isinstance(x, kind):
+        raise TypeError(f"{where} is a {type(x).__name__}. {remedy}")
 
 
 def check_state(
@@ -53,6 +108,7 @@ def check_batch_sizes(
     """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
     shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
     check_positive("fit", num_microbatches=num_microbatches)
+    check_whole("fit", batch_size=batch_size)
     for name, size, number in (
         ("batch_size", batch_size, num_microbatches),
         ("Evaluation's batch_size", eval_batch_size or num_shards, 1),

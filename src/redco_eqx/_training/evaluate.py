@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Generator
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,11 +11,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from redco_eqx._data.batches import batches
-from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, layout_of, state_mesh
+from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_is_state, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
+from redco_eqx._training.checks import check_examples, check_whole
 from redco_eqx._training.compile import PerShape, reseeded
 from redco_eqx._training.throttle import lagging
-from redco_eqx._types import CollateFn, Examples, LossFn, PredictFn
+from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
 
 def evaluate(
@@ -66,6 +68,11 @@ def losses(
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
+    check_is_state(state, "evaluate: state")
+    check_examples("evaluate: examples", examples)
+    check_function("evaluate", "collate_fn", collate_fn, "examples")
+    check_function("evaluate", "loss_fn", loss_fn, "model", "batch", "key")
+    check_whole("evaluate", batch_size=batch_size)
     step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, EVALUATE), functions=(loss_fn,), key="evaluate", state=state)
     totals: dict[str, tuple[float, float]] = {}
@@ -86,27 +93,37 @@ def predict(
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
+    output_fn: OutputFn | None = None,
     batch_size: int,
     prefetch: int = 2,
-) -> list[PyTree]:
+) -> list[Any]:
     """What `predict_fn` gives for each example, in order, on every process.
 
     The model is in inference mode. The last batch is filled up by repeating its last example, and what
     belongs to the repetitions is dropped.
 
-    **Arguments:** as for `evaluate`, with `predict_fn` a [`PredictFn`][].
+    **Arguments:** as for `evaluate`, with `predict_fn` a [`PredictFn`][], and
+
+    - `output_fn`: `(example, prediction) -> anything`, from the arrays of one example to what a person reads:
+        decoded text, a label's name.
 
     **Returns:**
 
     A list with one entry per example: what `predict_fn` returns for it, as NumPy arrays without the
-    batch dim.
+    batch dim; or what `output_fn` makes of that.
 
     **Raises:**
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
     rows = predictions(
-        state, examples, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=batch_size, prefetch=prefetch
+        state,
+        examples,
+        collate_fn=collate_fn,
+        predict_fn=predict_fn,
+        output_fn=output_fn,
+        batch_size=batch_size,
+        prefetch=prefetch,
     )
     assert rows is not None
     return rows
@@ -118,21 +135,38 @@ def predictions(
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
+    output_fn: OutputFn | None,
     batch_size: int,
     prefetch: int,
     stops: Callable[[], bool] = lambda: False,
-) -> list[PyTree] | None:
+) -> list[Any] | None:
     """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
+    check_is_state(state, "predict: state")
+    check_examples("predict: examples", examples)
+    check_function("predict", "collate_fn", collate_fn, "examples")
+    check_function("predict", "predict_fn", predict_fn, "model", "batch", "key")
+    check_whole("predict", batch_size=batch_size)
     step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, PREDICT), functions=(predict_fn,), key="predict", state=state)
-    rows: list[PyTree] = []
+    rows: list[Any] = []
     outputs = _outputs(state, examples, programs, collate_fn, batch_size, "pad", prefetch, stops)
     with contextlib.closing(outputs):
         for output in lagging(outputs, num_behind=1):  # outputs may be large
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
             for i in range(min(batch_size, len(examples) - len(rows))):
-                rows.append(jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves]))
+                prediction = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
+                rows.append(
+                    prediction if output_fn is None else _output(output_fn, examples, len(rows), prediction)
+                )
     return None if stops() else rows
+
+
+def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyTree) -> Any:
+    try:
+        return output_fn(examples[index], prediction)
+    except Exception as error:
+        error.add_note(f"output_fn was given example {index} and its prediction.")
+        raise
 
 
 def _outputs(

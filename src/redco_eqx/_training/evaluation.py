@@ -9,16 +9,26 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from redco_eqx._data.batches import batch_sizes
-from redco_eqx._step.state import TrainState, state_mesh, step_of
+from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
+from redco_eqx._training.checks import check_examples, check_positive
 from redco_eqx._training.evaluate import losses, predictions
 from redco_eqx._training.plan import Every
-from redco_eqx._types import CollateFn, Examples, LossFn, PredictFn
+from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
-MetricFn: TypeAlias = Callable[[Examples, list[PyTree]], Mapping[str, Any]]
+MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 """`metric_fn(examples, predictions) -> {name: number}`."""
+
+
+_CALLED_WITH = {
+    "collate_fn": ("examples",),
+    "loss_fn": ("model", "batch", "key"),
+    "state_fn": ("state",),
+    "predict_fn": ("model", "batch", "key"),
+    "output_fn": ("example", "prediction"),
+    "metric_fn": ("examples", "predictions"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +43,10 @@ class Evaluation:
     - `examples`: those to evaluate (see `evaluate`).
     - `every_steps`: how often; without it after each epoch. At the end of a run in any case.
     - `collate_fn`, `loss_fn`, `batch_size`, `prefetch`: in `fit` its own by default.
-    - `predict_fn`, `metric_fn`: predictions for the examples (see `predict`), and what
-        `metric_fn(examples, predictions)` makes of them: a dict of numbers.
-    - `predictions_directory`: where predictions are written beside their examples, as `step-<step>.jsonl`.
+    - `state_fn`: from the state of the run to the one to evaluate: the same with averaged parameters, say.
+    - `predict_fn`, `output_fn`, `metric_fn`: predictions for the examples (see `predict`), what a person reads
+        of each, and what `metric_fn(examples, predictions)` makes of these outputs: a dict of numbers.
+    - `predictions_directory`: where the outputs are written beside their examples, as `step-<step>.jsonl`.
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -46,17 +57,20 @@ class Evaluation:
     collate_fn: CollateFn | None = None
     loss_fn: LossFn | None = None
     batch_size: int | None = None
+    state_fn: Callable[[TrainState], TrainState] | None = None
     predict_fn: PredictFn | None = None
+    output_fn: OutputFn | None = None
     metric_fn: MetricFn | None = None
     predictions_directory: str | os.PathLike[str] | None = None
     prefetch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Evaluation: {name}={value}, but it must be positive.")
-        for name in ("metric_fn", "predictions_directory"):
+        check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
+        check_examples("Evaluation: examples", self.examples)
+        for name, arguments in _CALLED_WITH.items():
+            if getattr(self, name) is not None:
+                check_function("Evaluation", name, getattr(self, name), *arguments)
+        for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
 
@@ -95,6 +109,11 @@ class Evaluation:
         collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
         if collate_fn is None or loss_fn is None or batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
+        check_is_state(state, "Evaluation: state")
+        step = step_of(state)
+        if self.state_fn is not None:
+            state = self.state_fn(state)
+            check_is_state(state, "Evaluation: what state_fn returns")
         prefetch = 2 if self.prefetch is None else self.prefetch
         common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "prefetch": prefetch, "stops": stops}
         metrics = losses(state, self.examples, loss_fn=loss_fn, **common)
@@ -103,19 +122,21 @@ class Evaluation:
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
-        predicted = predictions(state, self.examples, predict_fn=self.predict_fn, **common)
+        predicted = predictions(
+            state, self.examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common
+        )
         if predicted is None:
             return None
         if self.metric_fn is not None:
             row |= _of_predictions(self.metric_fn, self.examples, predicted, taken=row)
         if self.predictions_directory is not None and jax.process_index() == 0:
-            path = pathlib.Path(self.predictions_directory) / f"step-{step_of(state)}.jsonl"
+            path = pathlib.Path(self.predictions_directory) / f"step-{step}.jsonl"
             _write(path, self.examples, predicted)
         return row
 
 
 def _of_predictions(
-    metric_fn: MetricFn, examples: Examples, predicted: list[PyTree], *, taken: Mapping[str, float]
+    metric_fn: MetricFn, examples: Examples, predicted: list[Any], *, taken: Mapping[str, float]
 ) -> dict[str, float]:
     metrics = metric_fn(examples, predicted)
     if not isinstance(metrics, Mapping):

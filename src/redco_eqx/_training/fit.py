@@ -1,6 +1,7 @@
 """`fit`: the training loop, with its evaluations, logs and signals around the pure steps."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,26 @@ from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
+from redco_eqx._step.optimizer import check_is_optimizer
+from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
-from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_state
+from redco_eqx._training.checks import (
+    check_batch_sizes,
+    check_examples,
+    check_functions,
+    check_keep_best,
+    check_kind,
+    check_positive,
+    check_state,
+)
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.hook import Hook
 from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
-from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
+from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
 
 
 def fit(
@@ -43,6 +54,7 @@ def fit(
     num_microbatches: int = 1,
     step_fn: StepFn | None = None,
     evaluation: Evaluation | None = None,
+    hook: Hook | None = None,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
@@ -75,6 +87,8 @@ def fit(
     - `step_fn`: `(state, batch) -> (state, metrics)` in place of `train_step`; `metrics` has a `"loss"`.
     - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
         end. Before anything is compiled for training, a batch of them goes through it.
+    - `hook`: a [`Hook`][], called with the run, the row and the state after each row and each evaluation. It
+        may end the run, change the state, or do what it likes; each call waits for the devices.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
         that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
         rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
@@ -104,6 +118,16 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
     saved too if there are `checkpoints`.
     """
+    check_is_state(state, "fit: state")
+    check_examples("fit: train_examples", train_examples)
+    if callable(train_examples):
+        check_function("fit", "train_examples", train_examples, "epoch")
+    check_functions(collate_fn, loss_fn, step_fn, hook, loggers)
+    check_is_optimizer("fit", optimizer)
+    check_kind("fit: evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
+    check_kind(
+        "fit: checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints."
+    )
     mesh = state_mesh(state)
     checkpoints = as_checkpoints(checkpoints)
     plan = Plan(
@@ -159,13 +183,15 @@ def fit(
         )
         stack.enter_context(contextlib.closing(places))
         if source is not None:
-            reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
+            run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
+            stopped = ", where its hook ended it" if run.stopped else ""
+            reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
             reporter.rewind(run.step)
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
         del state  # `training` has it; a second name would keep the first one's memory
         try:
-            stop = _loop(training, places, plan, evaluation, interrupt, Vote(mesh))
+            stop = _loop(training, places, plan, evaluation, hook, interrupt, Vote(mesh))
             path = saver.wait()
         except Exception as error:
             training.end_by(error)
@@ -182,6 +208,7 @@ def _loop(
     places: Iterator[tuple[Batch | None, Place]],
     plan: Plan,
     evaluation: Evaluation | None,
+    hook: Hook | None,
     interrupt: InterruptFlag,
     vote: Vote,
 ) -> int:
@@ -194,16 +221,20 @@ def _loop(
         stop, is_time = vote(interrupt.signal, int(saver.is_time))
         is_time = bool(is_time) and saver.is_stale(training.run)
         what = due(plan, training.run, stop=stop != 0, is_time=is_time)
+        if what.log and training.log(place) and hook is not None and not stop:
+            training.after_row(hook)
+            what = due(plan, training.run, is_time=is_time)  # it may have ended the run
         saves = what.save
-        if what.log:
-            training.log(place)
         if what.finish:
             training.check()
         if evaluation is not None and what.evaluate:
             # Of many processes none stops within an evaluation: the others would wait for it.
             finished = training.evaluate(evaluation, stops=lambda: is_alone and interrupt.is_set)
             stop = stop if finished else interrupt.signal
-            saves = saves or (stop != 0 and saver.is_on) or saver.is_best(training.run)
+            if finished and hook is not None:
+                training.after_evaluation(hook)
+                what = due(plan, training.run, is_time=is_time)
+            saves = what.save or (stop != 0 and saver.is_on) or saver.is_best(training.run)
         if saves:
             training.save(finished=what.finish and not stop)
         else:

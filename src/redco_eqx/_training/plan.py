@@ -72,13 +72,14 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False
 
     - `plan`: of the run.
     - `run`: where it stands, with its evaluations so far: none is made twice at one step.
-    - `stop`: whether the run has been asked to stop: it saves and evaluates no more.
+    - `stop`: whether the run has been asked to stop: it saves and evaluates no more. What it saves holds the
+        metrics that are not logged yet; without a save they are logged.
     - `is_time`: whether it is time to save by the clock.
     """
     is_end = plan.num_steps is not None and run.num_steps >= plan.num_steps
-    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
+    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs) or run.stopped
     evaluate = plan.evaluate is not None and (is_end or plan.evaluate.is_due(run))
     evaluate = evaluate and not stop and not run.is_evaluated
     save = plan.save is not None and (is_end or stop or is_time or plan.save.is_due(run))
-    log = is_end or stop or evaluate or run.num_steps % plan.log_every == 0
+    log = not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
     return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)

@@ -1,7 +1,7 @@
 """A run of `fit` in progress: its state, where it stands, and the metrics that are not logged yet."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -15,6 +15,7 @@ from redco_eqx._step.window import Window, is_like, next_window, window_from_jso
 from redco_eqx._training.checks import BatchShapes
 from redco_eqx._training.compile import TrainProgram
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.hook import Hook, apply_hook
 from redco_eqx._training.saving import Saver
 from redco_eqx._training.throttle import Throttle
 from redco_eqx._tree import lack_of_value
@@ -86,14 +87,31 @@ class Training:
             self._reporter.start_clock(self._num_in_window)
         self._reporter.advance()
 
-    def log(self, place: Place) -> None:
-        """Ends the window. Its row comes with the next one, or with `check`."""
+    def log(self, place: Place) -> bool:
+        """Ends the window, unless it is empty, which is returned as false. Its row comes with the next one, or
+        with `check`."""
         if self._num_in_window == 0 or self._window is None:
-            return
+            return False
         ok = self._reporter.push(self.run.step, place.epochs_done, self._window)
         self._window = None if self._empty is None else next_window(self._empty, self._window)
         self._num_in_window = 0
+        self.run = dataclasses.replace(self.run, window=None)
         self._require(ok)
+        return True
+
+    def after_row(self, hook: Hook) -> None:
+        """Calls the hook with the row of the window that ended last."""
+        self.check()
+        self._call(hook, self._reporter.metrics)
+
+    def after_evaluation(self, hook: Hook) -> None:
+        """Calls the hook with the results of the evaluation at this step."""
+        self._call(hook, {name: x for name, x in self.run.evaluations[-1].items() if name != "step"})
+
+    def _call(self, hook: Hook, row: Mapping[str, float]) -> None:
+        with self._reporter.paused():
+            self.run, self.state = apply_hook(hook, self.run, row, self.state)
+        self._watchdog.beat()
 
     def check(self) -> None:
         """Waits for the row of the window that ended last. Raises `NonFiniteError` instead of it."""

@@ -1,0 +1,110 @@
+"""A function of the user's within `fit`, and what it may change in the run."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._distributed.consensus import from_first
+from redco_eqx._sharding.mesh import put_global
+from redco_eqx._step.state import TrainState, check_is_state, first_change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a [`Hook`][] changes in a run.
+
+    - `stop`: whether the run ends here, as at its last step: with an evaluation if one is wanted, and a save.
+    - `state`: the state to go on with, of the same structure, shapes and dtypes. It is laid out as the one
+        that the hook was given, whose `key` and `step` it keeps.
+    - `memory`: plain JSON, which is `run.memory` when the hook is called next. It is saved with the run.
+    """
+
+    stop: bool = False
+    state: TrainState | None = None
+    memory: Any = None
+
+
+@runtime_checkable
+class Hook(Protocol):
+    """`(run, row, state) -> None`, or a [`Change`][]: called by `fit` after each row and each evaluation.
+
+    - `run`: where the run stands ([`RunRecord`][]), with all its `evaluations`, and `run.memory`.
+    - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
+    - `state`: after the last step. The next step deletes its arrays: `jax.device_get` what is to be kept.
+
+    It is called on every process at the same steps. All of them must change the state alike; whether to stop,
+    and the memory, are what process 0 says. A resumed run is exact if the hook decides by its arguments alone:
+    what it keeps elsewhere is lost when the run ends.
+    """
+
+    def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> Change | None: ...
+
+
+def apply_hook(
+    hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
+) -> tuple[RunRecord, TrainState]:
+    """The run and the state after the hook.
+
+    Raises `TypeError` or `ValueError` for a change that cannot be made.
+    """
+    change = hook(run, row, state)
+    if change is not None and not isinstance(change, Change):
+        raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")
+    change = change or Change()
+    has_state = change.state is not None
+    told = json.loads(from_first(lambda: _as_json(change)))
+    if has_state != told["has_state"]:
+        returned = "returned a state" if has_state else "returned none"
+        raise ValueError(
+            f"hook: on process {jax.process_index()} it {returned}, unlike on process 0. All processes must "
+            "change the state alike."
+        )
+    memory = run.memory if told["memory"] is None else told["memory"]
+    run = dataclasses.replace(run, stopped=run.stopped or told["stop"], memory=memory)
+    return run, state if change.state is None else _changed(state, change.state)
+
+
+def _as_json(change: Change) -> str:
+    """All but the state itself, as text: what is remembered is a copy, and equal on all processes."""
+    memory = change.memory
+    try:
+        same = json.loads(json.dumps(memory, allow_nan=False)) == memory
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"hook: memory must be plain JSON, but {error}.") from error
+    if not same:
+        raise ValueError(
+            f"hook: memory must be plain JSON (dicts with strings as keys, lists), but {memory!r} would not "
+            "come back as it is."
+        )
+    return json.dumps({"stop": bool(change.stop), "memory": memory, "has_state": change.state is not None})
+
+
+def _changed(old: TrainState, new: TrainState) -> TrainState:
+    """`new`, laid out as `old`, and sharing no array with it or with anything else but where both have it."""
+    check_is_state(new, "hook: Change's state")
+    change = first_change(old, new)
+    if change is not None:
+        path, was, became = change
+        raise ValueError(f"hook: it changes the state: {path} was {was} and became {became}.")
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            "hook: the returned state is of another model. dataclasses.replace(state, params=...)."
+        )
+    for name in ("key", "step"):
+        a, b = getattr(old, name), getattr(new, name)
+        if a is not b and not bool(jnp.all(a == b)):
+            raise ValueError(
+                f"hook: the returned state has another {name}. The run goes on with its own: "
+                "dataclasses.replace(state, params=...) keeps it."
+            )
+
+    def one(before: Any, after: jax.Array) -> jax.Array:
+        # The next step takes over the memory, so what stands twice, or is held elsewhere, must be a copy.
+        return before if after is before else jnp.copy(put_global(after, before.sharding))
+
+    return jax.tree.map(one, old, new)
