@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from redco_eqx._data.batches import batch_sizes
+from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.streams import as_sequence
 from redco_eqx._step.state import TrainState, state_mesh, step_of
 from redco_eqx._training.evaluate import losses, predictions
 from redco_eqx._training.plan import Every
@@ -30,9 +32,9 @@ class Evaluation:
     row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
     ```
 
-    - `examples`: those to evaluate (see `evaluate`).
+    - `examples`: those to evaluate (see `evaluate`); a stream is read anew each time.
     - `every_steps`: how often; without it after each epoch. At the end of a run in any case.
-    - `collate_fn`, `loss_fn`, `batch_size`, `prefetch`: in `fit` its own by default.
+    - `collate_fn`, `loss_fn`, `batch_size`: in `fit` its own by default.
     - `predict_fn`, `metric_fn`: predictions for the examples (see `predict`), and what
         `metric_fn(examples, predictions)` makes of them: a dict of numbers.
     - `predictions_directory`: where predictions are written beside their examples, as `step-<step>.jsonl`.
@@ -40,7 +42,7 @@ class Evaluation:
     Raises `ValueError` for values that cannot be used together.
     """
 
-    examples: Examples
+    examples: Examples | Data | Stream
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     collate_fn: CollateFn | None = None
@@ -49,13 +51,17 @@ class Evaluation:
     predict_fn: PredictFn | None = None
     metric_fn: MetricFn | None = None
     predictions_directory: str | os.PathLike[str] | None = None
-    prefetch: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Evaluation: {name}={value}, but it must be positive.")
+        if isinstance(self.examples, Stream) and self.examples.is_once:
+            raise ValueError(
+                "Evaluation: its examples are a Stream of an iterator, which can be read only once, but each "
+                "evaluation reads it. Give a function that returns one, or an iterable."
+            )
         for name in ("metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
@@ -74,8 +80,8 @@ class Evaluation:
     def rehearse(self, state: TrainState) -> dict[str, float]:
         """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
         try:
-            batch_sizes(self.examples, self.batch_size or 1, "pad", state_mesh(state))
-            first = [self.examples[i] for i in range(min(len(self.examples), self.batch_size or 1))]
+            first = as_sequence(self.examples, first=self.batch_size or 1)
+            batch_sizes(first.sequence, self.batch_size or 1, "pad", state_mesh(state))
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
         except Exception as error:
             error.add_note("This happened when fit tried the evaluation on the first batch of its examples.")
@@ -95,22 +101,22 @@ class Evaluation:
         collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
         if collate_fn is None or loss_fn is None or batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
-        prefetch = 2 if self.prefetch is None else self.prefetch
-        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "prefetch": prefetch, "stops": stops}
+        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "stops": stops}
         metrics = losses(state, self.examples, loss_fn=loss_fn, **common)
         if metrics is None:
             return None
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
-        predicted = predictions(state, self.examples, predict_fn=self.predict_fn, **common)
+        examples = as_sequence(self.examples)
+        predicted = predictions(state, examples, predict_fn=self.predict_fn, **common)
         if predicted is None:
             return None
         if self.metric_fn is not None:
-            row |= _of_predictions(self.metric_fn, self.examples, predicted, taken=row)
+            row |= _of_predictions(self.metric_fn, examples.sequence, predicted, taken=row)
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory) / f"step-{step_of(state)}.jsonl"
-            _write(path, self.examples, predicted)
+            _write(path, examples.sequence, predicted)
         return row
 
 

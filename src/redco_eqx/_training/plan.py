@@ -65,7 +65,7 @@ class Due:
     finish: bool
 
 
-def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False) -> Due:
+def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False, is_end: bool = False) -> Due:
     """What is due where a run stands, after its last step or where it goes on.
 
     **Arguments:**
@@ -74,8 +74,9 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False
     - `run`: where it stands, with its evaluations so far: none is made twice at one step.
     - `stop`: whether the run has been asked to stop: it saves and evaluates no more.
     - `is_time`: whether it is time to save by the clock.
+    - `is_end`: whether there are no more batches.
     """
-    is_end = plan.num_steps is not None and run.num_steps >= plan.num_steps
+    is_end = is_end or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
     is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
     evaluate = plan.evaluate is not None and (is_end or plan.evaluate.is_due(run))
     evaluate = evaluate and not stop and not run.is_evaluated
