@@ -5,7 +5,7 @@ only the rows that its own devices hold. Nothing here waits for another process.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from redco_eqx._data.ahead import run_ahead
 from redco_eqx._data.consistency import CallFacts, open_stream
-from redco_eqx._data.data import Data, Stream, as_data
+from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
 from redco_eqx._data.order import epoch_order
 from redco_eqx._data.placement import Assembly, Rows
 from redco_eqx._data.position import Position
@@ -201,7 +201,7 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
 
     Arguments and errors as for [`batches`][].
     """
-    num_examples = _length(examples)
+    num_examples = num_examples_of(examples)
     num_shards = check_batch_size(batch_size, mesh)
     num_whole, tail = divmod(num_examples, batch_size)
     sizes = BatchSizes(batch_size, num_whole, tail_sizes(tail, batch_size, remainder, num_shards))
@@ -226,19 +226,6 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> int:
             f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
         )
     return num_shards
-
-
-def _length(examples: Examples) -> int:
-    sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-    if not sized or isinstance(examples, Mapping):
-        raise TypeError(
-            f"batches: examples is a {type(examples).__name__}, but a sequence of examples is needed, "
-            "with len(examples) and examples[int]. list(...) makes one of an iterable, and rx.Stream(...) "
-            "reads what is too long for that."
-        )
-    if len(examples) == 0:
-        raise ValueError("batches: examples is empty.")
-    return len(examples)
 
 
 def _run_ahead(data: Data | Stream, jobs: Iterator[J], make: Callable[[J], B]) -> Generator[B]:

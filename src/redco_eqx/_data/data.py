@@ -1,7 +1,7 @@
 """`Data` and `Stream`: examples, and how they are read."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from redco_eqx._types import Examples
@@ -53,9 +53,7 @@ class Data:
 
     @property
     def sequence(self) -> Examples:
-        """The examples. Raises `TypeError` if they are a function of the epoch."""
-        if callable(self.examples) and not hasattr(self.examples, "__getitem__"):
-            raise TypeError("examples is a function; only `fit` calls one, with the number of an epoch.")
+        """The examples, where they are no function of the epoch."""
         return self.examples
 
 
@@ -127,3 +125,17 @@ class Stream:
 def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> Data | Stream:
     """Examples alone with all defaults."""
     return examples if isinstance(examples, Data | Stream) else Data(examples)
+
+
+def num_examples_of(examples: Examples) -> int:
+    """How many there are. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
+    sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    if not sized or isinstance(examples, Mapping):
+        raise TypeError(
+            f"batches: examples is a {type(examples).__name__}, but a sequence of examples is needed, "
+            "with len(examples) and examples[int]. list(...) makes one of an iterable, and rx.Stream(...) "
+            "reads what is too long for that."
+        )
+    if len(examples) == 0:
+        raise ValueError("batches: examples is empty.")
+    return len(examples)

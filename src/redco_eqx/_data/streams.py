@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from redco_eqx._data.data import Data, Stream, as_data
+from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
 from redco_eqx._data.placement import Assembly, Rows, needed_rows
 from redco_eqx._data.position import Position, decode, encode
 from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
@@ -103,7 +103,7 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
     if isinstance(data, Data):
         if first is None:
             return data
-        few = [data.sequence[i] for i in range(min(len(data.sequence), first))]
+        few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
     else:
         check_whole(data)
         few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
