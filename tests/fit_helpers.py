@@ -78,8 +78,14 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
     return rx.init_state(model, optimizer, key=jax.random.key(1))
 
 
-def fit(state: Any, examples: Any, *, call: Any = rx.fit, **arguments: Any) -> Any:
-    """`rx.fit`, silent, with the tiny problem as its default."""
+def fit(state: Any, examples: Any, *, call: Any = rx.fit, prefetch: int | None = None, **arguments: Any) -> Any:
+    """`rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as they say."""
+    if prefetch is not None:
+        examples = rx.Data(examples, prefetch=prefetch)
+        evaluation = arguments.get("evaluation")
+        if evaluation is not None:
+            held_out = rx.Data(evaluation.examples, prefetch=prefetch)
+            arguments["evaluation"] = dataclasses.replace(evaluation, examples=held_out)
     defaults = {
         "collate_fn": collate,
         "loss_fn": loss_fn,
@@ -140,7 +146,7 @@ def hand_loop(
     while True:
         of_epoch = examples(epoch) if callable(examples) else examples
         stream = rx.batches(
-            of_epoch, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, prefetch=0
+            rx.Data(of_epoch, prefetch=0), collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch
         )
         for batch in stream:
             new_state, metrics = step(state, batch)

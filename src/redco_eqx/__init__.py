@@ -9,6 +9,7 @@ from redco_eqx._checkpoint.restore import restore
 from redco_eqx._checkpoint.writer import save
 from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
+from redco_eqx._data.data import Data, Stream
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._planning.largest import largest
@@ -34,11 +35,13 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ConsoleLogger",
+    "Data",
     "Evaluation",
     "JSONLLogger",
     "Mean",
     "NonFiniteError",
     "ShardingWarning",
+    "Stream",
     "TensorBoardLogger",
     "TrainState",
     "TrainingInterrupted",

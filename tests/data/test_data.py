@@ -18,7 +18,10 @@ from helpers import run_two_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redco_eqx._data.batches import batch_sizes, batches, epoch_order, needed_rows
+import redco_eqx as rx
+from redco_eqx._data.batches import batch_sizes
+from redco_eqx._data.order import epoch_order
+from redco_eqx._data.placement import needed_rows
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
 
 MESHES = {
@@ -59,6 +62,14 @@ def collate(examples):
     }
 
 
+def batches(examples, collate_fn, *, prefetch=2, **arguments):
+    return rx.batches(rx.Data(examples, prefetch=prefetch), collate_fn, **arguments)
+
+
+def order_of(num_examples, key, epoch):
+    return epoch_order(num_examples, key, epoch)(np.arange(num_examples))
+
+
 def values(made):
     return [np.asarray(batch["x"]).tolist() for batch in made]
 
@@ -93,7 +104,7 @@ def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainde
     if remainder == "drop" and num_examples < batch_size:
         num_examples += batch_size
     key = KEY if shuffle else None
-    order = epoch_order(num_examples, KEY, 1).tolist() if shuffle else list(range(num_examples))
+    order = order_of(num_examples, KEY, 1).tolist() if shuffle else list(range(num_examples))
     arguments = {"batch_size": batch_size, "mesh": mesh, "key": key, "epoch": 1}
     arguments |= {"remainder": remainder, "prefetch": prefetch}
     examples = Counting(num_examples)
@@ -111,7 +122,7 @@ def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainde
         assert len(flat) % batch_size == 0
     assert examples.read == flat[:num_examples]  # each row once, no other row, in order
 
-    assert [len(x) for x in values(made)] == batch_sizes(examples, batch_size, remainder, mesh)
+    assert [len(x) for x in values(made)] == list(batch_sizes(examples, batch_size, remainder, mesh))
 
     start = data.draw(st.integers(0, len(made)))
     assert values(batches(examples, collate, start=start, **arguments)) == values(made)[start:]
@@ -164,46 +175,6 @@ def test_batches_do_not_depend_on_the_mesh(remainder):
     assert all(x == made["one"] for x in made.values())
 
 
-# The order of an epoch
-
-
-@settings(max_examples=30, deadline=None)
-@given(n=st.integers(1, 300), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 10**6))
-def test_order_is_a_permutation(n, seed, epoch):
-    order = epoch_order(n, jax.random.key(seed), epoch)
-    assert sorted(order.tolist()) == list(range(n))
-    np.testing.assert_array_equal(order, epoch_order(n, jax.random.key(seed), epoch))
-
-
-def test_order_differs_by_epoch_and_key():
-    orders = [
-        tuple(epoch_order(100, jax.random.key(seed), epoch).tolist()) for seed in range(4) for epoch in range(4)
-    ]
-    assert len(set(orders)) == len(orders)
-
-
-def test_order_is_uniform():
-    counts = np.zeros((5, 5))
-    for epoch in range(2000):
-        counts[np.arange(5), epoch_order(5, KEY, epoch)] += 1
-    # 400 expected per cell, standard deviation 18.
-    assert np.abs(counts - 400).max() < 80
-
-
-def test_order_stays_the_same_between_versions():
-    # A run that is resumed under another version of NumPy or of this library goes on in this order.
-    assert epoch_order(10, jax.random.key(7), 3).tolist() == [2, 6, 0, 4, 1, 8, 5, 9, 3, 7]
-
-
-def test_order_from_every_kind_of_key():
-    expected = epoch_order(20, jax.random.key(3), 1)
-    np.testing.assert_array_equal(epoch_order(20, jax.random.PRNGKey(3), 1), expected)
-    on_mesh = jax.device_put(jax.random.key(3), replicated(make_mesh()))
-    np.testing.assert_array_equal(epoch_order(20, on_mesh, 1), expected)
-    rbg = epoch_order(20, jax.random.key(3, impl="rbg"), 1)
-    assert sorted(rbg.tolist()) == list(range(20))
-
-
 # Rows of a process
 
 
@@ -235,7 +206,7 @@ def test_only_needed_rows_are_read():
     made = batches(examples, collate, batch_size=8, mesh=make_mesh(), key=KEY, start=70_000, prefetch=0)
     assert examples.read == []
     next(made)
-    assert examples.read == epoch_order(1_000_000, KEY, 0)[560_000:560_008].tolist()
+    assert examples.read == order_of(1_000_000, KEY, 0)[560_000:560_008].tolist()
 
 
 def free_port():
@@ -248,7 +219,7 @@ def test_two_processes(tmp_path):
     run_two_processes(pathlib.Path(__file__).with_name("_two_process_data.py"), tmp_path, str(tmp_path))
     results = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
 
-    order = epoch_order(29, jax.random.key(5), 2).tolist()
+    order = order_of(29, jax.random.key(5), 2).tolist()
     whole = [order[:8], order[8:16], order[16:24]]
     tail = {"data": [order[24:]], "interleaved": [order[24:]], "tensor": [order[24:]]}
     tail["mixed"] = [order[24:28], order[28:]]

@@ -93,7 +93,7 @@ def main(options: dict[str, Any]) -> None:
     try:
         state = rx.fit(
             mlp_state(optimizer, rx.make_mesh(**options["mesh"])),
-            examples,
+            rx.Data(examples, prefetch=0),
             collate_fn=train_collate,
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -103,7 +103,6 @@ def main(options: dict[str, Any]) -> None:
             checkpoints=checkpoints,
             loggers=loggers,
             log_every=1,
-            prefetch=0,
             **evaluation,
         )
     except rx.TrainingInterrupted as error:

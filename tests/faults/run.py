@@ -151,12 +151,11 @@ def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> 
     defaults: Any = {
         "step_fn": counting_step,
         "collate_fn": collate,
-        "prefetch": 0,
         "checkpoints": rx.Checkpoints(directory, every_steps=2),
     }
     return rx.fit(
         linear_state(),
-        make_examples(22),
+        rx.Data(make_examples(22), prefetch=0),
         loss_fn=lambda model, batch, key: 0.0,
         optimizer=optax.sgd(0.05),
         batch_size=4,

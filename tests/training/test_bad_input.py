@@ -133,7 +133,30 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no steps", lambda: run(num_epochs=None, num_steps=0), ValueError, r"num_steps=0, but it must be pos"),
     ("log_every", lambda: run(log_every=0), ValueError, r"log_every=0, but it must be positive"),
     ("on_nonfinite", lambda: run(on_nonfinite="ignore"), ValueError, r'on_nonfinite=\'ignore\', .*"skip"'),
-    ("prefetch", lambda: run(prefetch=-1), ValueError, r"prefetch=-1, but it must be 0"),
+    (
+        "epochs of a stream",
+        lambda: run(examples=rx.Stream(EXAMPLES)),
+        ValueError,
+        r"num_epochs=1, but train_examples is a Stream.*num_steps=",
+    ),
+    (
+        "a stream without a length",
+        lambda: run(examples=rx.Stream(EXAMPLES), num_epochs=None),
+        ValueError,
+        r"num_epochs=None, num_steps=None",
+    ),
+    (
+        "an iterator to evaluate again and again",
+        lambda: evaluating(rx.Stream(generator())),
+        ValueError,
+        r"Stream of an iterator, which can be read only once.*a function",
+    ),
+    (
+        "batches to evaluate",
+        lambda: evaluating(rx.Stream([EXAMPLES], batched=True)),
+        ValueError,
+        r"Stream\(batched=True\) is for training",
+    ),
     # Batch sizes
     ("batch of 0", lambda: run(batch_size=0), ValueError, r"batch_size=0 must be a positive multiple of 1"),
     ("negative batch", lambda: run(batch_size=-4), ValueError, r"batch_size=-4 must be a positive multiple"),
@@ -172,7 +195,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # Examples
     ("no examples", lambda: run(examples=[]), ValueError, r"examples is empty"),
     ("too few", lambda: run(examples=EXAMPLES[:3]), ValueError, r"batch_size=4, but there are only 3 examples"),
-    ("an iterator", lambda: run(examples=generator()), TypeError, r"examples is a generator.*list\(\.\.\.\)"),
+    ("an iterator", lambda: run(examples=generator()), TypeError, r"examples is a generator.*list.*rx.Stream"),
     ("a dict", lambda: run(examples={0: EXAMPLES[0]}), TypeError, r"examples is a dict.*sequence"),
     ("by epoch, none", lambda: run(examples=lambda epoch: []), ValueError, r"examples is empty"),
     ("nothing to evaluate", lambda: evaluating([]), ValueError, r"(?s)is empty.*the evaluation"),
@@ -408,7 +431,6 @@ ALONE: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("no examples", {"examples": []}, ValueError, r"examples is empty"),
     ("batch over shards", {"batch_size": 12}, ValueError, r"batch_size=12 must be a positive multiple of 8"),
     ("batch of 0", {"batch_size": 0}, ValueError, r"batch_size=0 must be a positive multiple of 8"),
-    ("prefetch", {"prefetch": -1}, ValueError, r"prefetch=-1"),
     ("nothing collated", {"collate_fn": lambda examples: None}, ValueError, r"holds no array"),
     (
         "other rows",

@@ -59,6 +59,10 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return {"id": batch["id"], "pair": (values_of(model, batch), jnp.stack([batch["weight"]] * 3, 1))}
 
 
+def synchronous(n: int) -> rx.Data:
+    return rx.Data(range(n), prefetch=0)
+
+
 @st.composite
 def cases(draw: Any) -> tuple[str, int, int]:
     mesh = draw(st.sampled_from(sorted(MESHES)))
@@ -71,7 +75,7 @@ def cases(draw: Any) -> tuple[str, int, int]:
 def test_evaluation_counts_every_example_once(case: Any) -> None:
     mesh, n, batch_size = case
     found = rx.evaluate(
-        STATES[mesh], range(n), collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size, prefetch=0
+        STATES[mesh], synchronous(n), collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size
     )
     weights = WEIGHTS[:n].astype(np.float64)
     # Exact: both sums are of integers below 2**24.
@@ -86,7 +90,7 @@ def test_evaluation_counts_every_example_once(case: Any) -> None:
 def test_prediction_keeps_every_example_in_order(case: Any) -> None:
     mesh, n, batch_size = case
     found = rx.predict(
-        STATES[mesh], range(n), collate_fn=collate, predict_fn=predict_fn, batch_size=batch_size, prefetch=0
+        STATES[mesh], synchronous(n), collate_fn=collate, predict_fn=predict_fn, batch_size=batch_size
     )
     assert [int(row["id"]) for row in found] == list(range(n))
     assert [float(row["pair"][0]) for row in found] == VALUES[:n].tolist()
@@ -271,9 +275,10 @@ def test_collation_in_a_thread_only_if_wanted(prefetch: int) -> None:
         threads.add(threading.current_thread() is threading.main_thread())
         return collate(examples)
 
-    common: Any = {"collate_fn": spying, "batch_size": 4, "prefetch": prefetch}
-    rx.evaluate(STATES["one"], range(8), loss_fn=loss_fn, **common)
-    rx.predict(STATES["one"], range(8), predict_fn=predict_fn, **common)
+    examples = rx.Data(range(8), prefetch=prefetch)
+    common: Any = {"collate_fn": spying, "batch_size": 4}
+    rx.evaluate(STATES["one"], examples, loss_fn=loss_fn, **common)
+    rx.predict(STATES["one"], examples, predict_fn=predict_fn, **common)
     assert threads == {prefetch == 0}
     assert no_threads_left()
 

@@ -26,12 +26,16 @@ class RunRecord:
     - `begin`: the step at which it began.
     - `num_steps`: how many it has taken.
     - `epoch`, `batch`: whole epochs done, and batches of the next one done.
-    - `batch_size`, `num_examples`: of the training; the examples of the first epoch.
+    - `batch_size`, `num_examples`: of the training; the examples of the first epoch, `None` of a stream.
     - `finished`: whether it has come to its end.
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
     - `window`: metrics that were not logged yet.
     - `stopped`: whether a hook has ended it.
     - `memory`: what its hook remembers, plain JSON.
+    - `order`: how the order of an epoch follows from its key, see `Epochs`; `None` for that of the examples
+        themselves. Records without one are of version 0.1, which sorted random numbers.
+    - `positions`: where each shard of a stream was left: its number, how many there are, how many items have
+        been read in this epoch, the state of the source.
     """
 
     begin: int
@@ -39,22 +43,40 @@ class RunRecord:
     epoch: int
     batch: int
     batch_size: int
-    num_examples: int
+    num_examples: int | None
     finished: bool = False
     evaluations: tuple[dict[str, Any], ...] = ()
     window: dict[str, Any] | None = None
     stopped: bool = False
     memory: Any = None
+    order: str | None = "sorted"
+    positions: tuple[tuple[int, int, int, str | None], ...] | None = None
 
     @classmethod
-    def begin_at(cls, step: int, *, batch_size: int, num_examples: int) -> "RunRecord":
+    def begin_at(
+        cls,
+        step: int,
+        *,
+        batch_size: int,
+        num_examples: int | None,
+        order: str | None = "feistel",
+        positions: tuple[tuple[int, int, int, str | None], ...] | None = None,
+    ) -> "RunRecord":
         """A run that begins at this step."""
-        return cls(step, 0, 0, 0, batch_size, num_examples)
+        return cls(step, 0, 0, 0, batch_size, num_examples, order=order, positions=positions)
 
-    def advanced(self, epoch: int, batch: int) -> "RunRecord":
+    def advanced(
+        self, epoch: int, batch: int, positions: tuple[tuple[int, int, int, str | None], ...] | None = None
+    ) -> "RunRecord":
         """One step later, which has led to this place."""
-        num_steps = self.num_steps + 1
-        return dataclasses.replace(self, num_steps=num_steps, epoch=epoch, batch=batch, window=None)
+        return dataclasses.replace(
+            self, num_steps=self.num_steps + 1, epoch=epoch, batch=batch, window=None, positions=positions
+        )
+
+    @property
+    def num_shards(self) -> int | None:
+        """In how many shards a stream is read; `None` without a stream."""
+        return None if self.positions is None else self.positions[0][1]
 
     def evaluated(self, row: Mapping[str, float]) -> "RunRecord":
         """With the results of an evaluation at this step."""
@@ -165,13 +187,20 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
         path=path,
         metrics=_map_leaves(from_json, content["metrics"]),
         extras=content["extras"],
-        run=None if run is None else RunRecord(**{**run, "evaluations": tuple(run["evaluations"])}),
+        run=None if run is None else _run(run),
         versions=content["versions"],
         arrays={
             name: ArrayInfo(**{**info, "shape": tuple(info["shape"])})
             for name, info in content["arrays"].items()
         },
     )
+
+
+def _run(fields: Mapping[str, Any]) -> RunRecord:
+    evaluations, positions = tuple(fields["evaluations"]), fields.get("positions")
+    if positions is not None:
+        positions = tuple(map(tuple, positions))
+    return RunRecord(**{**fields, "evaluations": evaluations, "positions": positions})
 
 
 def _sha256(content: Any) -> str:

@@ -10,6 +10,7 @@ unless it was damaged later: that is what the checksums are for. No pickle anywh
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ from redco_eqx._checkpoint.directory import (
 )
 from redco_eqx._checkpoint.names import info_of, storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
-from redco_eqx._distributed.consensus import from_first, on_first, together
+from redco_eqx._distributed.consensus import from_all, from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._tree import first_few, lack_of_value
 
@@ -99,6 +100,9 @@ class CheckpointWriter:
                 "infinity."
             )
         infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
+        if run is not None and run.positions is not None:
+            shards = {shard[0]: tuple(shard) for of_process in from_all(run.positions) for shard in of_process}
+            run = dataclasses.replace(run, positions=tuple(shards.values()))
         record = encode(step, infos, metrics, extras, run)
         together(self.wait, CheckpointError)
         attempt = from_first(

@@ -30,12 +30,13 @@ _NUM_STREAMS, _NUM_CHANGES = 64, 16
 class CallFacts:
     """The arguments of `batches`, as far as they are the same on every process.
 
-    - `num_examples`, `batch_size`, `epoch`, `start`, `remainder`: see `batches`.
+    - `num_examples`, `batch_size`, `epoch`, `start`, `remainder`: see `batches`; of a stream, in words, what
+        is read of it.
     - `order`: the first numbers of the order by `key`; `None` without a key.
     - `mesh`: the size of each axis.
     """
 
-    num_examples: int
+    num_examples: int | str
     batch_size: int
     epoch: int
     start: int

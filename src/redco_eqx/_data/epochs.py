@@ -1,26 +1,45 @@
 """Epoch after epoch: a run's batches, each with the place in the run that it leads to."""
 
 import contextlib
-from collections.abc import Callable, Generator
-from typing import NamedTuple
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
-from redco_eqx._data.batches import batch_sizes, batches, check_prefetch
+from redco_eqx._data.batches import batch_sizes, check_batch_size, data_batches, stream_batches
+from redco_eqx._data.data import Data, Stream, as_data
+from redco_eqx._data.order import SHUFFLED
+from redco_eqx._data.position import Position
+from redco_eqx._data.streams import first_position, items_per_batch, stream_facts
+from redco_eqx._data.workers import closed_after, collator
+from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key
+
+T = TypeVar("T")
+
+_END = object()
 
 
 class Place(NamedTuple):
-    """`epoch` epochs are done, and `batch` of the `num_batches` of another."""
+    """`epoch` epochs are done, and `batch` of the `num_batches` of another.
+
+    - `num_batches`: `None` for a stream.
+    - `positions`: where the stream that this process reads stands, for the record of the run.
+    - `is_end`: whether no batch follows, because a stream that is read only once has ended.
+    """
 
     epoch: int
     batch: int
-    num_batches: int
+    num_batches: int | None
+    positions: tuple[Position, ...] | None = None
+    is_end: bool = False
 
     @property
     def epochs_done(self) -> float:
-        """With the fraction of the one in hand."""
-        return self.epoch + self.batch / self.num_batches
+        """With the fraction of the one in hand, if its length is known."""
+        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0)
 
 
 class Epochs:
@@ -34,60 +53,171 @@ class Epochs:
             break
     ```
 
-    `num_examples` and `num_batches` are those of the first epoch.
+    - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
+    - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
+    - `positions`: where a stream begins, for the same.
     """
 
     def __init__(
         self,
-        examples: Examples | Callable[[int], Examples],
+        examples: Examples | Callable[[int], Examples] | Data | Stream,
         collate_fn: CollateFn,
         *,
         batch_size: int,
         mesh: Mesh,
-        prefetch: int = 2,
     ):
-        """**Arguments:** as for `batches`; `examples` may also be a function from the number of the epoch.
+        """**Arguments:** as for `batches`; examples may also be a function from the number of the epoch.
 
         Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
         """
-        check_prefetch(prefetch)
-        self._examples, self._collate_fn = examples, collate_fn
-        self._batch_size, self._mesh, self._prefetch = batch_size, mesh, prefetch
+        self._data, self._collate_fn = as_data(examples), collate_fn
+        self._batch_size, self._mesh = batch_size, mesh
         self._last: tuple[int, Examples] | None = None
-        self.num_batches = self.place(0, 0).num_batches
-        self.num_examples = len(self._of(0))
+        self.num_batches: int | None = None
+        self.num_examples: int | None = None
+        self.order: str | None = None
+        self.positions: tuple[Position, ...] | None = None
+        if isinstance(self._data, Stream):
+            check_batch_size(batch_size, mesh)
+            self.positions = (first_position(self._data, batch_size, mesh),)
+        else:
+            self.num_batches = self.place(0, 0).num_batches
+            self.num_examples = len(self._of(self._data, 0))
+            self.order = SHUFFLED if self._data.shuffle else None
+
+    def __str__(self) -> str:
+        if isinstance(self._data, Stream) and self.positions is not None:
+            return f"{stream_facts(self._data, self.positions[0])}, steps of {self._batch_size}"
+        assert self.num_examples is not None
+        assert self.num_batches is not None
+        num_dropped = self.num_examples - self.num_batches * self._batch_size
+        return (
+            f"{self.num_examples} examples, {self.num_batches} steps of {self._batch_size} per epoch, "
+            f"{num_dropped} dropped from each"
+        )
+
+    def num_steps(self, num_epochs: int) -> int | None:
+        """The number of steps of so many epochs, if that is known now."""
+        if self.num_batches is None or (isinstance(self._data, Data) and callable(self._data.examples)):
+            return None
+        return self.num_batches * num_epochs
 
     def place(self, epoch: int, batch: int) -> Place:
         """The place after so many whole epochs and batches of another, at most all of them."""
-        num_batches = len(batch_sizes(self._of(epoch), self._batch_size, "drop", self._mesh))
+        if isinstance(self._data, Stream):
+            return Place(epoch, batch, None)
+        num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
 
-    def after(self, epoch: int, batch: int, *, key: Key) -> Generator[tuple[Batch, Place]]:
-        """The batches from a place on, each with the place after it. Closing the generator ends its thread.
+    def after(
+        self, epoch: int, batch: int, *, key: Key, positions: Sequence[Sequence[Any]] | None = None
+    ) -> Generator[tuple[Batch, Place]]:
+        """The batches from a place on, each with the place after it. Closing the generator ends its threads.
 
-        `key` gives the order of each epoch; that of `fit` is `order_key`.
+        `key` gives the order of each epoch; that of `fit` is `order_key`. `positions` are those of all
+        shards of a stream there, as the record of a run has them; without them it is read again as far.
         """
+        collate = collator(self._data, self._collate_fn)
+        with closed_after(collate):
+            if isinstance(self._data, Stream):
+                yield from self._of_stream(self._data, collate, epoch, batch, positions)
+            else:
+                yield from self._of_data(self._data, collate, epoch, batch, key)
+
+    def _of_data(
+        self, data: Data, collate_fn: CollateFn, epoch: int, batch: int, key: Key
+    ) -> Generator[tuple[Batch, Place]]:
         while True:
-            _, batch, num_batches = self.place(epoch, batch)
-            stream = batches(
-                self._of(epoch),
-                self._collate_fn,
+            _, batch, num_batches, *_ = self.place(epoch, batch)
+            made = data_batches(
+                dataclasses.replace(data, examples=self._of(data, epoch)),
+                collate_fn,
                 batch_size=self._batch_size,
                 mesh=self._mesh,
                 key=key,
                 epoch=epoch,
                 start=batch,
-                prefetch=self._prefetch,
             )
-            with contextlib.closing(stream):
-                for index, data in enumerate(stream, start=batch + 1):
-                    is_end = index == num_batches
-                    yield data, Place(epoch + is_end, 0 if is_end else index, num_batches)
+            with contextlib.closing(made):
+                for index, x in enumerate(made, start=batch + 1):
+                    is_last = index == num_batches
+                    yield x, Place(epoch + is_last, 0 if is_last else index, num_batches)
             epoch, batch = epoch + 1, 0
 
-    def _of(self, epoch: int) -> Examples:
-        if not callable(self._examples):
-            return self._examples
+    def _of_stream(
+        self,
+        stream: Stream,
+        collate_fn: CollateFn,
+        epoch: int,
+        batch: int,
+        positions: Sequence[Sequence[Any]] | None,
+    ) -> Generator[tuple[Batch, Place]]:
+        begin = first_position(stream, self._batch_size, self._mesh)
+        if positions is None:
+            position = begin._replace(num_items=batch * items_per_batch(stream, begin, self._batch_size))
+        else:
+            position = _of_shard(begin, positions)
+        while not (stream.is_once and epoch > 0):
+            made = stream_batches(
+                stream,
+                collate_fn,
+                batch_size=self._batch_size,
+                mesh=self._mesh,
+                epoch=epoch,
+                position=position,
+                start=batch,
+            )
+            first = batch + 1
+            with contextlib.closing(made):
+                for batch, ((x, after), is_last) in enumerate(_with_ends(made, self._mesh), first):
+                    if is_last:
+                        yield x, Place(epoch + 1, 0, None, (begin,), is_end=stream.is_once)
+                    else:
+                        yield x, Place(epoch, batch, None, (after,))
+            if batch == 0:
+                raise ValueError(
+                    f"Stream: epoch {epoch} has not one whole batch of {self._batch_size}. A function of the "
+                    "epoch must give a new iterable each time."
+                )
+            epoch, batch, position = epoch + 1, 0, begin
+
+    def _of(self, data: Data, epoch: int) -> Examples:
+        if not callable(data.examples):
+            return data.examples
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, self._examples(epoch)
+            self._last = epoch, data.examples(epoch)
         return self._last[1]
+
+
+def _of_shard(begin: Position, positions: Sequence[Sequence[Any]]) -> Position:
+    """The position of this process among those of all shards."""
+    found = {position.shard: position for position in (Position(*fields) for fields in positions)}
+    num_shards = {position.num_shards for position in found.values()}
+    if num_shards != {begin.num_shards} or begin.shard not in found:
+        raise ValueError(
+            f"Stream: it was read in {max(num_shards)} shards, and is now read in {begin.num_shards}, so that "
+            "no process can go on where one was. Go on with as many processes."
+        )
+    return found[begin.shard]
+
+
+def _with_ends(items: Iterator[T], mesh: Mesh) -> Generator[tuple[T, bool]]:
+    """Each item, and whether it is the last one: of the process that has fewest. All stop there.
+
+    Of many processes none waits for another: what is asked about an item is answered a few items later.
+    """
+    vote = Vote(mesh)
+    behind: deque[T | object] = deque()
+    held: Any = _END
+    while True:
+        item = next(items, _END)
+        behind.append(item)
+        answer = vote.of_earlier(int(item is _END))
+        if answer is None:
+            continue
+        item = behind.popleft()
+        if held is not _END:
+            yield held, bool(answer[0])
+        if answer[0]:
+            return
+        held = item

@@ -38,6 +38,18 @@ def from_first(make: Callable[[], T]) -> T:
     return told["made"]
 
 
+def from_all(value: T) -> list[T]:
+    """What each process hands in, in their order, on all of them; it must be plain JSON."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+
 def on_first(act: Callable[[], object]) -> None:
     """`act()` on process 0. What it raises there is raised on all."""
     from_first(lambda: act() and None)
@@ -80,6 +92,12 @@ class Vote:
         if len(self._behind) <= self.NUM_BEHIND:
             return (0,) * len(numbers)
         return tuple(np.asarray(self._behind.popleft()).tolist())
+
+    def of_earlier(self, *numbers: int) -> tuple[int, ...] | None:
+        """As a call, but `None` as long as there is no answer; so the n-th answer is of the n-th call."""
+        is_early = jax.process_count() > 1 and len(self._behind) < self.NUM_BEHIND
+        answer = self(*numbers)
+        return None if is_early else answer
 
     def now(self, *numbers: int) -> tuple[int, ...]:
         """The same for the numbers of this very call; waits."""

@@ -111,12 +111,11 @@ def plan(
         if progress:
             print(f"plan: compiling {candidate.choice} for {on.name}", file=sys.stderr, flush=True)
         state = space.state(candidate.choice)
-        sizes = candidate.choice.mesh
         return attempt(
             candidate,
             state,
             batch,
-            make_mesh(**sizes, devices=on.devices),
+            _mesh_of(candidate.choice, on),
             loss_fn=loss_fn,
             optimizer=optimizer,
             platform=on.compiler,
@@ -217,7 +216,7 @@ class _Space:
 
     def state(self, choice: Choice) -> TrainState:
         """The state of a run, with no number in it, laid out on the target's devices."""
-        mesh = make_mesh(**choice.mesh, devices=self._target.devices)
+        mesh = _mesh_of(choice, self._target)
         analysis = self._analysis(choice.options, choice.mesh["tensor"])
         model = self._abstract(choice.options)
         return self._laid_out(model, explain_by(analysis, model, mesh).decisions, mesh)
@@ -276,6 +275,11 @@ class _Space:
                 f"plan: the leading dim of batch numbers the examples, but its arrays have {sizes}."
             )
         return next(iter(sizes.values()))
+
+
+def _mesh_of(choice: Choice, target: Target) -> Mesh:
+    data, fsdp, tensor = (choice.mesh[axis] for axis in AXES)
+    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=target.devices)
 
 
 def _key(options: Mapping[str, Option]) -> tuple[tuple[str, Option], ...]:

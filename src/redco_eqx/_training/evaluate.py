@@ -11,6 +11,8 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from redco_eqx._data.batches import batches
+from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.streams import as_sequence
 from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_is_state, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.checks import check_examples, check_whole
@@ -21,12 +23,11 @@ from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, c
 
 def evaluate(
     state: TrainState,
-    examples: Examples,
+    examples: Examples | Data | Stream,
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
     batch_size: int,
-    prefetch: int = 2,
 ) -> dict[str, float]:
     """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
 
@@ -40,7 +41,6 @@ def evaluate(
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. The tail is evaluated at its true size.
-    - `prefetch`: how many batches a thread makes ahead; 0 for no thread.
 
     **Returns:**
 
@@ -50,21 +50,18 @@ def evaluate(
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
-    metrics = losses(
-        state, examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size, prefetch=prefetch
-    )
+    metrics = losses(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size)
     assert metrics is not None
     return metrics
 
 
 def losses(
     state: TrainState,
-    examples: Examples,
+    examples: Examples | Data | Stream,
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
     batch_size: int,
-    prefetch: int,
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
@@ -76,7 +73,7 @@ def losses(
     step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, EVALUATE), functions=(loss_fn,), key="evaluate", state=state)
     totals: dict[str, tuple[float, float]] = {}
-    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", prefetch, stops)
+    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", stops)
     with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
         for metrics in lagging(outputs):
             for name, mean in jax.device_get(metrics).items():
@@ -89,13 +86,12 @@ def losses(
 
 def predict(
     state: TrainState,
-    examples: Examples,
+    examples: Examples | Data | Stream,
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
     output_fn: OutputFn | None = None,
     batch_size: int,
-    prefetch: int = 2,
 ) -> list[Any]:
     """What `predict_fn` gives for each example, in order, on every process.
 
@@ -123,7 +119,6 @@ def predict(
         predict_fn=predict_fn,
         output_fn=output_fn,
         batch_size=batch_size,
-        prefetch=prefetch,
     )
     assert rows is not None
     return rows
@@ -131,13 +126,12 @@ def predict(
 
 def predictions(
     state: TrainState,
-    examples: Examples,
+    examples: Examples | Data | Stream,
     *,
     collate_fn: CollateFn,
     predict_fn: PredictFn,
     output_fn: OutputFn | None,
     batch_size: int,
-    prefetch: int,
     stops: Callable[[], bool] = lambda: False,
 ) -> list[Any] | None:
     """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
@@ -149,15 +143,14 @@ def predictions(
     step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
     programs = PerShape(reseeded(step, PREDICT), functions=(predict_fn,), key="predict", state=state)
     rows: list[Any] = []
-    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "pad", prefetch, stops)
+    data = as_sequence(examples)
+    outputs = _outputs(state, data, programs, collate_fn, batch_size, "pad", stops)
     with contextlib.closing(outputs):
         for output in lagging(outputs, num_behind=1):  # outputs may be large
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
-            for i in range(min(batch_size, len(examples) - len(rows))):
-                prediction = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
-                rows.append(
-                    prediction if output_fn is None else _output(output_fn, examples, len(rows), prediction)
-                )
+            for i in range(min(batch_size, len(data.sequence) - len(rows))):
+                row = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
+                rows.append(row if output_fn is None else _output(output_fn, data.sequence, len(rows), row))
     return None if stops() else rows
 
 
@@ -171,19 +164,16 @@ def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyT
 
 def _outputs(
     state: TrainState,
-    examples: Examples,
+    examples: Examples | Data | Stream,
     programs: PerShape[jax.stages.Compiled],
     collate_fn: CollateFn,
     batch_size: int,
     remainder: str,
-    prefetch: int,
     stops: Callable[[], bool],
 ) -> Generator[PyTree[Array]]:
     """What the program gives for each batch, dispatched as it is asked for, until `stops()`."""
     mesh = state_mesh(state)
-    stream = batches(
-        examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder, prefetch=prefetch
-    )
+    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
             if stops():

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from redco_eqx._data.batches import batch_sizes
+from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.streams import as_sequence
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
 from redco_eqx._training.checks import check_examples, check_positive
 from redco_eqx._training.evaluate import losses, predictions
@@ -40,9 +42,9 @@ class Evaluation:
     row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
     ```
 
-    - `examples`: those to evaluate (see `evaluate`).
+    - `examples`: those to evaluate (see `evaluate`); a stream is read anew each time.
     - `every_steps`: how often; without it after each epoch. At the end of a run in any case.
-    - `collate_fn`, `loss_fn`, `batch_size`, `prefetch`: in `fit` its own by default.
+    - `collate_fn`, `loss_fn`, `batch_size`: in `fit` its own by default.
     - `state_fn`: from the state of the run to the one to evaluate: the same with averaged parameters, say.
     - `predict_fn`, `output_fn`, `metric_fn`: predictions for the examples (see `predict`), what a person reads
         of each, and what `metric_fn(examples, predictions)` makes of these outputs: a dict of numbers.
@@ -51,7 +53,7 @@ class Evaluation:
     Raises `ValueError` for values that cannot be used together.
     """
 
-    examples: Examples
+    examples: Examples | Data | Stream
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     collate_fn: CollateFn | None = None
@@ -62,7 +64,6 @@ class Evaluation:
     output_fn: OutputFn | None = None
     metric_fn: MetricFn | None = None
     predictions_directory: str | os.PathLike[str] | None = None
-    prefetch: int | None = None
 
     def __post_init__(self) -> None:
         check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
@@ -70,6 +71,11 @@ class Evaluation:
         for name, arguments in _CALLED_WITH.items():
             if getattr(self, name) is not None:
                 check_function("Evaluation", name, getattr(self, name), *arguments)
+        if isinstance(self.examples, Stream) and self.examples.is_once:
+            raise ValueError(
+                "Evaluation: its examples are a Stream of an iterator, which can be read only once, but each "
+                "evaluation reads it. Give a function that returns one, or an iterable."
+            )
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
@@ -88,8 +94,8 @@ class Evaluation:
     def rehearse(self, state: TrainState) -> dict[str, float]:
         """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
         try:
-            batch_sizes(self.examples, self.batch_size or 1, "pad", state_mesh(state))
-            first = [self.examples[i] for i in range(min(len(self.examples), self.batch_size or 1))]
+            first = as_sequence(self.examples, first=self.batch_size or 1)
+            batch_sizes(first.sequence, self.batch_size or 1, "pad", state_mesh(state))
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
         except Exception as error:
             error.add_note("This happened when fit tried the evaluation on the first batch of its examples.")
@@ -114,24 +120,22 @@ class Evaluation:
         if self.state_fn is not None:
             state = self.state_fn(state)
             check_is_state(state, "Evaluation: what state_fn returns")
-        prefetch = 2 if self.prefetch is None else self.prefetch
-        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "prefetch": prefetch, "stops": stops}
+        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "stops": stops}
         metrics = losses(state, self.examples, loss_fn=loss_fn, **common)
         if metrics is None:
             return None
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
-        predicted = predictions(
-            state, self.examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common
-        )
+        examples = as_sequence(self.examples)
+        predicted = predictions(state, examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common)
         if predicted is None:
             return None
         if self.metric_fn is not None:
-            row |= _of_predictions(self.metric_fn, self.examples, predicted, taken=row)
+            row |= _of_predictions(self.metric_fn, examples.sequence, predicted, taken=row)
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory) / f"step-{step}.jsonl"
-            _write(path, self.examples, predicted)
+            _write(path, examples.sequence, predicted)
         return row
 
 

@@ -13,7 +13,9 @@ import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._data.data import Data, Stream
 from redco_eqx._data.epochs import Epochs, Place
+from redco_eqx._data.position import Position
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
@@ -43,7 +45,7 @@ from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_f
 
 def fit(
     state: TrainState,
-    train_examples: Examples | Callable[[int], Examples],
+    train_examples: Examples | Callable[[int], Examples] | Data | Stream,
     *,
     collate_fn: CollateFn,
     loss_fn: LossFn,
@@ -60,7 +62,6 @@ def fit(
     loggers: Sequence[Logger] | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     donate: bool = True,
-    prefetch: int = 2,
     step_timeout_seconds: float | None = None,
 ) -> TrainState:
     """Trains, and returns the new state.
@@ -75,11 +76,12 @@ def fit(
 
     - `state`: from `init_state`. With `donate=True` it is taken over: its arrays (and so the model's) are
         deleted, and only the returned state lives on.
-    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one.
+    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one; [`Data`][]
+        also says how they are read. A [`Stream`][] has examples that come one after the other.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `optimizer`: the one that `init_state` was given.
     - `batch_size`: number of examples in a step, over all devices.
-    - `num_epochs`, `num_steps`: how long; exactly one of them.
+    - `num_epochs`, `num_steps`: how long; exactly one of them, and `num_steps` for a stream.
 
     **Other arguments:**
 
@@ -98,7 +100,6 @@ def fit(
         bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
     - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
-    - `prefetch`: how many batches a thread makes ahead, in evaluation too; 0 for no thread.
     - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
         long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
 
@@ -141,12 +142,15 @@ def fit(
         raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
     check_state(state, optimizer, num_microbatches, step_fn)
     if evaluation is not None:
-        evaluation = evaluation.or_else(
-            collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size, prefetch=prefetch
-        )
+        evaluation = evaluation.or_else(collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size)
     eval_batch_size = evaluation and evaluation.batch_size
     check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
-    epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh, prefetch=prefetch)
+    epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    if num_epochs is not None and epochs.num_batches is None:
+        raise ValueError(
+            f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long it "
+            "is: say num_steps= instead."
+        )
     watchdog = Watchdog(step_timeout_seconds)
     if step_fn is None:
         programs = train_programs(
@@ -162,11 +166,17 @@ def fit(
         check_keep_best(checkpoints.keep_best if checkpoints else (), row)
         watchdog.beat()
         saver = stack.enter_context(Saver(checkpoints))
-        begin = RunRecord.begin_at(step_of(state), batch_size=batch_size, num_examples=epochs.num_examples)
+        begin = RunRecord.begin_at(
+            step_of(state),
+            batch_size=batch_size,
+            num_examples=epochs.num_examples,
+            order=epochs.order,
+            positions=epochs.positions,
+        )
         state, run, source = saver.resume(state, begin, release=donate)
         if source is None and not donate:
             state = jax.tree.map(jnp.copy, state)
-        total = num_steps if num_epochs is None or callable(train_examples) else epochs.num_batches * num_epochs
+        total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
             num_steps=total,
@@ -174,18 +184,17 @@ def fit(
             initial=run.num_steps,
         )
         stack.enter_context(contextlib.closing(reporter))
-        reporter.say(
-            f"fit: {epochs.num_examples} examples, {epochs.num_batches} steps of {batch_size} per epoch, "
-            f"{epochs.num_examples - epochs.num_batches * batch_size} dropped from each"
-        )
+        reporter.say(f"fit: {epochs}")
         places: Iterator[tuple[Batch | None, Place]] = epochs.after(
-            run.epoch, run.batch, key=order_key(state, run.begin)
+            run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions
         )
         stack.enter_context(contextlib.closing(places))
         if source is not None:
             run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
             stopped = ", where its hook ended it" if run.stopped else ""
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
+            if run.positions is not None:
+                reporter.say(f"fit: {Position(*run.positions[0])}")
             reporter.rewind(run.step)
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
@@ -220,10 +229,10 @@ def _loop(
             training.step(batch, place)
         stop, is_time = vote(interrupt.signal, int(saver.is_time))
         is_time = bool(is_time) and saver.is_stale(training.run)
-        what = due(plan, training.run, stop=stop != 0, is_time=is_time)
+        what = due(plan, training.run, stop=stop != 0, is_time=is_time, is_end=place.is_end)
         if what.log and training.log(place) and hook is not None and not stop:
             training.after_row(hook)
-            what = due(plan, training.run, is_time=is_time)  # it may have ended the run
+            what = due(plan, training.run, is_time=is_time, is_end=place.is_end)  # it may have ended the run
         saves = what.save
         if what.finish:
             training.check()

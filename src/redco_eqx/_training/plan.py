@@ -65,7 +65,7 @@ class Due:
     finish: bool
 
 
-def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False) -> Due:
+def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False, is_end: bool = False) -> Due:
     """What is due where a run stands, after its last step or where it goes on.
 
     **Arguments:**
@@ -75,9 +75,10 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False
     - `stop`: whether the run has been asked to stop: it saves and evaluates no more. What it saves holds the
         metrics that are not logged yet; without a save they are logged.
     - `is_time`: whether it is time to save by the clock.
+    - `is_end`: whether there are no more batches.
     """
-    is_end = plan.num_steps is not None and run.num_steps >= plan.num_steps
-    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs) or run.stopped
+    is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
+    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
     evaluate = plan.evaluate is not None and (is_end or plan.evaluate.is_due(run))
     evaluate = evaluate and not stop and not run.is_evaluated
     save = plan.save is not None and (is_end or stop or is_time or plan.save.is_due(run))

@@ -79,7 +79,7 @@ class Training:
                 self._window, self._num_in_window = program.window, 0
         self.state, self._window = program.compiled(self.state, self._window, batch)
         self._num_in_window += 1
-        self.run = self.run.advanced(place.epoch, place.batch)
+        self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._throttle(self._window)
         self._watchdog.beat()
         if is_first:

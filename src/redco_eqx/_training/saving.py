@@ -51,6 +51,7 @@ class Saver:
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
             info = together(lambda: read_record(path), CheckpointError)
             chosen = select(info, like)
+            _check_shards(info, run)
             if not config.allow_changes:
                 _check_same(info, run)
             if release:
@@ -63,8 +64,10 @@ class Saver:
         self._path, self._saved = info.path, _saved(info.run)
         # With other numbers the same part of the epoch counts as done.
         batch = -(-info.run.batch * info.run.batch_size // run.batch_size)
-        changed = {"batch": batch, "batch_size": run.batch_size, "num_examples": run.num_examples}
-        return restored, dataclasses.replace(info.run, **changed), info.path
+        changed = dataclasses.replace(
+            info.run, batch=batch, batch_size=run.batch_size, num_examples=run.num_examples, order=run.order
+        )
+        return restored, changed, info.path
 
     @property
     def is_on(self) -> bool:
@@ -200,11 +203,23 @@ def _step_of(path: pathlib.Path) -> int:
     return int(path.name.partition("-")[0])
 
 
+def _check_shards(info: CheckpointInfo, run: RunRecord) -> None:
+    assert info.run is not None
+    was, now = info.run.num_shards, run.num_shards
+    if None not in (was, now) and was != now:
+        raise ValueError(
+            f"fit: the stream is read in {now} shards, but was in {was} when {info.path} was saved, so that no "
+            "process could go on where one was. Go on with as many processes; a stream that is read whole, "
+            "Stream(sharded=False), goes on with any number."
+        )
+
+
 def _check_same(info: CheckpointInfo, run: RunRecord) -> None:
     assert info.run is not None
     for what, was, now in (
         ("batch_size", info.run.batch_size, run.batch_size),
         ("the number of train_examples", info.run.num_examples, run.num_examples),
+        ("the order of the examples", info.run.order, run.order),
     ):
         if was != now:
             raise ValueError(

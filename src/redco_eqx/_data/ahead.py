@@ -1,0 +1,50 @@
+"""Work ahead: what a loop will ask for is made by threads, and comes in order."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+J = TypeVar("J")
+B = TypeVar("B")
+
+_END = object()
+
+
+def run_ahead(jobs: Iterator[J], make: Callable[[J], B], *, num_ahead: int, num_threads: int) -> Generator[B]:
+    """`make(job)` for each job in order, made up to `num_ahead` before it is asked for.
+
+    **Arguments:**
+
+    - `jobs`: read by one thread.
+    - `num_ahead`: 0 for no thread at all.
+    - `num_threads`: how many call `make` at the same time.
+    """
+    if num_ahead == 0:
+        for job in jobs:  # not `map`, which would take a StopIteration in `make` for the end
+            yield make(job)
+        return
+    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
+    makers = reader
+    if num_threads > 1:
+        makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
+
+    def read() -> J | object:
+        return next(jobs, _END)
+
+    def made(job: "Future[J | object]") -> B | object:
+        return _END if job.result() is _END else make(job.result())  # pyright: ignore[reportArgumentType]
+
+    pending: deque[Future[B | object]] = deque()
+    try:
+        while True:
+            while len(pending) <= num_ahead:
+                pending.append(makers.submit(made, reader.submit(read)))
+            batch = pending.popleft().result()
+            if batch is _END:
+                return
+            yield batch  # pyright: ignore[reportReturnType]
+    finally:
+        # Not waiting: each thread ends after the batch in hand, and garbage collection may run in it.
+        for threads in {reader, makers}:
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,139 @@
+"""Processes that collate. Each is started anew, and does one batch at a time for the thread that calls."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from redco_eqx._data.data import Data, Stream
+from redco_eqx._types import Batch, CollateFn
+
+
+class CollatingProcesses:
+    """`collate_fn` in so many processes; to be called by as many threads at once, and closed.
+
+    The processes are started by the first call.
+    """
+
+    def __init__(self, collate_fn: CollateFn, num: int):
+        """Raises `TypeError` if `collate_fn` cannot be sent to a process."""
+        try:
+            payload = pickle.dumps(collate_fn)
+        except Exception as error:
+            raise TypeError(
+                f"processes=True: collate_fn cannot be sent to a process: {error}. It must be a function of a "
+                "module (no lambda, none within a function); or use threads, num_workers= alone."
+            ) from error
+        self._payload, self._num = payload, num
+        self._workers: list[_Worker] = []
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+
+    def __call__(self, examples: Sequence[Any], /) -> Batch:
+        """What `collate_fn` returns or raises. Raises `RuntimeError` if the process has died."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the processes that collate are closed")
+            if not self._workers:
+                self._workers = [_Worker(self._payload, i) for i in range(self._num)]
+                for worker in self._workers:
+                    self._idle.put(worker)
+        worker = self._idle.get()
+        try:
+            return worker.collate(examples)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Ends the processes at once; who waits for one gets a `RuntimeError`."""
+        with self._lock:
+            self._closed = True
+        for worker in self._workers:
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+
+
+def collator(data: Data | Stream, collate_fn: CollateFn) -> CollateFn:
+    """`collate_fn`, or processes that do the same. Raises `TypeError` as these do."""
+    return CollatingProcesses(collate_fn, data.num_workers) if data.processes else collate_fn
+
+
+@contextlib.contextmanager
+def closed_after(collate_fn: CollateFn) -> Iterator[None]:
+    """Ends the processes of `collator` on leaving, if there are any."""
+    try:
+        yield
+    finally:
+        if isinstance(collate_fn, CollatingProcesses):
+            collate_fn.close()
+
+
+class _Worker:
+    def __init__(self, payload: bytes, number: int):
+        # Not a fork: JAX has threads, whose locks a child would find locked for ever.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, payload), name=f"redco_eqx.collate-{number}", daemon=True
+        )
+        self.process.start()
+        theirs.close()  # so that its death is the end of the pipe
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        try:
+            self._connection.send(examples)
+            batch, error = self._connection.recv()
+        except (EOFError, ConnectionError) as lost:
+            raise RuntimeError(self._how_it_died()) from lost
+        if error is not None:
+            raise error
+        return batch
+
+    def _how_it_died(self) -> str:
+        self.process.join()
+        code = self.process.exitcode or 0
+        how = f"ended with exit code {code}"
+        hint = 'What it printed says why. A program that starts processes needs `if __name__ == "__main__":`.'
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            hint = "The machine may be out of memory: use fewer workers." if code == -signal.SIGKILL else ""
+        return (
+            f"the process {self.process.name} (pid {self.process.pid}) {how} while it collated. {hint}".strip()
+        )
+
+
+def _serve(connection: Connection, payload: bytes) -> None:
+    """What a process does: collates what it is sent, until its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    jax.config.update("jax_platforms", "cpu")  # the accelerators are the parent's
+    with contextlib.suppress(EOFError, ConnectionError):
+        collate_fn = pickle.loads(payload)
+        while True:
+            examples = connection.recv()
+            try:
+                connection.send((collate_fn(examples), None))
+            except (EOFError, ConnectionError):
+                return
+            except Exception as error:
+                connection.send((None, _picklable(error)))
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error with its traceback as a note, or what can be sent of it."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        same = pickle.loads(pickle.dumps(error))
+    except Exception:
+        same = RuntimeError(f"{type(error).__name__}: {error}")
+    same.add_note(f"In a process (pid {os.getpid()}) that collates:\n{text}")
+    return same
