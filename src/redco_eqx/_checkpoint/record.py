@@ -7,12 +7,25 @@ import json
 import pathlib
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 from redco_eqx._json import from_json, to_json
 from redco_eqx._tree import describe
 
 FORMAT = 1
+
+Json: TypeAlias = Mapping[str, Any]
+"""Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
+
+Row: TypeAlias = Mapping[str, float | int]
+"""Numbers by name."""
+
+
+class Origin(TypedDict):
+    """A fingerprint of a state, see `origin_of`: its key in hexadecimal digits, and sums of its parameters."""
+
+    key: str
+    parameters: list[float]
 
 
 class CheckpointError(RuntimeError):
@@ -30,6 +43,8 @@ class RunRecord:
     - `finished`: whether it has come to its end.
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
     - `window`: metrics that were not logged yet.
+    - `origin`: the fingerprint of the state that it began with; `None` in older checkpoints.
+    - `id`: what its rows in a log are marked with.
     """
 
     begin: int
@@ -39,8 +54,10 @@ class RunRecord:
     batch_size: int
     num_examples: int
     finished: bool = False
-    evaluations: tuple[dict[str, Any], ...] = ()
+    evaluations: tuple[Row, ...] = ()
     window: dict[str, Any] | None = None
+    origin: Origin | None = None
+    id: str | None = None
 
     @classmethod
     def begin_at(cls, step: int, *, batch_size: int, num_examples: int) -> "RunRecord":
@@ -52,7 +69,7 @@ class RunRecord:
         num_steps = self.num_steps + 1
         return dataclasses.replace(self, num_steps=num_steps, epoch=epoch, batch=batch, window=None)
 
-    def evaluated(self, row: Mapping[str, float]) -> "RunRecord":
+    def evaluated(self, row: Row) -> "RunRecord":
         """With the results of an evaluation at this step."""
         return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
 
@@ -101,7 +118,7 @@ class CheckpointInfo:
     step: int
     path: pathlib.Path
     metrics: dict[str, float]
-    extras: dict[str, Any]
+    extras: Json
     run: RunRecord | None
     versions: dict[str, str]
     arrays: dict[str, ArrayInfo]
@@ -110,10 +127,10 @@ class CheckpointInfo:
 def encode(
     step: int,
     arrays: Mapping[str, ArrayInfo],
-    metrics: Mapping[str, float] | None,
-    extras: Mapping[str, Any] | None,
+    metrics: Row | None,
+    extras: Json | None,
     run: RunRecord | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The JSON of a checkpoint: its content, and the SHA-256 of that.
 
     Raises `ValueError` if `extras` is not plain JSON.
@@ -170,7 +187,7 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
     )
 
 
-def _sha256(content: Any) -> str:
+def _sha256(content: Json) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -109,7 +109,7 @@ class Evaluation:
         if self.metric_fn is not None:
             row |= _of_predictions(self.metric_fn, self.examples, predicted, taken=row)
         if self.predictions_directory is not None and jax.process_index() == 0:
-            path = pathlib.Path(self.predictions_directory) / f"step-{step_of(state)}.jsonl"
+            path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step_of(state)}.jsonl"
             _write(path, self.examples, predicted)
         return row
 
