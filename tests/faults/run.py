@@ -151,7 +151,7 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """kill -9 before the first save, at step 30: the rows of another run in the same file stay, and those of this
+    """kill -9 before the first save, at step 30: rows of another run in the same file stay, and those of this
     one are as if it had never been killed."""
     log, other = base / "log.jsonl", base / "other.jsonl"
     finish(start(directory=base / "other", log=other, num_steps=6))

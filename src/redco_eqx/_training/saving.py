@@ -224,7 +224,7 @@ def _check_same(info: CheckpointInfo, run: RunRecord) -> None:
     if info.run.begin == run.begin and (what := what_differs(info.run.origin, run.origin)):
         raise ValueError(
             f"fit: the run in {info.path.parent} did not begin with this state: other "
-            f"{' and other '.join(what)}. Pass another directory to begin a run with this state, or the model and "
-            "the key that the run began with to go on with it. Checkpoints(..., allow_changes=True) goes on from "
-            "its checkpoint all the same."
+            f"{' and other '.join(what)}. Pass another directory to begin a run with this state, or the model "
+            "and the key that the run began with to go on with it. Checkpoints(..., allow_changes=True) goes "
+            "on from its checkpoint all the same."
         )

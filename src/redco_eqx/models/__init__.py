@@ -10,6 +10,7 @@ from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.context import Cache, Context
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
+from redco_eqx.models._blocks.lora import LoRA, add_lora, lora_spec, merge_lora
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
@@ -23,6 +24,7 @@ from redco_eqx.models._families.llama import (
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
 from redco_eqx.models._files.load import load_pretrained
+from redco_eqx.models._files.lora import load_lora, save_lora
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
 
@@ -41,6 +43,7 @@ __all__ = [
     "Linear",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "LoRA",
     "MistralConfig",
     "Model",
     "OPTConfig",
@@ -50,11 +53,16 @@ __all__ = [
     "Qwen3Config",
     "RMSNorm",
     "Rope",
+    "add_lora",
     "generate",
+    "load_lora",
     "load_pretrained",
+    "lora_spec",
     "make_layers",
+    "merge_lora",
     "rotate",
     "run_layers",
+    "save_lora",
     "save_pretrained",
     "split_heads",
 ]
