@@ -8,7 +8,6 @@ projections afterwards, so what lies in `--output` is an ordinary checkpoint. Wi
 by training everything, for comparison.
 """
 
-import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -31,75 +29,13 @@ from language_modeling.main import RATES, collate_fn, load_or_make, loss_fn, tun
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class LoRA(eqx.Module):
-    """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
-
-    The sharding rules know it by the names `lora_a` and `lora_b`: the factor that meets the split dim of the
-    base is split with it, the other one is replicated. A leading dim of stacked layers is carried along.
-    """
-
-    base: Any
-    lora_a: Any  # (rank, in)
-    lora_b: Any  # (out, rank), zeros: training starts from the base
-    scale: float = eqx.field(static=True)
-
-    def __init__(self, base: Any, *, rank: int, scale: float, key: Any):
-        *stack, num_out, num_in = base.weight.shape
-        dtype = base.weight.dtype
-        self.base = base
-        self.lora_a = jax.random.normal(key, (*stack, rank, num_in), dtype) / num_in**0.5
-        self.lora_b = jnp.zeros((*stack, num_out, rank), dtype)
-        self.scale = scale
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The projection of the last dim."""
-        low = jnp.einsum("...i,ri->...r", x, self.lora_a)
-        return self.base(x) + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
-
-    def merge(self) -> Any:
-        """The projection alone, with what the branch adds in its weight."""
-        weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
-        return eqx.tree_at(lambda base: base.weight, self.base, weight)
-
-
-def adapt(model: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
-    """The model with a branch beside each projection of these names.
+def adapt(model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
+    """The model with a branch beside each projection of these names, laid out on the mesh.
 
     Raises `ValueError` if a name is that of no projection.
     """
-    number, found = itertools.count(), set()
-
-    def is_projection(node: Any) -> bool:
-        return isinstance(node, models.Linear)
-
-    def wrap(path: Any, node: Any) -> Any:
-        if not is_projection(node) or getattr(path[-1], "name", None) not in targets:
-            return node
-        found.add(path[-1].name)
-        return LoRA(node, rank=rank, scale=scale, key=jax.random.fold_in(key, next(number)))
-
-    adapted = jax.tree_util.tree_map_with_path(wrap, model, is_leaf=is_projection)
-    if missing := set(targets) - found:
-        raise ValueError(f"--targets: the model has no projections named {sorted(missing)}.")
-    return adapted
-
-
-def branches(model: Any) -> Any:
-    """What is trained: true for the factors of the branches, false for every other leaf."""
-
-    def in_branch(path: Any, _: Any) -> bool:
-        return getattr(path[-1], "name", None) in ("lora_a", "lora_b")
-
-    return jax.tree_util.tree_map_with_path(in_branch, model)
-
-
-def merge(model: Any) -> Any:
-    """The model with its branches in its weights: of the type and the shapes that it had before."""
-
-    def one(node: Any) -> Any:
-        return node.merge() if isinstance(node, LoRA) else node
-
-    return jax.tree.map(one, model, is_leaf=lambda node: isinstance(node, LoRA))
+    adapted = models.add_lora(model, targets=targets, rank=rank, scale=scale, key=key)
+    return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))
 
 
 def num_parameters(arrays: dict[str, Any]) -> int:
@@ -140,13 +76,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         results["full"] = tune(args, "full", copy, train, test)[1]
 
     args.rate = rate
-    adapted = adapt(model, **branch)
-    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
-    adapted = eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
-    print(rx.explain(adapted, mesh, **program))
-    state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
+    adapted = adapt(model, mesh, **branch)
+    print(rx.explain(adapted, mesh, loss_fn=loss_fn, batch=collate_fn(train[: args.batch_size])))
+    state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=models.lora_spec(adapted))
 
-    merged = rx.init_state(merge(state.model), key=key)
+    merged = rx.init_state(models.merge_lora(state.model), key=key)
     metrics = rx.evaluate(merged, test, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
     in_full = results["full"][0][-1] if results else bigram
     results |= {"branches": (scores, in_full), "merged": (metrics["loss"], scores[-1])}
@@ -154,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     for name, (reached, reference) in results.items():
         print(f"{name}: {np.ravel(reached)[-1]:.7g}, to compare with {reference:.7g}")
     if args.output:
-        np.savez(args.output / "branches.npz", **state.params)
+        models.save_lora(state.model, args.output / "branches")
         models.save_pretrained(merged.model, args.output)
         tokenizer.save_pretrained(args.output)
     return results

@@ -20,7 +20,8 @@ from fit_helpers import assert_same, to_numpy
 import redco_eqx as rx
 from redco_eqx._checkpoint.checksum import digests
 from redco_eqx._checkpoint.names import from_names, to_names
-from redco_eqx._tree import is_trainable
+from redco_eqx._checkpoint.origin import origin_of, what_differs
+from redco_eqx._tree import is_trainable, to_arrays
 
 MESHES: dict[str, dict[str, Any]] = {
     "data 8": {},
@@ -315,6 +316,81 @@ def test_new_and_missing_leaves(saved: Any) -> None:
         wrong: Any = {argument: ["modle/*"]}
         with pytest.raises(ValueError, match=rf"{argument}='modle/\*' matches no name"):
             rx.restore(directory, grown, **wrong)
+
+
+class Renamed(eqx.Module):
+    base: Odd
+
+    def __init__(self, key: Any):
+        self.base = Odd(key)
+
+
+def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
+    state, directory = saved
+
+    def make(kind: Any) -> Any:
+        model = rx.init_model(kind, rx.make_mesh(data=1), key=jax.random.key(5))
+        return rx.init_state(model, ADAM, key=jax.random.key(6), trainable=is_weight)
+
+    like = make(Renamed)
+    with pytest.raises(ValueError, match=r"model/base.up.weight: .* missing in the checkpoint") as caught:
+        rx.restore(directory, like)
+    for remedy in ("renamed=", "new=", "unused=", 'only="model"', "optimizer that it began with"):
+        assert remedy in str(caught.value)
+    tops = {name.partition("/")[2].partition(".")[0] for name in to_names(state) if name.startswith("model/")}
+    found = rx.restore(directory, like, renamed={name: f"base.{name}" for name in tops})
+    assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
+    assert sum(path.startswith("0.mu.base.") for path in to_arrays(found.opt_state)) == len(state.params)
+
+    swapped = rx.restore(directory, make(Odd), only="model", renamed={"up": "aside"}, new=["model/up.*"],
+                         unused=["model/aside.*"])  # fmt: skip
+    assert_same(swapped.frozen["down.bias"], state.frozen["down.bias"])
+    assert_same(swapped.params["up.weight"], make(Odd).params["up.weight"])
+    with pytest.raises(ValueError, match=r"'up\.wait' is no path of the model"):
+        rx.restore(directory, like, renamed={"up.wait": "base.up.weight"})
+    with pytest.raises(ValueError, match=r"two arrays of the checkpoint become model/down\.bias"):
+        rx.restore(directory, make(Odd), renamed={"up.bias": "down.bias"})
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_fingerprint_is_that_of_the_state_on_any_mesh(name: str) -> None:
+    expected = origin_of(odd_state())
+    found = origin_of(odd_state(mesh=rx.make_mesh(**MESHES[name])))
+    assert what_differs(expected, found) == []
+    np.testing.assert_allclose(found["parameters"], expected["parameters"], atol=1e-5)
+    nearly = odd_state(mesh=rx.make_mesh(**MESHES[name]))
+    params = {path: x * (1 + 1e-6) for path, x in nearly.params.items()}  # another compiler's last bits
+    assert what_differs(expected, origin_of(dataclasses.replace(nearly, params=params))) == []
+    other = odd_state(seed=1, mesh=rx.make_mesh(**MESHES[name]))
+    assert what_differs(expected, origin_of(other)) == ["key", "initial parameters"]
+    some = dataclasses.replace(nearly, params={**nearly.params, "up.weight": other.params["up.weight"]})
+    assert what_differs(expected, origin_of(some)) == ["initial parameters"]
+
+
+def test_fingerprints_of_a_hundred_seeds_all_differ() -> None:
+    def weight(seed: int) -> Any:
+        params = {"weight": jax.random.normal(jax.random.key(seed), (3, 2))}
+        return dataclasses.replace(tiny(0), params=params, frozen={})
+
+    found = [origin_of(weight(seed)) for seed in range(100)]
+    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
+    assert all(what_differs(a, b) == ["initial parameters"] for a, b in pairs)
+
+
+def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    rx.save("~/run", tiny(1))
+    rx.Checkpoints("~/run").open().close()
+    assert [info.path for info in rx.list_checkpoints("~/run")] == [tmp_path / "run" / "1"]
+    assert int(rx.restore("~/run", tiny(0)).step) == 1
+    with rx.JSONLLogger("~/run/log.jsonl") as logger:
+        logger(1, {})
+    with rx.TensorBoardLogger("~/run/board") as board:
+        board(1, {"a": 1.0})
+    assert (tmp_path / "run" / "log.jsonl").exists()
+    assert (tmp_path / "run" / "board").is_dir()
+    assert not (tmp_path / "~").exists()
 
 
 def test_what_is_kept_must_have_a_value(saved: Any) -> None:

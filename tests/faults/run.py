@@ -97,7 +97,10 @@ def two(**options: Any) -> list[subprocess.Popen[str]]:
 
 def rows_of(log: pathlib.Path) -> list[Any]:
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return [{k: x for k, x in row.items() if k != "time" and not k.endswith("per_second")} for row in rows]
+    return [
+        {k: x for k, x in row.items() if k not in ("time", "run") and not k.endswith("per_second")}
+        for row in rows
+    ]
 
 
 def same_rows(log: pathlib.Path, other: pathlib.Path) -> None:
@@ -132,7 +135,7 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
         program.wait()
         names = os.listdir(directory)
         num_between += any("orbax-checkpoint-tmp" in name for name in names)
-        require(len(names) <= 7, f"litter grows: {names}")
+        require(len(names) <= 8, f"litter grows: {names}")
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # the newest, not one before it
             state = rx.restore(directory, like)
@@ -145,6 +148,35 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
     require(ended["digest"] == expected["digest"], "the trajectory differs")
     same_rows(log, base / "whole.jsonl")
     yield f"{num_steps} steps in all; {num_between} of the kills between temporary directory and commit"
+
+
+def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
+    """kill -9 before the first save, at step 30: rows of another run in the same file stay, and those of this
+    one are as if it had never been killed."""
+    log, other = base / "log.jsonl", base / "other.jsonl"
+    finish(start(directory=base / "other", log=other, num_steps=6))
+    shutil.copy(other, log)
+    (expected,) = finish(
+        start(directory=base / "whole", log=base / "whole.jsonl", num_steps=32, every_steps=30)
+    )
+    draw = random.Random(0)
+    for _ in range(tries):
+        rows = draw.randrange(0, 30)
+        program = start(directory=base / "run", log=log, num_steps=32, every_steps=30, seconds_per_batch=0.02)
+        while program.poll() is None:
+            time.sleep(0.002)
+            own = log.read_bytes().splitlines()[6:]
+            if (base / "run" / "begun.json").exists() and len(own) >= rows and newest(base / "run") == 0:
+                break
+        time.sleep(draw.uniform(0, 0.02))
+        program.kill()
+        program.wait()
+        yield ""
+    num_saved = newest(base / "run")
+    (ended,) = finish(start(directory=base / "run", log=log, num_steps=32, every_steps=30))
+    require(ended["digest"] == expected["digest"], "the trajectory differs")
+    require(rows_of(log) == rows_of(other) + rows_of(base / "whole.jsonl"), "the rows of the log differ")
+    yield f"at the end {'none' if num_saved == 0 else num_saved} was saved"
 
 
 def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> Any:
@@ -435,6 +467,7 @@ def _data(x: Any) -> Any:
 # name: (fault, tries in full, tries if reduced)
 FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
     "kill -9 at a random instant": (kills, 50, 5),
+    "kill -9 before the first save": (early_kills, 20, 3),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
     "a file cut in half": (damage(truncate), 99, 4),
     "record.json emptied": (damage(empty, "record.json"), 1, 1),

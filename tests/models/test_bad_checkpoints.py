@@ -108,7 +108,7 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown model_type": (
         entries(model_type="bloom"),
         ValueError,
-        "model_type='bloom' is not known, only gpt2, gptj, llama, mistral, opt, qwen2, qwen3",
+        r"model_type='bloom' is not known, only .*gpt2.*qwen3.*\. Pass family=",
     ),
     "model_type not a string": (
         entries(model_type=["gpt2"]),
@@ -181,6 +181,27 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
         f"{NOT_WHOLE}, 0 bytes",
     ),
     "corrupted header": (corrupted_header, ValueError, NOT_WHOLE),
+    "deeply nested config": (
+        text("config.json", "[" * 100_000),
+        ValueError,
+        r"config\.json is not JSON",
+    ),
+    "deeply nested index": (only_index("[" * 100_000), ValueError, r"index\.json is not JSON"),
+    "end tokens in words": (
+        text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+        ValueError,
+        r"generation_config\.json: eos_token_id=\['</s>'\], but it must be: int or list of int or null",
+    ),
+    "only a GGUF": (
+        lambda directory, arrays: (directory / SINGLE).rename(directory / "gpt2.Q4_K_M.gguf"),
+        ValueError,
+        r"only as gpt2\.Q4_K_M\.gguf, a format of llama\.cpp",
+    ),
+    "only a variant": (
+        lambda directory, arrays: (directory / SINGLE).rename(directory / "model.fp16.safetensors"),
+        FileNotFoundError,
+        r"but model\.fp16\.safetensors\. If that is the variant you want, rename it to model\.safetensors",
+    ),
     "index names an absent file": (
         absent_file,
         FileNotFoundError,

@@ -116,7 +116,17 @@ REFUSED = {
     ),
     "cross-attention": ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True"),
     "heads of GPT-2": ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "n_embd=30 .* n_head=4"),
-    "no heads": ({"model_type": "gptj", "n_head": 0}, "n_embd=4096 .* n_head=0"),
+    "no heads": ({"model_type": "gptj", "n_head": 0}, "n_head=0, but it must be positive"),
+    "heads of no size": ({"model_type": "llama", "head_dim": 0}, "head_dim=0, but it must be positive"),
+    "no number": (
+        {"model_type": "llama", "rms_norm_eps": float("nan")},
+        "rms_norm_eps=nan, but it must be finite",
+    ),
+    "end tokens in words": (
+        {"model_type": "llama", "eos_token_id": ["2"]},
+        r"eos_token_id=\['2'\], but it must be: int or list of int or null",
+    ),
+    "another family": ({"model_type": "bloom"}, "model_type='bloom' is not known, .* family="),
     "heads of OPT": (
         {"model_type": "opt", "hidden_size": 30, "num_attention_heads": 4},
         "hidden_size=30 .* num_attention_heads=4",
@@ -132,7 +142,6 @@ REFUSED = {
     "odd rotary": ({"model_type": "gptj", "rotary_dim": 5}, "rotary_dim=5, but it must be even"),
     "wide rotary": ({"model_type": "gptj", "rotary_dim": 512}, "at most the size of a head, 256"),
     "tied GPT-J": ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True"),
-    "dropped layers": ({"model_type": "opt", "layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
     "a string": ({"model_type": "gpt2", "n_layer": "12"}, "n_layer='12', but it must be: int"),
     "null": ({"model_type": "gpt2", "n_head": None}, "n_head=None, but it must be: int"),
     "true": ({"model_type": "gpt2", "n_embd": True}, "n_embd=True, but it must be: int"),

@@ -8,12 +8,15 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checkpoint_files import (
     INDEX,
@@ -28,9 +31,11 @@ from checkpoint_files import (
 )
 from helpers import run_two_processes
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+import redco_eqx as rx
 from redco_eqx.models import load_pretrained, save_pretrained
+from redco_eqx.models._files.directory import config_file
 
 
 def random_bits(dtype):
@@ -167,7 +172,7 @@ def same(one, other):
 
 
 def entries(config):
-    return {name: x for name, x in vars(config).items() if name != "rest"}
+    return {name: x for name, x in vars(config).items() if name not in ("rest", "source")}
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +232,150 @@ def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, b
     assert num_calls < at
     assert (seen[0], seen[-1]) == ("old", "new")
     assert seen == sorted(seen, reverse=True)  # once the new one is in force it stays so
+
+
+def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    write(old, "gpt2", make_arrays("gpt2"), eos_token_id=3)
+    beside = {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ x }}",
+        "LICENSE": "mine",
+        "generation_config.json": '{"eos_token_id": [5, 6], "temperature": 0.6}',
+    }
+    weights = (
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "x.gguf",
+        "pytorch_model.bin.index.json",
+        ".hidden",
+    )
+    for name, text in {**beside, **dict.fromkeys(weights, "stale")}.items():
+        (old / name).write_text(text)
+    (old / "onnx").mkdir()
+    new.mkdir()
+    (new / "LICENSE").write_text("another")
+    model = load_pretrained(old)
+    assert model.config.generation_tokens == {"eos_token_id": [5, 6], "pad_token_id": None}
+    changed = rx.fit(
+        rx.init_state(model, optax.sgd(0.1), key=jax.random.key(0)),
+        np.zeros((8, 4), np.int32),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(model(batch) ** 2),
+        optimizer=optax.sgd(0.1),
+        batch_size=8,
+        num_steps=1,
+        loggers=(),
+    ).model
+    save_pretrained(load_pretrained(old), tmp_path / "same")
+    model = load_pretrained(tmp_path / "same")
+    save_pretrained(changed, new)
+    assert {file.name for file in new.iterdir()} == {*beside, SINGLE, "config.json"}
+    assert (new / "LICENSE").read_text() == "another"
+    assert json.loads((new / "generation_config.json").read_text()) == {
+        "eos_token_id": [5, 6],
+        "temperature": 0.6,
+    }
+    assert load_pretrained(new).config == model.config  # wherever they come from
+    shutil.rmtree(old)
+    save_pretrained(changed, tmp_path / "newer")  # what is gone is not missed
+    assert load_pretrained(tmp_path / "newer").config == model.config
+
+
+def test_the_home_directory_is_meant_by_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = load_pretrained(write(tmp_path / "old", "gpt2", make_arrays("gpt2")))
+    save_pretrained(model, "~/new")
+    load_pretrained("~/new")
+    assert {file.name for file in tmp_path.iterdir()} == {"old", "new"}
+
+
+@pytest.mark.parametrize("tag", ["../../evil", "0123456789abcdef/..", "0123456789ABCDEF", 7, ["a"]])
+@pytest.mark.parametrize("where", ["file", "index"])
+def test_a_tag_of_another_form_is_not_taken_for_a_part_of_a_name(tmp_path, tag, where):
+    directory = write(tmp_path / "model", "gpt2", make_arrays("gpt2"), num_files=1 if where == "file" else 2)
+    outside = tmp_path / f"config.json.{tag}.part" if isinstance(tag, str) else tmp_path / "none.part"
+    outside.parent.mkdir(parents=True, exist_ok=True)
+    if where == "file":
+        arrays = load_file(directory / SINGLE)
+        save_file(arrays, directory / SINGLE, metadata={"format": "pt", "config": str(tag)})
+    else:
+        index = json.loads((directory / INDEX).read_text())
+        (directory / INDEX).write_text(json.dumps({**index, "metadata": {"config": tag}}))
+    assert config_file(directory) == directory / "config.json"
+    load_pretrained(directory)
+
+
+def test_arrays_that_a_reader_would_not_find_are_refused(tmp_path):
+    model = load_pretrained(write(tmp_path / "old", "llama", make_arrays("llama")), stacked=True)
+    refused = [
+        (lambda m: m.lm_head, None, r"1 missing: lm_head\.weight"),
+        (
+            lambda m: m.model.norm.weight,
+            jnp.ones(3),
+            r"of a wrong shape: model\.norm\.weight \[3\] instead of \[64\]",
+        ),
+        (lambda m: m.model.norm, Scaled(model.model.norm), r"1 unknown: model\.norm\.inner\.weight"),
+    ]
+    for where, value, message in refused:
+        with pytest.raises(ValueError, match=message):
+            save_pretrained(eqx.tree_at(where, model, value), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+class Scaled(eqx.Module):
+    inner: Any
+
+
+MEMORY = """
+import gc, os, pathlib, sys, threading, time
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import redco_eqx as rx
+from redco_eqx import models
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def peak(act):
+    gc.collect()
+    before, most, ended = resident(), 0, False
+    def watch():
+        nonlocal most
+        while not ended:
+            most = max(most, resident())
+            time.sleep(0.001)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    result = act()
+    ended = True
+    thread.join()
+    return result, most - before
+
+directory = pathlib.Path(sys.argv[1])
+shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 1024}
+config = models.LlamaConfig(num_hidden_layers=8, **shape)
+models.save_pretrained(models.LlamaForCausalLM(config, key=jax.random.key(0)), directory / "old")
+size = (directory / "old" / "model.safetensors").stat().st_size
+mesh = rx.make_mesh(tensor=8)
+model, loading = peak(lambda: jax.block_until_ready(models.load_pretrained(directory / "old", mesh)))
+_, saving = peak(lambda: models.save_pretrained(model, directory / "new"))
+print(loading / size, saving / size)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
+def test_neither_loading_nor_saving_holds_the_model_twice(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    loading, saving = map(float, run.stdout.split())
+    assert loading < 1.5  # the arrays themselves are 1
+    assert saving < 0.6  # an array or two, and what compiling takes
 
 
 def test_two_processes(tmp_path):

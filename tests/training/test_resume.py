@@ -1,6 +1,7 @@
 """`fit` with checkpoints: interrupted and resumed equals uninterrupted, and nothing is lost."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -84,7 +85,10 @@ def without_times(rows: list[Any]) -> list[Any]:
 
 def read_log(path: pathlib.Path) -> list[Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return without_times([(line.pop("step"), {k: x for k, x in line.items() if k != "time"}) for line in lines])
+    unlike = ("time", "run")
+    return without_times(
+        [(line.pop("step"), {k: x for k, x in line.items() if k not in unlike}) for line in lines]
+    )
 
 
 # Bit for bit
@@ -158,7 +162,68 @@ def test_a_crash_loses_no_row(tmp_path: pathlib.Path) -> None:
     with rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
         counted(linear_state(), tmp_path / "cut", loggers=[logger], **arguments)
     assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
-    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20"]
+    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json"]
+
+
+class Killed(BaseException):
+    """What nothing in `fit` is there to handle, so that nothing is saved."""
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_run_killed_before_its_first_save_leaves_no_rows(at: int, tmp_path: pathlib.Path) -> None:
+    """In a file with the rows of other runs: with checkpoints and without, finished and killed."""
+    log = tmp_path / "log.jsonl"
+
+    def run(name: str, *, kill: int | None = None, **arguments: Any) -> Any:
+        def act() -> None:
+            raise Killed
+
+        checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
+        defaults: Any = {"log_every": 1, "num_steps": 8, "checkpoints": checkpoints}
+        with rx.JSONLLogger(log) as logger:
+            return fit(
+                linear_state(), EXAMPLES, step_fn=counting_step, prefetch=0, loggers=[logger],
+                collate_fn=Collate(kill, act), **{**defaults, **arguments},
+            )  # fmt: skip
+
+    run("finished")
+    run("unsaved", checkpoints=None)
+    with pytest.raises(Killed):
+        run("killed", kill=5)
+    before = log.read_bytes()
+    for _ in range(2):
+        with pytest.raises(Killed):
+            run("cut", kill=at)
+    run("cut")
+    assert log.read_bytes().startswith(before)
+    own = read_log(log)[-8:]
+    assert [step for step, _ in own] == list(range(1, 9))
+    assert read_log(log) == own + own + own[:3] + own  # the last row of the killed one was on its way
+    run("killed")
+    assert read_log(log) == own * 4
+
+
+def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> None:
+    """Its rows begin anew, and those of the first stay, though they have the same file and directory."""
+
+    def script(name: str, kill: int | None = None) -> None:
+        def act() -> None:
+            raise Killed
+
+        with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
+            arguments: Any = {"loggers": [logger], "log_every": 1, "num_steps": 6}
+            checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
+            state = counted(linear_state(), checkpoints, **arguments)
+            counted(state, checkpoints, collate_fn=Collate(kill, act), **arguments)
+
+    script("whole")
+    with pytest.raises(Killed):
+        script("cut", kill=3)
+    script("cut")
+    assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
+    rows = (tmp_path / "cut.jsonl").read_bytes()
+    script("cut")  # both are finished, and drop nothing of each other
+    assert (tmp_path / "cut.jsonl").read_bytes() == rows
 
 
 def test_a_row_that_straddles_a_checkpoint_is_whole(tmp_path: pathlib.Path) -> None:
@@ -221,6 +286,55 @@ def test_loggers_are_rewound_to_the_restored_step_only(tmp_path: pathlib.Path) -
 
     assert rewinds() == []
     assert rewinds() == [4]
+
+
+# With what it began
+
+
+def reseeded(params: int | None = None, key: int | None = None, mesh: Any = None) -> Any:
+    state = mlp_state(SGD, mesh or rx.make_mesh(tensor=2))
+    if params is not None:
+        noise = jax.random.split(jax.random.key(params), len(state.params))
+        drawn = {path: x + jax.random.normal(k, x.shape) for (path, x), k in zip(state.params.items(), noise)}
+        laid_out = {path: jax.device_put(x, state.params[path].sharding) for path, x in drawn.items()}
+        state = dataclasses.replace(state, params=laid_out)
+    if key is not None:
+        state = dataclasses.replace(state, key=jax.device_put(jax.random.key(key), state.key.sharding))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"params": 7}, "other initial parameters"),
+        ({"key": 7}, "other key"),
+        ({"params": 7, "key": 7}, "other key and other initial parameters"),
+    ],
+    ids=["parameters", "key", "both"],
+)
+def test_a_run_that_began_otherwise_is_refused(other: Any, what: str, tmp_path: pathlib.Path) -> None:
+    examples = make_examples(16, dim=8)
+    arguments: Any = {"step_fn": counting_step, "batch_size": 8, "num_steps": 2, "prefetch": 0}
+    expected = fit(reseeded(), examples, checkpoints=tmp_path, **arguments)
+    state = reseeded(**other)
+    with pytest.raises(ValueError, match=rf"did not begin with this state: {what}\. Pass another directory"):
+        fit(state, examples, checkpoints=tmp_path, **arguments)
+    assert_same(state, reseeded(**other))  # nothing was taken over
+    allowed = rx.Checkpoints(tmp_path, allow_changes=True)
+    assert_same(fit(state, examples, checkpoints=allowed, **arguments), expected)
+
+
+def test_a_checkpoint_that_does_not_say_how_its_run_began_is_taken(tmp_path: pathlib.Path) -> None:
+    counted(linear_state(), tmp_path, num_steps=4)
+    (record,) = (tmp_path / "4").rglob("record.json")
+    content = json.loads(record.read_text())["content"]
+    for name in ("origin", "id"):  # as an older version wrote it
+        del content["run"][name]
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    record.write_text(json.dumps({"sha256": sha256, "content": content}))
+    spy = Collate()
+    assert_counted(counted(linear_state(), tmp_path, collate_fn=spy), 12, linear_state())
+    assert len(spy.ids) == 4 * 8
 
 
 # Which run
@@ -549,7 +663,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.
     with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The one before it is used"):
         found = counted(linear_state(), tmp_path)
     assert_counted(found, 12, linear_state())
-    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged"]
+    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json"]
 
 
 @pytest.mark.filterwarnings("ignore:.*The one before it is used")

@@ -3,12 +3,10 @@
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
+from redco_eqx._checkpoint.record import Json
 from redco_eqx._checkpoint.writer import CheckpointWriter
-
-JSON: TypeAlias = Mapping[str, Any]
-"""Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +17,8 @@ class Checkpoints:
     `every_...` it does so after each epoch. An evaluation that is due comes before, and its results are part of
     the checkpoint.
 
-    - `directory`: of this run. If there are checkpoints of it already, `fit` goes on from the newest.
+    - `directory`: of this run. If there are checkpoints of it already, `fit` goes on from the newest, provided
+        that they are of a run that began with the same key and parameters. `~` is the home directory.
     - `every_steps`, `every_epochs`, `every_minutes`: how often; several can be given.
     - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
         Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
@@ -27,8 +26,9 @@ class Checkpoints:
         where one of them is best is kept besides, and an evaluation that gives a better one is followed by a
         save.
     - `extras`: further plain JSON for each checkpoint that `fit` writes, or a function that returns it.
-    - `allow_changes`: whether to go on although `batch_size` or the number of examples have changed; otherwise
-        that is refused, because the examples of an epoch would not be the same.
+    - `allow_changes`: whether to go on although `batch_size` or the number of examples have changed, or the
+        key or the parameters that the run begins with; otherwise that is refused, because the run would not be
+        the same.
 
     Raises `ValueError` for a value that cannot be used.
     """
@@ -40,7 +40,7 @@ class Checkpoints:
     every_minutes: float | int | None = None
     keep_last: int | None = 2
     keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(default_factory=dict)
-    extras: JSON | Callable[[], JSON] | None = None
+    extras: Json | Callable[[], Json] | None = None
     allow_changes: bool = False
 
     def __post_init__(self) -> None:

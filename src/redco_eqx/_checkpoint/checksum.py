@@ -1,30 +1,39 @@
-"""A checksum of an array that does not depend on how the array lies on devices.
+"""Numbers of an array that do not depend on how the array lies on devices: its checksum.
 
-It is computed where the array is, before a checkpoint is written and after it is read, so that it covers the
+That is computed where the array is, before a checkpoint is written and after it is read, so that it covers the
 whole way over host, network and disk, and costs one pass over device memory instead of a second reading of
 the files.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Shaped, UInt32
+
+from redco_eqx._types import AnyArray
+
+Starts: TypeAlias = tuple[int | UInt32[Array, ""], ...]
+"""Where in an array a piece begins, for each dim."""
+
+OfPiece: TypeAlias = Callable[[Array, Starts, tuple[int, ...]], Shaped[Array, " n"]]
+"""From a piece, its starts, and the shape of the whole, to numbers that add up over all pieces."""
 
 
-def _mix(x: Any) -> Any:
+def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Each word as one that looks random."""
     # The finalizer of MurmurHash3 (Appleby, public domain): one-to-one on 32 bits.
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def bits_of(x: Any) -> UInt32[Array, "..."]:
+def bits_of(x: Array) -> UInt32[Array, "..."]:
     """The bits of each element as one uint32, or as several in further trailing dims."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return bits_of(jnp.stack([x.real, x.imag], axis=-1))
@@ -38,74 +47,80 @@ def bits_of(x: Any) -> UInt32[Array, "..."]:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{size}")).astype(jnp.uint32)
 
 
-def digest(x: Any, starts: tuple[Any, ...], shape: tuple[int, ...]) -> UInt32[Array, "3"]:
+def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """The row-major index, from 1, of each element of a piece, modulo 2**32.
+
+    **Arguments:**
+
+    - `dims`: of the piece; those beyond the dims of the array number the parts of one element.
+    - `starts`, `shape`: where it begins in the whole array, and the shape of that.
+    """
+    index = jnp.ones(dims, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(len(dims))):
+        inside = dim < len(shape)
+        start = jnp.asarray(starts[dim], jnp.uint32) if inside else jnp.uint32(0)
+        position = jax.lax.broadcasted_iota(jnp.uint32, dims, dim) + start
+        index = index + position * jnp.uint32(stride % 2**32)
+        stride *= shape[dim] if inside else dims[dim]
+    return index
+
+
+def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3"]:
     """Two words of a checksum, and whether there is NaN or infinity in `x`: of a piece of an array.
 
     With `bits` an element's bits and `i` its row-major index, `h = mix(bits ^ mix(i + 1))`; the words are the
     sums of `h` and of `mix(h + 1)`, modulo 2**32, so those of pieces add up to those of the whole. A change of
-    a single element always changes the first.
-
-    **Arguments:**
-
-    - `starts`: where in the array the piece begins, for each dim.
-    - `shape`: of the whole array.
+    a single element always changes the first. Arguments as for `indices`.
     """
     bits = bits_of(x)
-    index = jnp.ones(bits.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(bits.ndim)):
-        inside = dim < len(shape)  # or one of the further dims that hold the bits of one element
-        start = jnp.asarray(starts[dim], jnp.uint32) if inside else jnp.uint32(0)
-        position = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) + start
-        index = index + position * jnp.uint32(stride % 2**32)
-        stride *= shape[dim] if inside else bits.shape[dim]
-    hashes = _mix(bits ^ _mix(index))
+    hashes = mix(bits ^ mix(indices(bits.shape, starts, shape)))
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     nonfinite = ~jnp.all(jnp.isfinite(x)) if is_float else jnp.zeros((), bool)
     return jnp.stack(
         [
             jnp.sum(hashes, dtype=jnp.uint32),
-            jnp.sum(_mix(hashes + jnp.uint32(1)), dtype=jnp.uint32),
+            jnp.sum(mix(hashes + jnp.uint32(1)), dtype=jnp.uint32),
             nonfinite.astype(jnp.uint32),
         ]
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _per_device(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    """The digest of the piece on each device. No device waits for another: there can be a thousand leaves, and
+def _per_device(
+    of_piece: OfPiece, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> Callable[[AnyArray], Shaped[Array, "devices n"]]:
+    """The numbers of the piece on each device. No device waits for another: there can be a thousand leaves, and
     so many collectives at once can block a CPU."""
     axes = (*spec, *[None] * (len(shape) - len(spec)))
 
-    def local(x: Any) -> Any:
+    def local(x: Array) -> Array:
         starts = tuple(
             0 if names is None else jax.lax.axis_index(names).astype(jnp.uint32) * jnp.uint32(size)
             for names, size in zip(axes, x.shape)
         )
-        return digest(x, starts, shape)[None]
+        return of_piece(x, starts, shape)[None]
 
     every = PartitionSpec(tuple(mesh.axis_names))
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False))
 
 
-@jax.jit
-def _of_whole(x: Any) -> UInt32[Array, "1 3"]:
-    return digest(x, (0,) * x.ndim, x.shape)[None]
+@functools.partial(jax.jit, static_argnums=0)
+def _of_whole(of_piece: OfPiece, x: Array) -> Shaped[Array, "1 n"]:
+    return of_piece(x, (0,) * x.ndim, x.shape)[None]
 
 
-def digests(arrays: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The checksum of each array, 16 hexadecimal digits, and the names of those that are not finite.
-
-    A collective call on several processes.
-    """
-    pieces = {}
+def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> Shaped[np.ndarray, "arrays n"]:
+    """`of_piece` of each array, added up over its pieces. A collective call on several processes."""
+    pieces: dict[str, Array] = {}
     for name, x in arrays.items():
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            pieces[name] = _per_device(sharding.mesh, sharding.spec, x.shape)(x)
+            pieces[name] = _per_device(of_piece, sharding.mesh, sharding.spec, x.shape)(x)
         else:
-            pieces[name] = _of_whole(x)
-    rows = np.zeros((len(arrays), 3), np.uint32)
+            pieces[name] = _of_whole(of_piece, jnp.asarray(x))
+    some = next(iter(pieces.values()), jnp.zeros((1, 0)))
+    rows = np.zeros((len(arrays), some.shape[1]), some.dtype)
     for i, (name, x) in enumerate(arrays.items()):
         found = {shard.device: shard.data for shard in pieces[name].addressable_shards}
         if isinstance(x, jax.Array) and len(found) > 1:
@@ -116,6 +131,15 @@ def digests(arrays: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
         for data in found.values():
             rows[i] += np.asarray(data)[0]
     if jax.process_count() > 1:
-        rows = np.asarray(np.sum(multihost_utils.process_allgather(rows), axis=0, dtype=np.uint32))
-    checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows.tolist())}
-    return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows.tolist()) if nonfinite]
+        rows = np.asarray(np.sum(multihost_utils.process_allgather(rows), axis=0, dtype=rows.dtype))
+    return rows
+
+
+def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
+    """The checksum of each array, 16 hexadecimal digits, and the names of those that are not finite.
+
+    A collective call on several processes.
+    """
+    rows = summed(digest, arrays).tolist()
+    checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows)}
+    return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows) if nonfinite]

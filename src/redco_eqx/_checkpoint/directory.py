@@ -5,7 +5,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -70,14 +70,16 @@ def half_written(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
+    """An absolute path, `~` expanded. Raises `ValueError` for a bucket."""
     if "://" in os.fspath(directory):
         raise ValueError(
             f"{directory} is not a path of a file system. Mount the bucket, or save to a disk and copy."
         )
-    return pathlib.Path(directory).absolute()
+    return pathlib.Path(directory).expanduser().absolute()
 
 
-def orbax_checkpoint() -> Any:
+def orbax_checkpoint() -> ModuleType:
+    """The package, imported at its first use. Raises `ImportError` with the line that installs it."""
     try:
         import orbax.checkpoint
     except ImportError as error:

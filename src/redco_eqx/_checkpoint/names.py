@@ -2,8 +2,8 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ from jaxtyping import PyTree
 from redco_eqx._checkpoint.record import ArrayInfo
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import leaves_with_paths, to_arrays
+from redco_eqx._types import AnyArray
 
 MODEL = ("model/", "model_state/")
 
 
-def to_names(state: TrainState) -> dict[str, Any]:
+def to_names(state: TrainState) -> dict[str, AnyArray]:
     """Every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
     `optimizer/<path>`, `step`, `key`."""
     return {
@@ -29,10 +30,10 @@ def to_names(state: TrainState) -> dict[str, Any]:
     }
 
 
-def from_names(like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
     """The inverse of `to_names`: `like` with these arrays."""
 
-    def part(prefix: str, own: dict[str, Any]) -> dict[str, Any]:
+    def part(prefix: str, own: dict[str, AnyArray]) -> dict[str, AnyArray]:
         return {path: arrays[f"{prefix}/{path}"] for path in own}
 
     opt_leaves = [arrays[f"optimizer/{path}"] for path, _ in leaves_with_paths(like.opt_state)]
@@ -47,24 +48,71 @@ def from_names(like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     )
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: AnyArray) -> bool:
     """Whether `x` is an array of typed PRNG keys, concrete or abstract."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def storable(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
     """The arrays as they are stored: of keys their data, and none that is empty."""
     return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
 
 
-def info_of(x: Any, checksum: str = "") -> ArrayInfo:
+def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
     """What the record says of an array."""
     impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
 
+def rename(names: Iterable[str], paths: Mapping[str, str]) -> dict[str, str]:
+    """`{name in the checkpoint: name in the state}`, where paths of the model or their beginnings have changed.
+
+    What the optimizer keeps of a leaf has the leaf's path at the end of its own, and is renamed with it.
+
+    Raises `ValueError` for a path that is in no name, or two names that become one.
+    """
+    leaves, used = {}, set()
+    names = list(names)
+    for name in names:
+        path = name.partition("/")[2]
+        for old in _beginnings(path) if name.startswith(MODEL) else ():
+            if old in paths:
+                leaves[path] = paths[old] + path[len(old) :]
+                used.add(old)
+                break
+    if len(used) < len(paths):
+        raise ValueError(
+            f"restore: renamed: {next(old for old in paths if old not in used)!r} is no path of the model in "
+            f"the checkpoint, whose names are such as {', '.join(names[:3])}."
+        )
+    renamed = {}
+    for name in names:
+        room, _, path = name.partition("/")
+        end = next((end for end in _ends(path) if end in leaves), None)
+        is_whole = end == path or room == "optimizer"
+        renamed[name] = name if end is None or not is_whole else name[: -len(end)] + leaves[end]
+    twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
+    if twice:
+        raise ValueError(f"restore: by `renamed` two arrays of the checkpoint become {twice[0]}.")
+    return renamed
+
+
+def _beginnings(path: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _ends(path: str) -> Iterator[str]:
+    """`a.b.c`, `b.c`, `c`."""
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
 def choose(
-    wanted: Mapping[str, Any],
+    wanted: Mapping[str, AnyArray],
     found: Mapping[str, ArrayInfo],
     *,
     new: Sequence[str],
@@ -108,7 +156,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def stored_target(x: Any, info: ArrayInfo) -> jax.ShapeDtypeStruct:
+def stored_target(x: AnyArray, info: ArrayInfo) -> jax.ShapeDtypeStruct:
     """How the stored form of `x`, a leaf of the state to be restored, is to be laid out."""
     sharding = getattr(x, "sharding", None)
     if sharding is None:

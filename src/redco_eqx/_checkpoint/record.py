@@ -7,12 +7,25 @@ import json
 import pathlib
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 from redco_eqx._json import from_json, to_json
 from redco_eqx._tree import describe
 
 FORMAT = 1
+
+Json: TypeAlias = Mapping[str, Any]
+"""Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
+
+Row: TypeAlias = Mapping[str, float | int]
+"""Numbers by name."""
+
+
+class Origin(TypedDict):
+    """A fingerprint of a state, see `origin_of`: its key in hexadecimal digits, and sums of its parameters."""
+
+    key: str
+    parameters: list[float]
 
 
 class CheckpointError(RuntimeError):
@@ -36,6 +49,8 @@ class RunRecord:
         themselves. Records without one are of version 0.1, which sorted random numbers.
     - `positions`: where each shard of a stream was left: its number, how many there are, how many items have
         been read in this epoch, the state of the source.
+    - `origin`: the fingerprint of the state that it began with; `None` in older checkpoints.
+    - `id`: what its rows in a log are marked with.
     """
 
     begin: int
@@ -45,12 +60,14 @@ class RunRecord:
     batch_size: int
     num_examples: int | None
     finished: bool = False
-    evaluations: tuple[dict[str, Any], ...] = ()
+    evaluations: tuple[Row, ...] = ()
     window: dict[str, Any] | None = None
     stopped: bool = False
     memory: Any = None
     order: str | None = "sorted"
     positions: tuple[tuple[int, int, int, str | None], ...] | None = None
+    origin: Origin | None = None
+    id: str | None = None
 
     @classmethod
     def begin_at(
@@ -78,7 +95,7 @@ class RunRecord:
         """In how many shards a stream is read; `None` without a stream."""
         return None if self.positions is None else self.positions[0][1]
 
-    def evaluated(self, row: Mapping[str, float]) -> "RunRecord":
+    def evaluated(self, row: Row) -> "RunRecord":
         """With the results of an evaluation at this step."""
         return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
 
@@ -127,7 +144,7 @@ class CheckpointInfo:
     step: int
     path: pathlib.Path
     metrics: dict[str, float]
-    extras: dict[str, Any]
+    extras: Json
     run: RunRecord | None
     versions: dict[str, str]
     arrays: dict[str, ArrayInfo]
@@ -136,10 +153,10 @@ class CheckpointInfo:
 def encode(
     step: int,
     arrays: Mapping[str, ArrayInfo],
-    metrics: Mapping[str, float] | None,
-    extras: Mapping[str, Any] | None,
+    metrics: Row | None,
+    extras: Json | None,
     run: RunRecord | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The JSON of a checkpoint: its content, and the SHA-256 of that.
 
     Raises `ValueError` if `extras` is not plain JSON.
@@ -203,7 +220,7 @@ def _run(fields: Mapping[str, Any]) -> RunRecord:
     return RunRecord(**{**fields, "evaluations": evaluations, "positions": positions})
 
 
-def _sha256(content: Any) -> str:
+def _sha256(content: Json) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -3,20 +3,24 @@
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from redco_eqx._checkpoint.checksum import digests
 from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, read_record
-from redco_eqx._checkpoint.names import MODEL, choose, from_names, stored_target, to_names
+from redco_eqx._checkpoint.names import MODEL, choose, from_names, rename, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import first_few, lack_of_value
+from redco_eqx._types import AnyArray
+
+T = TypeVar("T")
 
 
 def restore(
@@ -25,6 +29,7 @@ def restore(
     *,
     step: int | None = None,
     only: Literal["model"] | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
@@ -42,6 +47,8 @@ def restore(
     **Other arguments:**
 
     - `only`: `"model"` reads the model alone: optimizer, step and key stay those of `like`.
+    - `renamed`: `{path in the checkpoint's model: path in that of like}`, of leaves or of all below a path,
+        such as `{"encoder": "backbone.encoder"}`. What the optimizer keeps of them follows.
     - `new`: globs of names, such as `model/head.*`, that keep the value of `like` if the checkpoint has none of
         this shape and dtype.
     - `unused`: globs of names of the checkpoint that are left aside.
@@ -50,7 +57,8 @@ def restore(
 
     **Raises:**
 
-    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes; a glob matches nothing.
+    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes; a glob or a path of
+        `renamed` matches nothing.
     - `FileNotFoundError`: there is no (such) checkpoint.
     - `CheckpointError`: it is damaged, or all are.
     - `ImportError` if Orbax is not installed.
@@ -65,14 +73,14 @@ def restore(
 
     def load(path: pathlib.Path) -> TrainState:
         info = together(lambda: read_record(path), CheckpointError)
-        return read(info, like, select(info, like, only=only, new=new, unused=unused))
+        return read(info, like, select(info, like, only=only, renamed=renamed, new=new, unused=unused))
 
     return first_good([directory / name for name in paths], load)[0]
 
 
 def first_good(
-    paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], Any]
-) -> tuple[Any, list[pathlib.Path]]:
+    paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], T]
+) -> tuple[T, list[pathlib.Path]]:
     """`load(path)` of the first that is not damaged, and those that are, each named in a warning.
 
     Raises `CheckpointError` if all are damaged.
@@ -93,48 +101,63 @@ def select(
     like: TrainState,
     *,
     only: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
-) -> list[str]:
-    """The names to read. Raises `ValueError` if state and checkpoint differ more than the arguments allow."""
+) -> dict[str, str]:
+    """What to read: `{name in the state: name in the checkpoint}`.
+
+    Raises `ValueError` if state and checkpoint differ more than the arguments allow.
+    """
     own = to_names(like)
-    wanted, found = (
-        {name: x for name, x in names.items() if only is None or name.startswith(MODEL)}
-        for names in (own, info.arrays)
-    )
+    wanted = {name: x for name, x in own.items() if only is None or name.startswith(MODEL)}
+    stored = {
+        new_name: name
+        for name, new_name in rename(info.arrays, renamed).items()
+        if only is None or name.startswith(MODEL)
+    }
+    found = {new_name: info.arrays[name] for new_name, name in stored.items()}
     names, problems = choose(wanted, found, new=new, unused=unused)
     if problems:
-        found = first_few(problems, most=20, separator="\n  ")
-        raise ValueError(f"the state does not fit the checkpoint {info.path}.\n  {found}")
+        listed = first_few(problems, most=20, separator="\n  ")
+        raise ValueError(
+            f"the state does not fit the checkpoint {info.path}.\n  {listed}\n"
+            "Its run goes on with the model and the optimizer that it began with. For a run of others, "
+            '`restore` reads what fits: only="model", renamed={"old.path": "new.path"}, new=["model/head.*"], '
+            'unused=["optimizer/*"]; train what it returns with checkpoints in another directory.'
+        )
     for name, x in own.items():
         if name not in names and lack_of_value(x):
             raise ValueError(
                 f"restore: {name} is not read, but is abstract or deleted in `like`, so it has no value."
             )
-    return names
+    return {name: stored[name] for name in names}
 
 
-def read(info: CheckpointInfo, like: TrainState, names: Sequence[str]) -> TrainState:
-    """`like` with these arrays of a checkpoint. A collective call. Raises `CheckpointError` for damage."""
+def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
+    """`like` with these arrays of a checkpoint, by their names in it.
+
+    A collective call. Raises `CheckpointError` for damage.
+    """
     own = to_names(like)
-    targets = {name: stored_target(own[name], info.arrays[name]) for name in names}
+    targets = {stored: stored_target(own[name], info.arrays[stored]) for name, stored in names.items()}
     some = {name: target for name, target in targets.items() if target.size > 0}
-    stored = together(lambda: _read_arrays(info.path, some), CheckpointError)
-    checksums, _ = digests(stored)
-    damaged = [name for name in stored if checksums[name] != info.arrays[name].checksum]
+    arrays = together(lambda: _read_arrays(info.path, some), CheckpointError)
+    checksums, _ = digests(arrays)
+    damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
     if damaged:
         raise CheckpointError(
             f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
             "written"
         )
-    for name in names:
-        x = stored[name] if name in stored else _empty(targets[name])
-        impl = info.arrays[name].key_impl
+    for name, stored in names.items():
+        x = arrays[stored] if stored in arrays else _empty(targets[stored])
+        impl = info.arrays[stored].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
 
 
-def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, AnyArray]:
     if not targets:
         return {}
     import orbax.checkpoint as ocp
@@ -154,5 +177,5 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _empty(target: jax.ShapeDtypeStruct) -> Any:
+def _empty(target: jax.ShapeDtypeStruct) -> AnyArray:
     return put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]

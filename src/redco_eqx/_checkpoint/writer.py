@@ -32,7 +32,7 @@ from redco_eqx._checkpoint.directory import (
     read_record,
 )
 from redco_eqx._checkpoint.names import info_of, storable, to_names
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, decode, encode
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, Json, Row, RunRecord, decode, encode
 from redco_eqx._distributed.consensus import from_all, from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._tree import first_few, lack_of_value
@@ -62,8 +62,8 @@ class CheckpointWriter:
         self,
         state: TrainState,
         *,
-        metrics: Mapping[str, float] | None = None,
-        extras: Mapping[str, Any] | None = None,
+        metrics: Row | None = None,
+        extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
         """Copies the state to the host and returns; it is written while training goes on.
@@ -214,8 +214,8 @@ def save(
     directory: str | os.PathLike[str],
     state: TrainState,
     *,
-    metrics: Mapping[str, float] | None = None,
-    extras: Mapping[str, Any] | None = None,
+    metrics: Row | None = None,
+    extras: Json | None = None,
 ) -> pathlib.Path:
     """Writes one checkpoint and returns when it is complete. In a loop, use `Checkpoints(...).open()`.
 

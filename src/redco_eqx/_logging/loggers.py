@@ -77,19 +77,24 @@ class ConsoleLogger(_Closing):
 class JSONLLogger(_Closing):
     """Appends each row to a file as one line of JSON: `{"step": 10, "time": 1.7e9, "train/loss": 2.3}`.
 
-    `time` is in seconds since 1970. Each line is handed to the operating system at once, so that a
-    crash loses none. JSON has no NaN or infinities: they are the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`, which `float` reads back.
+    `time` is in seconds since 1970. In a run of `fit` with checkpoints there is also `run`, by which `fit`
+    finds the rows of that run again, should it be killed: several runs can have one file, one at a time. Each
+    line is handed to the operating system at once, so that a crash loses none. JSON has no NaN or infinities:
+    they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads back.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """**Arguments:** `path`: the file; made, with its directories, at the first row."""
-        self._path = pathlib.Path(path)
+        """**Arguments:** `path`: the file; made, with its directories, at the first row. `~` is expanded."""
+        self._path = pathlib.Path(path).expanduser()
         self._file = None
+        self._run: str | None = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         values = {name: to_json(float(value)) for name, value in row.items()}
-        line = json.dumps({"step": int(step), "time": time.time(), **values}, allow_nan=False)
+        about = {"step": int(step), "time": time.time()}
+        if self._run is not None:
+            about["run"] = self._run
+        line = json.dumps({**about, **values}, allow_nan=False)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b", buffering=0)
@@ -98,17 +103,31 @@ class JSONLLogger(_Closing):
                 line = line if self._file.read(1) == b"\n" else "\n" + line
         self._file.write((line + "\n").encode())
 
+    def set_run(self, run: str | None) -> None:
+        """Marks the rows that come as those of a run, or of none."""
+        self._run = run
+
     def rewind(self, step: int) -> None:
-        """Drops the rows after `step`, and half a line: for a run that goes on from there."""
+        """Drops the run's rows after `step`, and half a line: for a run that goes on from there. Rows of other
+        runs stay."""
         self.close()
         if not self._path.exists():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _is_until(step, line)]
+        kept = [line for line in lines if self._stays(step, line)]
         if kept != lines:
             partial = self._path.with_name(self._path.name + ".tmp")
             partial.write_bytes(b"".join(kept))
             partial.replace(self._path)
+
+    def _stays(self, step: int, line: bytes) -> bool:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return False
+        if not line.endswith(b"\n") or not isinstance(row, dict) or "step" not in row:
+            return line.endswith(b"\n")
+        return row.get("run") != self._run or row["step"] <= step
 
     def close(self) -> None:
         """Closes the file. A later row opens it again."""
@@ -117,20 +136,13 @@ class JSONLLogger(_Closing):
             self._file = None
 
 
-def _is_until(step: int, line: bytes) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
 class TensorBoardLogger(_Closing):
     """Writes rows as TensorBoard scalars, by tensorboardX (`pip install "redco_eqx[log]"`)."""
 
     def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None):
         """**Arguments:**
 
-        - `directory`: the run's directory; made at the first row.
+        - `directory`: the run's directory; made at the first row. `~` is expanded.
         - `purge_step`: TensorBoard hides what earlier processes logged at this step and after. For a
             run restored at step `n` it is `n + 1`.
 
@@ -141,7 +153,7 @@ class TensorBoardLogger(_Closing):
         except ImportError as error:
             raise ImportError('TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"') from error
         self._make_writer = tensorboardX.SummaryWriter
-        self._arguments = {"logdir": os.fspath(directory), "purge_step": purge_step}
+        self._arguments = {"logdir": os.path.expanduser(directory), "purge_step": purge_step}
         self._writer: Any = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:

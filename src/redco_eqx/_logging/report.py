@@ -58,11 +58,16 @@ class Reporter:
         if self._console is not None:
             self._console.say(message)
 
-    def rewind(self, step: int) -> None:
-        """Has the loggers that can (by a method `rewind`) drop their rows after `step`."""
+    def begin(self, run: str | None) -> None:
+        """Tells the loggers that can (by a method `set_run`) whose rows come now."""
         for logger in self._loggers:
-            rewind = getattr(logger, "rewind", None)
-            if rewind is not None:
+            if set_run := getattr(logger, "set_run", None):
+                set_run(run)
+
+    def rewind(self, step: int) -> None:
+        """Has the loggers that can (by a method `rewind`) drop the run's rows after `step`."""
+        for logger in self._loggers:
+            if rewind := getattr(logger, "rewind", None):
                 rewind(step)
 
     def start_clock(self, num_untimed: int = 1) -> None:

@@ -82,7 +82,7 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
     except TypeError:
         return _Identity(x)
     if dataclasses.is_dataclass(x):
-        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x))
+        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x) if f.compare)
     return kind, x
 
 

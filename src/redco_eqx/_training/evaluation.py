@@ -134,7 +134,7 @@ class Evaluation:
         if self.metric_fn is not None:
             row |= _of_predictions(self.metric_fn, examples.sequence, predicted, taken=row)
         if self.predictions_directory is not None and jax.process_index() == 0:
-            path = pathlib.Path(self.predictions_directory) / f"step-{step}.jsonl"
+            path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
             _write(path, examples.sequence, predicted)
         return row
 

@@ -93,7 +93,8 @@ def fit(
         may end the run, change the state, or do what it likes; each call waits for the devices.
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
         that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
-        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one).
+        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one). A run
+        that ended before its first checkpoint begins anew, its rows dropped likewise.
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
@@ -189,13 +190,15 @@ def fit(
             run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions
         )
         stack.enter_context(contextlib.closing(places))
+        reporter.begin(run.id)
+        if saver.began_before:
+            reporter.rewind(run.step)
         if source is not None:
             run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
             stopped = ", where its hook ended it" if run.stopped else ""
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
             if run.positions is not None:
                 reporter.say(f"fit: {Position(*run.positions[0])}")
-            reporter.rewind(run.step)
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
         del state  # `training` has it; a second name would keep the first one's memory

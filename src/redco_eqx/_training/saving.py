@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import jax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.directory import complete, read_record
+from redco_eqx._checkpoint.directory import complete, local, read_record
+from redco_eqx._checkpoint.origin import begun, new_id, origin_of, what_differs
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
 from redco_eqx._checkpoint.restore import first_good, read, select
 from redco_eqx._distributed.consensus import Vote, from_first, on_first, together
@@ -29,23 +30,31 @@ class Saver:
         self._saved: tuple[int, int, bool] | None = None
         self._path: pathlib.Path | None = None
         self._since = time.monotonic()
+        self.began_before = False
 
     def resume(
         self, state: TrainState, run: RunRecord, *, release: bool
     ) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
         """The newest state of the run that began with `state`, laid out like it; its place; its checkpoint.
 
-        `state` and `run` themselves if that run has no checkpoint. With `release` the arrays of `state` are
-        deleted before those of the checkpoint are read, so that there is no need of memory for both.
+        `state` itself, at the run's beginning, if that run has no checkpoint; `began_before` says whether there
+        is one, or an attempt that ended without. With `release` the arrays of `state` are deleted before those
+        of the checkpoint are read, so that there is no need of memory for both.
 
         **Raises:** `ValueError` if the checkpoints are of another model, of another run, or if the numbers
         of examples have changed; `CheckpointError` if all are damaged.
         """
         config = self._config
-        found = config and from_first(lambda: _candidates(config.directory, step_of(state)))
-        if config is None or not found:
+        if config is None:
             return state, run, None
-        paths = [pathlib.Path(config.directory).absolute() / name for name in found]
+        directory, origin = local(config.directory), origin_of(state)
+        run = dataclasses.replace(run, origin=origin)
+        found = from_first(lambda: _candidates(directory, step_of(state)))
+        if not found:
+            run_id, self.began_before = from_first(lambda: begun(directory, run.begin, origin))
+            return state, dataclasses.replace(run, id=run_id), None
+        self.began_before = True
+        paths = [directory / name for name in found]
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
@@ -64,9 +73,9 @@ class Saver:
         self._path, self._saved = info.path, _saved(info.run)
         # With other numbers the same part of the epoch counts as done.
         batch = -(-info.run.batch * info.run.batch_size // run.batch_size)
-        changed = dataclasses.replace(
-            info.run, batch=batch, batch_size=run.batch_size, num_examples=run.num_examples, order=run.order
-        )
+        changed = {"batch": batch, "batch_size": run.batch_size, "num_examples": run.num_examples}
+        run_id = info.run.id or from_first(new_id)  # an older version wrote none
+        changed = dataclasses.replace(info.run, id=run_id, order=run.order, **changed)
         return restored, changed, info.path
 
     @property
@@ -161,7 +170,7 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
     return run.num_steps, len(run.evaluations), run.finished
 
 
-def _candidates(directory: str | os.PathLike[str], step: int) -> list[str]:
+def _candidates(directory: pathlib.Path, step: int) -> list[str]:
     """The checkpoints of the run that a state at `step` belongs to, newest first.
 
     What cannot be read may belong to it, and is among them.
@@ -226,3 +235,10 @@ def _check_same(info: CheckpointInfo, run: RunRecord) -> None:
                 f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go on "
                 "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
             )
+    if info.run.begin == run.begin and (what := what_differs(info.run.origin, run.origin)):
+        raise ValueError(
+            f"fit: the run in {info.path.parent} did not begin with this state: other "
+            f"{' and other '.join(what)}. Pass another directory to begin a run with this state, or the model "
+            "and the key that the run began with to go on with it. Checkpoints(..., allow_changes=True) goes "
+            "on from its checkpoint all the same."
+        )

@@ -11,6 +11,7 @@ from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
+from redco_eqx.models._blocks.lora import LoRA, add_lora, lora_spec, merge_lora
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
@@ -44,6 +45,7 @@ from redco_eqx.models._families.vision_encoder_decoder import (
 from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
 from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
+from redco_eqx.models._files.lora import load_lora, save_lora
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.loop import generate
 
@@ -71,6 +73,7 @@ __all__ = [
     "Linear",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "LoRA",
     "Memory",
     "MistralConfig",
     "Model",
@@ -91,13 +94,18 @@ __all__ = [
     "ViTModel",
     "VisionEncoderDecoderConfig",
     "VisionEncoderDecoderModel",
+    "add_lora",
     "generate",
     "load_image_processor",
+    "load_lora",
     "load_pretrained",
+    "lora_spec",
     "make_layers",
+    "merge_lora",
     "relative_bias",
     "rotate",
     "run_layers",
+    "save_lora",
     "save_pretrained",
     "shift_right",
     "split_heads",

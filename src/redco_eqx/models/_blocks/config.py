@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 
@@ -11,6 +12,9 @@ Json: TypeAlias = bool | int | float | str | list | dict | None
 """What a parsed JSON file holds."""
 
 C = TypeVar("C", bound="BaseConfig")
+
+OUTSIDE = ("rest", "generation", "source")
+"""Fields of a configuration that are no entries of `config.json`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,10 @@ class BaseConfig:
     an object of the file. A family checks its values in `__post_init__`.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    - `generation`: the entries of `generation_config.json`, as JSON. From there `generate` takes the tokens
+        that end and fill a text, before those above.
+    - `source`: the directory that the model was loaded from, whose other files `save_pretrained` copies. It
+        does not count in comparisons.
     """
 
     model_type: ClassVar[str]
@@ -32,6 +40,8 @@ class BaseConfig:
     """The one value that is supported, of entries of which another one would change the logits."""
 
     rest: str = "{}"
+    generation: str = "{}"
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def entry(self, name: str) -> int:
         """The size that most families call `name`."""
@@ -62,6 +72,23 @@ class BaseConfig:
         """How many positions the model has a table for; `None` for none, as with rotary embeddings."""
         return None
 
+    @property
+    def generation_tokens(self) -> dict[str, Any]:
+        """`eos_token_id` and `pad_token_id` of `generation_config.json`, else of `config.json`."""
+        given = json.loads(self.generation)
+        names = "eos_token_id", "pad_token_id"
+        return {name: getattr(self, name) if given.get(name) is None else given[name] for name in names}
+
+    def with_generation(self: C, raw: Mapping[str, Json], source: str | None) -> C:
+        """With the entries of a `generation_config.json`, and where the model was loaded from.
+
+        Raises `ValueError` for tokens that are none.
+        """
+        for field in dataclasses.fields(self):
+            if field.name in ("eos_token_id", "pad_token_id") and field.name in raw:
+                _read(field, raw[field.name], "generation_config.json")
+        return dataclasses.replace(self, generation=json.dumps(raw, sort_keys=True), source=source)
+
     @classmethod
     def from_json(cls: type[C], raw: Mapping[str, Json]) -> C:
         """The configuration in a parsed `config.json`.
@@ -84,7 +111,7 @@ class BaseConfig:
                 part: Any = field.type
                 values[field.name] = part.from_json(raw)
                 read |= set(part.entries)
-            elif field.name in raw and field.name != "rest":
+            elif field.name in raw and field.name not in OUTSIDE:
                 values[field.name] = _read(field, raw[field.name])
                 read.add(field.name)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -104,7 +131,7 @@ class BaseConfig:
             elif dataclasses.is_dataclass(x):
                 part: Any = x
                 entries |= part.to_json()
-            elif field.name != "rest":
+            elif field.name not in OUTSIDE:
                 entries[field.name] = list(x) if isinstance(x, tuple) else x
         return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
 
@@ -175,15 +202,23 @@ def _read_count(value: Json) -> int:
     return value
 
 
-def _read(field: dataclasses.Field, value: Json) -> Json | tuple:
+def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> Json | tuple:
     """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
     kinds: tuple[Any, ...] = tuple(get_origin(k) or k for k in get_args(field.type) or (field.type,))
     found = tuple(value) if isinstance(value, list) else value
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
         found = float(found)
-    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
-        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"config.json: {field.name}={found!r}, but it must be: {expected}.")
+    items = found if isinstance(found, tuple) else ()
+    fits = isinstance(found, kinds) and not (isinstance(found, bool) and bool not in kinds)
+    if not fits or not all(isinstance(x, int) and not isinstance(x, bool) for x in items):
+        names: dict[Any, str] = {type(None): "null", tuple: "list of int"}
+        expected = " or ".join(names.get(kind) or kind.__name__ for kind in kinds)
+        raise ValueError(f"{file}: {field.name}={value!r}, but it must be: {expected}.")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
+    is_token = field.name.endswith("token_id")
+    if isinstance(found, int) and not isinstance(found, bool) and found < 1 and not is_token:
+        raise ValueError(f"{file}: {field.name}={found}, but it must be positive.")
     return found
 
 

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.config import Config, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
@@ -30,8 +30,6 @@ class OPTConfig(Config):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
-    only: ClassVar[Mapping[str, Json]] = {"layerdrop": 0.0}
-
     vocab_size: int = 50272
     hidden_size: int = 768
     num_hidden_layers: int = 12

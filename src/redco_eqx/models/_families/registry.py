@@ -79,7 +79,10 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
     model_type = raw.get("model_type")
     families = FAMILIES if family is None else {family[0].model_type: family}
     if not isinstance(model_type, str) or model_type not in families:
-        raise ValueError(f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}.")
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}. Pass "
+            "family=(its Config, its Model) to load_pretrained for one of your own."
+        )
     if raw.get("quantization_config") is not None:
         raise ValueError(
             "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."

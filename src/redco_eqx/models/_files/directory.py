@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +20,17 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._files.safetensors import read_metadata
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _OURS = r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 _SHARD = re.compile(_OURS)
+_TAG = re.compile(r"[0-9a-f]{16}")
+_WRITTEN = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|npz|part)(\.index\.json)?|(generation_)?config\.json"
+)
+"""What is not carried over to another directory: weights of whatever form, and what is written anyway."""
 _PART = re.compile(rf"({_OURS}|model\.safetensors(\.index\.json)?|config\.json(\.[0-9a-f]{{16}})?)\.part")
 
 
@@ -36,7 +43,7 @@ def read_json(file: Path) -> dict[str, Json]:
     """A JSON object. Raises `ValueError`, naming the file, for anything else."""
     try:
         value = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} must be a JSON object, but is a {type(value).__name__}.")
@@ -85,6 +92,18 @@ def _no_weights(directory: Path) -> Exception:
             "run any code that its author put in. Convert it once where you trust it: "
             "transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
         )
+    gguf = sorted(file.name for file in directory.glob("*.gguf"))
+    if gguf:
+        return ValueError(
+            f"{directory} holds weights only as {gguf[0]}, a format of llama.cpp that is not read here. Take "
+            "the checkpoint that it was converted from, with safetensors."
+        )
+    others = sorted(file.name for file in directory.glob("*.safetensors*"))
+    if others:
+        return FileNotFoundError(
+            f"{directory} has neither {SINGLE} nor {INDEX}, but {', '.join(others[:5])}. If that is the "
+            f"variant you want, rename it to {SINGLE} (an index to {INDEX})."
+        )
     return FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}.")
 
 
@@ -97,12 +116,15 @@ def _tag(directory: Path) -> str:
     source = _source(directory)
     if source is None:
         return ""
+    metadata: Json = None
     if source.name == SINGLE:
-        return read_metadata(source).get("config", "")
-    with contextlib.suppress(ValueError):
-        metadata = read_json(source).get("metadata")
-        return metadata.get("config", "") if isinstance(metadata, dict) else ""
-    return ""
+        metadata = dict(read_metadata(source))
+    else:
+        with contextlib.suppress(ValueError):
+            metadata = read_json(source).get("metadata")
+    tag = metadata.get("config") if isinstance(metadata, dict) else None
+    # Anyone may have written the file, and the tag becomes a part of a name.
+    return tag if isinstance(tag, str) and _TAG.fullmatch(tag) else ""
 
 
 def prepare(directory: Path, num_files: int, config: str) -> tuple[list[Path], str]:
@@ -157,6 +179,24 @@ def commit(directory: Path, files: list[Path], tag: str, weight_map: Mapping[str
         os.unlink(index)
     for file in sorted(stale.difference(files)):
         os.unlink(file)
+
+
+def carry_over(source: Path, directory: Path) -> None:
+    """Copies the files beside a checkpoint (a tokenizer's, licences) that the other directory does not have."""
+    if not source.is_dir() or source.resolve() == directory.resolve():
+        return
+    for file in sorted(source.iterdir()):
+        target = directory / file.name
+        is_weights = _WRITTEN.fullmatch(file.name) is not None
+        if file.is_file() and not file.name.startswith(".") and not is_weights and not target.exists():
+            shutil.copyfile(file, part(target))
+            os.replace(part(target), target)
+
+
+def write_beside(file: Path, text: str) -> None:
+    """Writes a small file, whole or not at all."""
+    _write(file, text)
+    os.replace(part(file), file)
 
 
 def tidy(directory: Path) -> None:

@@ -24,7 +24,7 @@ from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._families.registry import Family, read_family
-from redco_eqx.models._files.directory import config_file, read_json, weight_files
+from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, entries_of, match_keys
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
 from redco_eqx.models._files.slices import place
@@ -56,7 +56,8 @@ def load_pretrained(
 
     **Arguments:**
 
-    - `directory`: with `config.json` and weights.
+    - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which
+        tokens end a text of `generate`.
     - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
     - `family`: the classes of the configuration and of the model, for a `model_type` of your own. By default
         the family of this library that `config.json` names.
@@ -82,7 +83,7 @@ def load_pretrained(
         arguments and `config.json` is raised before any weight is read.
     - `ImportError` without the package safetensors.
     """
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
     stored = _open(directory)
@@ -138,8 +139,11 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
         raise FileNotFoundError(
             f"load_pretrained: {directory} has no config.json, which says what the model is."
         )
+    generation = directory / GENERATION
     try:
-        return read_family({**read_json(file), **entries}, family)
+        config, make_model = read_family({**read_json(file), **entries}, family)
+        raw = read_json(generation) if generation.is_file() else {}
+        return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,18 +27,26 @@ class Stored:
     - `file`, `key`: where it is.
     - `dtype`: as NumPy names it; other than floating ones as the format does.
     - `shape`: of the whole.
-    - `view`: what `safetensors` reads slices by.
+    - `view`: the array in the mapped file; `None` for a dtype that is not supported.
+    - `mapped`: the file.
     """
 
     file: Path
     key: str
     dtype: str
     shape: tuple[int, ...]
-    view: Any = dataclasses.field(repr=False, compare=False)
+    view: np.ndarray | None = dataclasses.field(repr=False, compare=False)
+    mapped: mmap.mmap = dataclasses.field(repr=False, compare=False)
 
     def read(self, index: Index) -> np.ndarray:
-        """A slice of it, from the disk. Nothing else of the file is read."""
+        """A slice of it. Nothing else of the file is read, and this once it is used."""
+        assert self.view is not None
         return self.view[index]
+
+    def release(self) -> None:
+        """Lets go of the memory that what was read of the file takes, where the system can do so."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def open_file(file: Path) -> dict[str, Stored]:
@@ -59,12 +68,23 @@ def open_file(file: Path) -> dict[str, Stored]:
             f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: {error}. Was it cut "
             "short in a download or a copy, or is it a pointer of Git LFS?"
         ) from error
+    del handle  # it has checked the file, and keeps what was read of it in memory
     dtypes = {name: dtype for dtype, name in NAMES.items()}
+    start, header = _read_header(file)
+    with file.open("rb") as f:
+        mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
-    for key in handle.keys():  # noqa: SIM118  (not a mapping)
-        view = handle.get_slice(key)
-        dtype: str = view.get_dtype()
-        found[key] = Stored(file, key, dtypes.get(dtype, dtype), tuple(view.get_shape()), view)
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        dtype = dtypes.get(entry["dtype"]) or str(entry["dtype"])
+        shape = tuple(entry["shape"])
+        view = None
+        if dtype in NAMES:
+            size = math.prod(shape)
+            begin = start + entry["data_offsets"][0] if size else 0
+            view = np.frombuffer(mapped, dtype, size, begin).reshape(shape)
+        found[key] = Stored(file, key, dtype, shape, view, mapped)
     return found
 
 
@@ -113,11 +133,16 @@ def write_file(
         os.fsync(f.fileno())
 
 
-def read_metadata(file: Path) -> dict[str, str]:
+def read_metadata(file: Path) -> dict[str, Any]:
     """The metadata of a safetensors file; nothing if it is not one."""
+    try:
+        return dict(_read_header(file)[1].get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the arrays begin, and what the file says of them."""
     with file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
-        try:
-            return dict(json.loads(f.read(min(size, MAX_HEADER))).get("__metadata__", {}))
-        except (ValueError, AttributeError):
-            return {}
+        return 8 + size, json.loads(f.read(min(size, MAX_HEADER)))

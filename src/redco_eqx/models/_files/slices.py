@@ -48,6 +48,8 @@ def place(
         host = _read(entry, found, bounds, dtype)
         # Devices must not share the host's memory, as on CPU they may.
         pieces += [jax.device_put(host, device, may_alias=False) for device in group]
+    for key in entry.keys:
+        found[key].release()
     return jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces, dtype=dtype)
 
 

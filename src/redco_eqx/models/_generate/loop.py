@@ -49,9 +49,10 @@ def generate(
     - `temperature`: divides the logits; 0 takes the most probable token.
     - `top_k`: draw from the `top_k` most probable tokens.
     - `top_p`: draw from the fewest tokens whose probability reaches `top_p` (after `top_k`).
-    - `eos_token_id`: which tokens end a row, one or several; by default what `model.config` says, `()` for
-        none. The end token is in the output.
-    - `pad_token_id`: what follows it; by default what `model.config` says, else the first end token, else 0.
+    - `eos_token_id`: which tokens end a row, one or several; by default what the model's
+        `generation_config.json` says, else its configuration; `()` for none. The end token is in the output.
+    - `pad_token_id`: what follows it; by default as there, else the first end token, else 0. Nothing else is
+        taken from `generation_config.json`: how tokens are drawn, the arguments say.
     - `key`: for drawing. Step i draws with `fold_in(key, i)`: a longer text begins with the shorter one.
 
     **Returns:**
@@ -66,10 +67,10 @@ def generate(
     """
     _check_options(max_new_tokens, temperature, top_k, top_p, key)
     _check_prompt(model, input_ids, attention_mask, max_new_tokens)
-    config = model.config
-    ends = config.eos_token_id if eos_token_id is None else eos_token_id
+    given = model.config.generation_tokens
+    ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
     ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
-    pad = config.pad_token_id if pad_token_id is None else pad_token_id
+    pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
     real = jnp.ones(jnp.shape(input_ids), bool) if attention_mask is None else jnp.asarray(attention_mask) != 0

@@ -1,0 +1,122 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained in their stead."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float, PyTree
+
+from redco_eqx._tree import path_of
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.layers import Linear
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+class LoRA(eqx.Module):
+    """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
+
+    The sharding rules know it: the factor that meets the split dim of the base is split with it, the other one
+    is replicated. Of stacked layers all have a further leading dim.
+
+    - `base`: the projection.
+    - `lora_a`: `(rank, in)`.
+    - `lora_b`: `(out, rank)`.
+    - `scale`: what the branch is multiplied by: `alpha / rank` of the paper's section 4.1.
+    """
+
+    base: Linear
+    lora_a: Float[Array, "*layers rank in"]
+    lora_b: Float[Array, "*layers out rank"]
+    scale: float = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """The projection of the last dim."""
+        low = jnp.einsum("...i,ri->...r", x, self.lora_a)
+        return self.base(x) + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
+
+    def merge(self) -> Linear:
+        """The projection alone, with what the branch adds in its weight."""
+        weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
+        return eqx.tree_at(lambda base: base.weight, self.base, weight.astype(self.base.weight.dtype))
+
+
+def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key) -> M:
+    """The model with a branch beside each of the projections asked for. It computes what it did before.
+
+    The branches are arrays of their own, not laid out yet: where the model is, they are put by
+    `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))`. Trained alone by
+    `rx.init_state(adapted, optimizer, key=key, trainable=lora_spec(adapted))`.
+
+    **Arguments:**
+
+    - `model`: any with [`Linear`][] layers, as a list or stacked.
+    - `targets`: names of projections, such as `q_proj`, or whole paths.
+    - `rank`: of the branches.
+    - `scale`: what they are multiplied by; `alpha / rank` in other libraries.
+    - `key`: for the first factors; the second are zeros.
+
+    **Returns:** The model; its other leaves are the same arrays.
+
+    **Raises:** `ValueError` if `rank` is not positive or a name is that of no projection.
+    """
+    if rank < 1:
+        raise ValueError(f"add_lora: rank={rank}, but it must be positive.")
+    numbers = itertools.count()
+
+    def branch(path: str, base: Linear) -> LoRA:
+        *stack, num_out, num_in = base.weight.shape
+        dtype = base.weight.dtype
+        own = jax.random.fold_in(key, next(numbers))
+        first = jax.random.normal(own, (*stack, rank, num_in), dtype) / num_in**0.5
+        return LoRA(base, first, jnp.zeros((*stack, num_out, rank), dtype), scale)
+
+    return beside(model, targets, branch)
+
+
+def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoRA]) -> M:
+    """The model with `branch(path, projection)` in place of each projection of these names or paths."""
+    targets, found, others = set(targets), set[str](), set[str]()
+
+    def one(keypath: KeyPath, node: PyTree) -> PyTree:
+        if not isinstance(node, Linear):
+            return node
+        path = path_of(keypath)
+        name = path.rpartition(".")[2]
+        others.add(name)
+        if not targets.intersection((path, name)):
+            return node
+        found.update((path, name))
+        return branch(path, node)
+
+    adapted = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, Linear | LoRA))
+    if missing := sorted(targets - found):
+        raise ValueError(
+            f"LoRA: the model has no projections named {missing}, only {', '.join(sorted(others)) or 'none'}."
+        )
+    return adapted
+
+
+def lora_spec(model: PyTree) -> PyTree:
+    """What is trained: true for the factors of the branches, false for every other leaf.
+
+    For `trainable` of `init_state`, or as a filter specification of Equinox.
+    """
+
+    def is_factor(keypath: KeyPath, _: PyTree) -> bool:
+        return path_of(keypath).rpartition(".")[2] in ("lora_a", "lora_b")
+
+    return jax.tree_util.tree_map_with_path(is_factor, model)
+
+
+def merge_lora(model: M) -> M:
+    """The model with its branches in its weights: of the type and the shapes that it had before."""
+
+    def is_branch(node: PyTree) -> bool:
+        return isinstance(node, LoRA)
+
+    return jax.tree.map(lambda node: node.merge() if is_branch(node) else node, model, is_leaf=is_branch)

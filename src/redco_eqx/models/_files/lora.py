@@ -1,0 +1,214 @@
+"""The branches of LoRA alone, in the format of the library peft: `adapter_config.json` and safetensors."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+from redco_eqx._sharding.mesh import one_device_mesh
+from redco_eqx._sharding.rules import shard_rules
+from redco_eqx._tree import first_few, path_of, to_arrays, to_paths
+from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.layers import Linear
+from redco_eqx.models._blocks.lora import LoRA, add_lora, beside
+from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._files.directory import part, read_json, write_beside
+from redco_eqx.models._files.names import Entry, entries_of
+from redco_eqx.models._files.pieces import check_arrays, pieces_of, write_together
+from redco_eqx.models._files.safetensors import NAMES, Stored, open_file, write_file
+from redco_eqx.models._files.slices import place
+
+M = TypeVar("M", bound=Model)
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_FACTOR = re.compile(r"\.lora_([ab])$")
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
+"""Entries of which other values would change the logits."""
+
+
+def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | None = None) -> None:
+    """Writes the branches of a model alone, as `adapter_config.json` and `adapter_model.safetensors`, which
+    `peft.PeftModel.from_pretrained(base, directory)` and other engines open.
+
+    A list of layers and stacked layers give the same files. With several processes all call this, and process 0
+    writes. Each of the two files is whole or not there; the configuration comes last.
+
+    **Arguments:**
+
+    - `model`: with branches, as `add_lora` makes them, of one rank and scale.
+    - `directory`: is made if it is not there. `~` is expanded.
+    - `base`: name or directory of the model that the branches belong to; by default where it was loaded from.
+
+    **Raises:**
+
+    - `ValueError` if there are no branches, or of several ranks or scales, or arrays that are abstract, deleted
+        or not floating.
+    - `OSError` if it cannot be written; `RuntimeError` on the other processes.
+    """
+    branches = _branches(model)
+    kinds = {(x.lora_a.shape[-2], x.scale) for x in branches.values()}
+    if len(kinds) != 1:
+        found = ", ".join(f"rank {rank} with scale {scale}" for rank, scale in sorted(kinds)) or "none at all"
+        raise ValueError(f"save_lora: the branches must be of one rank and scale, but there are: {found}.")
+    ((rank, scale),) = kinds
+    entries = [entry for entry in entries_of(model) if _FACTOR.search(entry.path)]
+    arrays = {entry.path: to_arrays(model)[entry.path] for entry in entries}
+    check_arrays("save_lora", arrays)
+    pieces = [
+        piece._replace(record=piece.record._replace(key=_key(piece.record.key)))
+        for piece in pieces_of(entries, arrays)
+    ]
+    pieces.sort(key=lambda piece: -piece.record.dtype.itemsize)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if isinstance(model, DecoderLM) else None,
+        "base_model_name_or_path": base or model.config.source,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({path.rpartition(".")[2] for path in branches}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    directory = Path(directory).expanduser()
+
+    def write(fetched: Iterator[np.ndarray]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        weights = directory / WEIGHTS
+        write_file(part(weights), [piece.record for piece in pieces], fetched, {"format": "pt"})
+        os.replace(part(weights), weights)
+        write_beside(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+
+    write_together("save_lora", directory, pieces, arrays, write)
+
+
+def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
+    """The model with the branches that `save_lora` or peft has written, laid out with it.
+
+    **Arguments:**
+
+    - `model`: the base, as `load_pretrained` gives it; a list of layers, or stacked.
+    - `directory`: with `adapter_config.json` and `adapter_model.safetensors`. `~` is expanded.
+
+    **Returns:** The model; its own leaves are the same arrays.
+
+    **Raises:**
+
+    - `FileNotFoundError` if one of the files is not there.
+    - `ValueError`, naming the entry or the key, for a kind of adapter that is not supported (DoRA, trained
+        biases, several ranks), keys that are none of LoRA, projections that the model does not have, wrong
+        shapes, or branches that only some of the stacked layers have.
+    - `ImportError` without the package safetensors.
+    """
+    directory = Path(directory).expanduser()
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"load_lora: {directory} has no {name}.")
+    rank, scale = _read_config(directory / CONFIG)
+    stored = open_file(directory / WEIGHTS)
+    unknown = [key for key in stored if not _KEY.fullmatch(key)]
+    if unknown:
+        raise ValueError(
+            f"load_lora: {directory / WEIGHTS} has keys that are none of LoRA: {first_few(unknown)}."
+        )
+    named = {_KEY.sub(lambda m: f"{m[1]}.lora_{m[2].lower()}", key): x for key, x in stored.items()}
+    targets = {_stacked(model, path) or path for path in (name.rpartition(".")[0] for name in named)}
+    abstract = eqx.filter_eval_shape(
+        lambda m: add_lora(m, targets=targets, rank=rank, scale=scale, key=jax.random.key(0)), model
+    )
+    entries = {entry.path: entry for entry in entries_of(abstract) if _FACTOR.search(entry.path)}
+    _check(directory / WEIGHTS, entries, named)
+    layout = to_paths(shard_rules(abstract, _mesh(model)), is_leaf=lambda x: isinstance(x, NamedSharding))
+    arrays = {path: place(entry, named, layout[path], None) for path, entry in entries.items()}
+
+    def branch(path: str, linear: Linear) -> LoRA:
+        return LoRA(linear, arrays[f"{path}.lora_a"], arrays[f"{path}.lora_b"], scale)
+
+    return beside(model, targets, branch)
+
+
+def _branches(model: Model) -> dict[str, LoRA]:
+    found: dict[str, LoRA] = {}
+
+    def note(keypath: KeyPath, node: PyTree) -> None:
+        if isinstance(node, LoRA):
+            found[path_of(keypath)] = node
+
+    jax.tree_util.tree_map_with_path(note, model, is_leaf=lambda x: isinstance(x, LoRA))
+    return found
+
+
+def _key(path: str) -> str:
+    """In the file of a path that ends with a factor."""
+    return "base_model.model." + _FACTOR.sub(lambda factor: f".lora_{factor[1].upper()}.weight", path)
+
+
+def _read_config(file: Path) -> tuple[int, float]:
+    """Rank and scale. Raises `ValueError` for a kind of adapter that is not supported."""
+    raw = read_json(file)
+    for name, values in _ONLY.items():
+        if name in raw and raw[name] not in values:
+            raise ValueError(f"load_lora: {file}: {name}={raw[name]!r} is not supported, only {values[0]!r}.")
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    for name, x in (("r", rank), ("lora_alpha", alpha)):
+        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
+            raise ValueError(f"load_lora: {file}: {name}={x!r}, but it must be a positive number.")
+    assert isinstance(rank, int | float)
+    assert isinstance(alpha, int | float)
+    return int(rank), alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank
+
+
+def _stacked(model: Model, path: str) -> str | None:
+    """The path of a stack's projection, of which `path` is that of one layer."""
+    for stack in model.stacks:
+        inside = re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.+)", path)
+        if inside and not isinstance(attrgetter(stack)(model), list):
+            return f"{stack}.{inside[2]}"
+    return None
+
+
+def _check(file: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored]) -> None:
+    shapes = {key: entry.file_shape for entry in entries.values() for key in entry.keys}
+    problems = [f"{key} {list(shape)} is missing" for key, shape in shapes.items() if key not in stored]
+    problems += [
+        f"{x.key} is {x.dtype}{list(x.shape)} instead of {list(shapes[key])}" if key in shapes else
+        f"{x.key} is of a layer that the model does not have"
+        for key, x in stored.items() if x.shape != shapes.get(key) or x.dtype not in NAMES
+    ]  # fmt: skip
+    if problems:
+        raise ValueError(
+            f"load_lora: {file} does not fit the model: {first_few(problems)}. Load the model as a list where "
+            "only some layers have branches."
+        )
+
+
+def _mesh(model: Model) -> Mesh:
+    """Where the model lies."""
+    for x in to_arrays(model).values():
+        if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+            return x.sharding.mesh
+        return one_device_mesh(next(iter(x.devices())))
+    raise ValueError("load_lora: the model has no arrays.")

@@ -1,0 +1,93 @@
+"""Arrays of a model on their way to files: one at a time, by all processes, written by the first."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Int
+
+from redco_eqx._tree import lack_of_value
+from redco_eqx._types import AnyArray
+from redco_eqx.models._files.names import Entry
+from redco_eqx.models._files.safetensors import NAMES, Record
+
+
+class Piece(NamedTuple):
+    """An array in a file, and the leaf (and layer of it) that it is."""
+
+    record: Record
+    path: str
+    layer: int | None
+
+
+def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
+    """Refuses, by `ValueError`, what has no numbers, or none that the format has a name for."""
+    for path, x in arrays.items():
+        if problem := lack_of_value(x):
+            raise ValueError(f"{what}: {path} {problem}. Save the model of the newest state.")
+        if x.dtype.name not in NAMES:
+            raise ValueError(f"{what}: {path} is {x.dtype.name}, not one of {', '.join(NAMES)}.")
+
+
+def common_dtype(arrays: dict[str, AnyArray]) -> str:
+    """The name of the one that holds all of them."""
+    return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
+
+
+def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
+    """What is written, layer by layer also where layers are stacked."""
+    pieces = []
+    for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
+        together = list(group)
+        for layer in [None] if stack is None else range(len(together[0].keys)):
+            for entry in together:
+                dtype = np.dtype(arrays[entry.path].dtype)
+                record = Record(entry.keys[layer or 0], dtype, entry.file_shape)
+                pieces.append(Piece(record, entry.path, layer))
+    return pieces
+
+
+def write_together(
+    what: str,
+    directory: Path,
+    pieces: Iterable[Piece],
+    arrays: dict[str, AnyArray],
+    write: Callable[[Iterator[np.ndarray]], object],
+) -> None:
+    """Hands the pieces, fetched one by one, to `write` on process 0; all processes call this.
+
+    What it raises there is raised, on the others as a `RuntimeError`.
+    """
+    fetched = (_fetch(arrays[piece.path], piece) for piece in pieces)
+    error = None
+    try:
+        if jax.process_index() == 0:
+            write(fetched)
+    except Exception as caught:
+        error = caught
+    if jax.process_count() > 1:
+        for _ in fetched:  # every process takes part in each fetch, also once process 0 cannot write
+            pass
+        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
+            raise RuntimeError(f"{what}: process 0 could not write {directory}; its error says why.")
+    if error is not None:
+        raise error
+
+
+def _fetch(x: Any, piece: Piece) -> np.ndarray:
+    # A host copy of an array is kept with it, so it is taken of a copy on the devices.
+    x = jnp.copy(x) if piece.layer is None else _take(x, piece.layer)
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x).reshape(piece.record.shape)
+
+
+@jax.jit
+def _take(x: Array, layer: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
