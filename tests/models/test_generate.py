@@ -27,7 +27,8 @@ from redco_eqx.models import (
     OPTForCausalLM,
     generate,
 )
-from redco_eqx.models._generate.loop import _generate, _Options, _prefill
+from redco_eqx.models._generate.loop import _generate, _Options
+from redco_eqx.models._generate.prompt import prefill
 from redco_eqx.models._generate.sampling import candidates, sample
 
 VOCAB, PROMPT, NEW = 64, 6, 10
@@ -193,7 +194,7 @@ def test_the_cache_has_the_dtype_of_the_model(prompts):
     real = jnp.ones(rows.shape, bool)
     for dtype in (jnp.float32, jnp.bfloat16):
         model = make_model("llama", dtype=dtype)
-        _, cache = jax.eval_shape(lambda ids, m=model: _prefill(m, ids, real), jnp.asarray(rows))
+        _, cache = jax.eval_shape(lambda ids, m=model: prefill(m, ids, real, NEW), jnp.asarray(rows))
         assert cache.key.dtype == cache.value.dtype == dtype
 
 

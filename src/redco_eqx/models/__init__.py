@@ -1,8 +1,8 @@
 """The paper's models in Equinox, with the field paths of Hugging Face's files. Bring their own loader.
 
-To load, save and run: `load_pretrained`, `save_pretrained`, `generate`. A family: its configuration and its
-model. The rest is what families are made of, for a model of your own: a `Config`, a `DecoderLM` (or, where the
-text is not read from left to right, a `Model`), whose layers are given a `Context`.
+To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
+configuration and its model. The rest is what families are made of, for a model of your own: a `Config`, a
+`DecoderLM` (or, where the text is not read from left to right, a `Model`), whose layers are given a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads
@@ -24,6 +24,8 @@ from redco_eqx.models._families.llama import (
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
+from redco_eqx.models._generate.beam_search import beam_search
+from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "GPT2LMHeadModel",
     "GPTJConfig",
     "GPTJForCausalLM",
+    "Hypotheses",
     "LayerNorm",
     "Linear",
     "LlamaConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "Qwen3Config",
     "RMSNorm",
     "Rope",
+    "beam_search",
     "generate",
     "load_pretrained",
     "make_layers",

@@ -1,6 +1,7 @@
 """Decoder-only language models: from tokens through the layers to logits, with or without a cache."""
 
 import abc
+import dataclasses
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -67,8 +68,8 @@ class DecoderLM(Model):
         key: Key | None = None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
         """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
-        check_tokens(input_ids, attention_mask, self.config.max_positions)
-        context, mask = make_context(
+        check_tokens(input_ids, attention_mask, cache, self.config.max_positions)
+        context, cache = make_context(
             input_ids, attention_mask, positions, cache,
             window=self.config.window, implementation=self.attention,
             sequence_parallel=self.sequence_parallel and cache is None,
@@ -79,8 +80,8 @@ class DecoderLM(Model):
             self.layers, x, context, cache,
             num_layers=self.config.num_layers, remat=self.remat, key=layers_key,
         )  # fmt: skip
-        if cache is not None and mask is not None:
-            cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
+        if cache is not None:
+            cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
         return self.finish(x), cache
 
     def __call__(
@@ -97,7 +98,9 @@ class DecoderLM(Model):
         **Arguments:**
 
         - `input_ids`: tokens.
-        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or `(batch, t, slots)`,
+            which of the cache's slots, these tokens' included (without a cache: which of these tokens), each
+            token sees: with `positions`, texts that branch lie side by side in one row.
         - `positions`: by default counted from 0 at the first token that is not padding.
         - `cache`: of the tokens before these, from `init_cache` or an earlier call.
         - `key`: for dropout, which is applied only where a key is given and the model is not in inference

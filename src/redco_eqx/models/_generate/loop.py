@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._generate.prompt import check_prompt, prefill, real_tokens, special_tokens
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
@@ -64,17 +65,11 @@ def generate(
     `top_k` or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, or a text longer
     than the model's table of positions.
     """
-    _check_options(max_new_tokens, temperature, top_k, top_p, key)
-    _check_prompt(model, input_ids, attention_mask, max_new_tokens)
-    config = model.config
-    ends = config.eos_token_id if eos_token_id is None else eos_token_id
-    ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
-    pad = config.pad_token_id if pad_token_id is None else pad_token_id
-    if pad is None:
-        pad = ends[0] if ends else 0
-    real = jnp.ones(jnp.shape(input_ids), bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
+    _check_options(temperature, top_k, top_p, key)
+    check_prompt("generate", model, input_ids, attention_mask, max_new_tokens)
+    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
-    return _generate(model, jnp.asarray(input_ids), real, key, options)
+    return _generate(model, *real_tokens(input_ids, attention_mask), key, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +89,7 @@ def _generate(
     model: DecoderLM, input_ids: Array, real: Bool[Array, "b p"], key: Key | None, options: _Options
 ) -> Int[Array, "b n"]:
     size, _ = real.shape
-    # Padding need not be in the vocabulary, and a NaN would not stay in its slot.
-    input_ids = jnp.where(real, input_ids, 0).astype(jnp.int32)
-    logits, cache = _prefill(model, input_ids, real)
-    cache = _with_room(cache, options.max_new_tokens)
+    logits, cache = prefill(model, input_ids, real, options.max_new_tokens)
 
     def choose(logits: Array, step: Int[Array, ""]) -> Array:
         step_key = None if key is None else jax.random.fold_in(key, step)
@@ -132,32 +124,7 @@ def _generate(
     return jax.lax.while_loop(unfinished, body, carry)[3]
 
 
-def _prefill(model: DecoderLM, input_ids: Int[Array, "b p"], real: Bool[Array, "b p"]) -> tuple[Array, Cache]:
-    """The logits after each row's last real token, and the cache of the prompt."""
-    size, length = input_ids.shape
-    dtype = jax.eval_shape(lambda: model.hidden_states(input_ids)[0]).dtype
-    hidden, cache = model.hidden_states(
-        input_ids, attention_mask=real, cache=model.init_cache(size, length, dtype)
-    )
-    assert cache is not None
-    last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return model.logits(hidden), cache
-
-
-def _with_room(cache: Cache, num_slots: int) -> Cache:
-    """The cache with `num_slots` empty slots more."""
-    key, value = (
-        jnp.pad(x, [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]) for x in (cache.key, cache.value)
-    )
-    return Cache(key, value, jnp.pad(cache.mask, [(0, 0), (0, num_slots)]), cache.length)
-
-
-def _check_options(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, key: Key | None
-) -> None:
-    if not max_new_tokens >= 1:
-        raise ValueError(f"generate: max_new_tokens={max_new_tokens}, but it must be at least 1.")
+def _check_options(temperature: float, top_k: int | None, top_p: float | None, key: Key | None) -> None:
     if not temperature >= 0:
         raise ValueError(f"generate: temperature={temperature}, but it must be 0 (greedy) or positive.")
     if top_k is not None and not top_k >= 1:
@@ -175,31 +142,4 @@ def _check_options(
         raise ValueError(
             f"generate: temperature={temperature} draws tokens, but key is None. Pass key=jax.random.key(0), "
             "or temperature=0."
-        )
-
-
-def _check_prompt(
-    model: DecoderLM,
-    input_ids: Array | np.ndarray,
-    attention_mask: Array | np.ndarray | None,
-    max_new_tokens: int,
-) -> None:
-    shape, dtype = jnp.shape(input_ids), jnp.result_type(input_ids)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"generate: input_ids has dtype {dtype}, but tokens are integers.")
-    if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(
-            f"generate: input_ids has shape {shape}, but it must be (batch, prompt), with at least one token."
-        )
-    if attention_mask is not None and jnp.shape(attention_mask) != shape:
-        raise ValueError(
-            f"generate: attention_mask has shape {jnp.shape(attention_mask)}, but it must be that of "
-            f"input_ids, {shape}."
-        )
-    room = model.config.max_positions
-    if room is not None and shape[1] + max_new_tokens > room:
-        raise ValueError(
-            f"generate: a prompt of {shape[1]} and max_new_tokens={max_new_tokens} make "
-            f"{shape[1] + max_new_tokens} tokens, but the model's table has {room} positions. Ask for fewer "
-            "tokens, or shorten the prompt."
         )
