@@ -272,7 +272,7 @@ class OwnLM(models.DecoderLM):
     def embed(self, input_ids, context, key):
         return context.embed(self.table, input_ids)
 
-    def finish(self, x):
+    def finish(self, x, key):
         return x
 
 

@@ -7,11 +7,14 @@ configuration and its model. The rest is what families are made of, for a model 
 
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import Cache, Context
+from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -22,6 +25,7 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
@@ -29,12 +33,15 @@ from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
+    "BartConfig",
+    "BartForConditionalGeneration",
     "Cache",
     "Config",
     "Context",
     "Conv1D",
     "DecoderLM",
     "Embedding",
+    "EncoderDecoder",
     "GPT2Config",
     "GPT2LMHeadModel",
     "GPTJConfig",
@@ -44,6 +51,7 @@ __all__ = [
     "Linear",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "Memory",
     "MistralConfig",
     "Model",
     "OPTConfig",
@@ -53,12 +61,16 @@ __all__ = [
     "Qwen3Config",
     "RMSNorm",
     "Rope",
+    "T5Config",
+    "T5ForConditionalGeneration",
     "beam_search",
     "generate",
     "load_pretrained",
     "make_layers",
+    "relative_bias",
     "rotate",
     "run_layers",
     "save_pretrained",
+    "shift_right",
     "split_heads",
 ]

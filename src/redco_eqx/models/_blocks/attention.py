@@ -24,7 +24,9 @@ def attend(
     key: Float[Array, "b s k d"],
     value: Float[Array, "b s k d"],
     *,
-    mask: Bool[Array, "b 1 t s"] | None = None,
+    mask: Bool[Array, "b 1 #t s"] | None = None,
+    bias: Float[Array, "#b h t s"] | None = None,
+    causal: bool = True,
     scale: float | None = None,
     implementation: Implementation | None = None,
     dropout: eqx.nn.Dropout | None = None,
@@ -34,7 +36,9 @@ def attend(
 
     **Arguments:**
 
-    - `mask`: which positions each query may see; without one, those up to its own (`t` equals `s`).
+    - `mask`: which positions each query may see.
+    - `bias`: added to the scores once they are scaled.
+    - `causal`: which those are without a mask: the ones up to its own (`t` equals `s`), or all.
     - `scale`: of the scores; `1 / sqrt(d)` by default.
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `dropout`, `dropout_key`: applied to the probabilities in training mode, where a key is given.
@@ -44,14 +48,18 @@ def attend(
     # On CPU, JAX's own does not run in float16.
     if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, scale=scale, is_causal=mask is None, implementation=implementation
-        )
+            query, key, value, bias,
+            mask=mask, scale=scale, is_causal=mask is None and causal, implementation=implementation,
+        )  # fmt: skip
     if mask is None:
-        mask = jnp.tril(jnp.ones((1, 1, query.shape[1], key.shape[1]), bool))
+        mask = jnp.ones((1, 1, query.shape[1], key.shape[1]), bool)
+        mask = jnp.tril(mask) if causal else mask
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + rearrange(bias, "b (k g) t s -> b k g t s", k=key.shape[2]).astype(dtype)
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1)
     weights = weights.astype(value.dtype)
     if dropout is not None:

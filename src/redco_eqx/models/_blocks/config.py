@@ -128,10 +128,10 @@ def check_divides(config: Config, size: str, heads: str) -> None:
         raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
 
 
-def check_activation(config: Config, entry: str) -> None:
-    """Refuses, by `ValueError`, an activation function that is not known."""
+def check_activation(config: Config, entry: str, *, prefix: str = "") -> None:
+    """Refuses, by `ValueError`, an activation function that is not known; `prefix` may precede its name."""
     name = getattr(config, entry)
-    if name not in ACTIVATIONS:
+    if name.removeprefix(prefix) not in ACTIVATIONS:
         raise ValueError(
             f"{type(config).__name__}: {entry}={name!r} is not supported, only {', '.join(ACTIVATIONS)}."
         )

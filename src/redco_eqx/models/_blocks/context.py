@@ -58,6 +58,19 @@ class Cache(eqx.Module):
         return Cache(key, value, mask, positions, self.length)
 
 
+class Memory(eqx.Module):
+    """What a decoder's layers read of the encoder: keys and values of their cross-attention, computed once.
+
+    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; of the layer that is at work, they
+        have no first dim.
+    - `mask`: `(batch, source)`, false for padding.
+    """
+
+    key: Float[Array, "*layers b s k d"]
+    value: Float[Array, "*layers b s k d"]
+    mask: Bool[Array, "b s"]
+
+
 LayerCache: TypeAlias = tuple[
     Float[Array, "layers b slots k d"], Float[Array, "layers b slots k d"], Int[Array, ""]
 ]
@@ -70,17 +83,24 @@ class Context:
     """What every layer needs to know about the tokens besides their activations, and what it does with it.
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
-    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where causality says it all.
+    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where `causal` says it all.
     - `length`: number of slots filled before these tokens; `None` without a cache.
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
+    - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
+    - `bias`: `(batch or 1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
+        `relative_bias`; `None` for none.
+    - `memory`: what `cross_attend` reads; `None` without an encoder.
     """
 
     positions: Int[Array, "b t"]
-    mask: Bool[Array, "b 1 t s"] | None
+    mask: Bool[Array, "b 1 #t s"] | None
     length: Int[Array, ""] | None
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    bias: Float[Array, "_ h t s"] | None = None
+    memory: Memory | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
@@ -130,14 +150,38 @@ class Context:
             )
         output = attend(
             query, key, value,
-            mask=self.mask, scale=scale, implementation=self.implementation,
-            dropout=dropout, dropout_key=dropout_key,
+            mask=self.mask, bias=self.bias, causal=self.causal, scale=scale,
+            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
         )  # fmt: skip
         return rearrange(output, "b t h d -> b t (h d)"), cache
 
+    def cross_attend(
+        self,
+        query: Float[Array, "b t h d"],
+        *,
+        scale: float | None = None,
+        dropout: eqx.nn.Dropout | None = None,
+        dropout_key: Key | None = None,
+    ) -> Float[Array, "b t width"]:
+        """Attention of these tokens over the encoder's, heads side by side. Options as for `attend`.
+
+        The batch may be a multiple of the memory's: neighbouring rows, such as the beams of one text, then read
+        the same row of it, which is not repeated.
+        """
+        if self.memory is None:
+            raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
+        memory, num_tokens = self.memory, query.shape[1]
+        output = attend(
+            rearrange(query, "(b n) t h d -> b (n t) h d", b=memory.mask.shape[0]),
+            memory.key.astype(query.dtype), memory.value.astype(query.dtype),
+            mask=memory.mask[:, None, None], causal=False, scale=scale,
+            implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
+        )  # fmt: skip
+        return rearrange(output, "b (n t) h d -> (b n) t (h d)", t=num_tokens)
+
 
 def check_tokens(
-    input_ids: Array, attention_mask: Array | None, cache: Cache | None, max_positions: int | None
+    input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
 ) -> None:
     """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
@@ -166,9 +210,10 @@ def make_context(
     positions: Int[Array, "b t"] | None,
     cache: Cache | None,
     *,
-    window: int | None,
+    window: int | None = None,
     implementation: Implementation | None,
     sequence_parallel: bool = False,
+    causal: bool = True,
 ) -> tuple[Context, Cache | None]:
     """The context of some tokens; and the cache with all of them but their keys and values, which layers add.
 
@@ -178,17 +223,19 @@ def make_context(
         (without a cache: which of these tokens) each token sees.
     - `positions`: given by the caller, or counted from the mask.
     - `window`: how many tokens back, itself included, a token may see.
+    - `causal`: whether a token sees those up to its own, or, without a cache, all.
     """
     size, num_tokens = input_ids.shape
-    is_padding_mask = attention_mask is not None and attention_mask.ndim == 2
-    given = attention_mask.astype(bool) if is_padding_mask else jnp.ones((size, num_tokens), bool)
+    given = jnp.ones((size, num_tokens), bool)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        given = attention_mask.astype(bool)
     num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
     if positions is None:
         positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
     if cache is None:
-        valid, slot_positions, first = given, positions, 0
+        valid, slot_positions, length, first = given, positions, None, jnp.zeros((), jnp.int32)
     else:
-        first = cache.length
+        first = length = cache.length
         valid, slot_positions = (
             jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis=1)
             for old, new in ((cache.mask, given), (cache.positions, positions))
@@ -196,13 +243,14 @@ def make_context(
         cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
     if cache is None and attention_mask is None and window is None:
         mask = None
+    elif not causal:
+        mask = valid[:, None, None, :]
     else:
         if attention_mask is not None and attention_mask.ndim == 3:
             mask = attention_mask.astype(bool)[:, None]
         else:
-            causal = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
-            mask = causal[None, None] & valid[:, None, None, :]
+            before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+            mask = before[None, None] & valid[:, None, None, :]
         if window is not None:  # by position: padding may lie between two slots
             mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
-    length = None if cache is None else first
-    return Context(positions, mask, length, implementation, sequence_parallel), cache
+    return Context(positions, mask, length, implementation, sequence_parallel, causal), cache

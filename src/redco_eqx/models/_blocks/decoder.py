@@ -1,4 +1,4 @@
-"""Decoder-only language models: from tokens through the layers to logits, with or without a cache."""
+"""What writes text: from tokens through the layers to logits, with or without a cache."""
 
 import abc
 import dataclasses
@@ -13,16 +13,17 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._tree import is_array
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import Cache, Context, check_tokens, make_context
+from redco_eqx.models._blocks.context import Cache, Context, Memory, check_tokens, make_context
 from redco_eqx.models._blocks.layers import split_key
-from redco_eqx.models._blocks.model import Model, Options, run_layers
+from redco_eqx.models._blocks.model import Model, Options, count_layers, run_layers
 
 
-class DecoderLM(Model):
-    """A decoder-only language model. A family says how it embeds, what its layers are, and how it ends.
+class Decoder(Model):
+    """A model that gives logits of the next token. A family says how it embeds, what its layers are, and how it
+    ends.
 
-    Its layers lie at the one path of `stacks`. `lm_head` is `None` where the head is the embedding table, which
-    `tied` names. The other fields are those of `Model`.
+    The layers lie at the last path of `stacks`. `lm_head` is `None` where the head is the embedding table,
+    which `tied` names. The other fields are those of `Model`.
     """
 
     lm_head: eqx.AbstractVar[PyTree]
@@ -37,13 +38,19 @@ class DecoderLM(Model):
         """What enters the first layer."""
 
     @abc.abstractmethod
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
+
+    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"] | None:
+        """What is added to the scores of self-attention in all layers, by the positions of tokens: by default
+        nothing. See `relative_bias`.
+        """
+        return None
 
     @property
     def layers(self) -> PyTree:
         """The layers: a list, or one whose arrays have a leading dim that numbers them."""
-        return attrgetter(*self.stacks)(self)
+        return attrgetter(self.stacks[-1])(self)
 
     @property
     def head(self) -> PyTree:
@@ -55,8 +62,53 @@ class DecoderLM(Model):
         return attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        """What the head gives for `hidden_states`."""
-        return jnp.einsum("...i,oi->...o", hidden, self.head) if is_array(self.head) else self.head(hidden)
+        """What the head gives for hidden states."""
+        head = self.head
+        return jnp.einsum("...i,oi->...o", hidden, head) if is_array(head) else head(hidden)
+
+    def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
+        """An empty cache with room for `num_slots` tokens in each row."""
+        return Cache.empty(
+            num_layers=count_layers(self.layers),
+            batch_size=batch_size,
+            num_slots=num_slots,
+            num_heads=self.config.kv_heads,
+            head_size=self.config.head_size,
+            dtype=dtype,
+        )
+
+    def _run(
+        self,
+        input_ids: Int[Array, "b t"],
+        memory: Memory | None,
+        *,
+        attention_mask: Array | None,
+        positions: Int[Array, "b t"] | None,
+        cache: Cache | None,
+        key: Key | None,
+    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+        """What the head reads, and the cache with these tokens added."""
+        check_tokens(input_ids, attention_mask, self.config.max_positions, cache)
+        # Without a cache and positions, those of all rows are alike but for padding: one bias does for them.
+        alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None
+        context, cache = make_context(
+            input_ids, attention_mask, positions, cache,
+            window=self.config.window, implementation=self.attention,
+            sequence_parallel=self.sequence_parallel and cache is None,
+        )  # fmt: skip
+        own = context.positions if alike is None else alike
+        bias = self.bias(own, own if cache is None else cache.positions)
+        context = dataclasses.replace(context, bias=bias, memory=memory)
+        embed_key, layers_key, finish_key = split_key(key, 3)
+        x = self.embed(input_ids, context, embed_key)
+        x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key)
+        if cache is not None:
+            cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
+        return self.finish(x, finish_key), cache
+
+
+class DecoderLM(Decoder):
+    """A decoder-only language model."""
 
     def hidden_states(
         self,
@@ -68,21 +120,9 @@ class DecoderLM(Model):
         key: Key | None = None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
         """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
-        check_tokens(input_ids, attention_mask, cache, self.config.max_positions)
-        context, cache = make_context(
-            input_ids, attention_mask, positions, cache,
-            window=self.config.window, implementation=self.attention,
-            sequence_parallel=self.sequence_parallel and cache is None,
-        )  # fmt: skip
-        embed_key, layers_key = split_key(key, 2)
-        x = self.embed(input_ids, context, embed_key)
-        x, pieces = run_layers(
-            self.layers, x, context, cache,
-            num_layers=self.config.num_layers, remat=self.remat, key=layers_key,
-        )  # fmt: skip
-        if cache is not None:
-            cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
-        return self.finish(x), cache
+        return self._run(
+            input_ids, None, attention_mask=attention_mask, positions=positions, cache=cache, key=key
+        )
 
     def __call__(
         self,
@@ -114,15 +154,3 @@ class DecoderLM(Model):
             input_ids, attention_mask=attention_mask, positions=positions, cache=cache, key=key
         )
         return self.logits(hidden) if cache is None else (self.logits(hidden), new)
-
-    def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
-        """An empty cache with room for `num_slots` tokens in each row."""
-        config = self.config
-        return Cache.empty(
-            num_layers=config.num_layers,
-            batch_size=batch_size,
-            num_slots=num_slots,
-            num_heads=config.kv_heads,
-            head_size=config.head_size,
-            dtype=dtype,
-        )

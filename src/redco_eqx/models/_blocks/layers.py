@@ -94,6 +94,37 @@ class RMSNorm(eqx.Module):
         return self.weight.astype(x.dtype) * y.astype(x.dtype)
 
 
+class TiedHead(eqx.Module):
+    """A head whose weight is the embedding table, with a bias: made where it is used, for `cross_entropy`."""
+
+    weight: Float[Array, "vocab size"]
+    bias: Float[Array, " vocab"]
+
+    @property
+    def in_features(self) -> int:
+        """Size of the stream."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Size of the vocabulary."""
+        return self.weight.shape[0]
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
+        return jnp.einsum("...i,oi->...o", x, self.weight) + self.bias
+
+
+def add_and_norm(
+    x: Float[Array, "*batch size"],
+    y: Float[Array, "*batch size"],
+    norm: LayerNorm | RMSNorm,
+    layer: eqx.nn.Dropout,
+    key: Key | None,
+) -> Float[Array, "*batch size"]:
+    """`norm(x + dropout(y))`: how a layer ends that is normalised after, not before (Vaswani et al. 2017)."""
+    return norm(x + dropout(layer, y, key))
+
+
 def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
     """Dropout where a key is given and the model is in training mode."""
     return x if key is None else layer(x, key=key)

@@ -1,5 +1,6 @@
 """A model whose paths are the keys of Hugging Face's files: how one is made, and its stack of layers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypedDict
 
@@ -13,7 +14,7 @@ from redco_eqx._parallel.scan import scan_layers
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import Config
-from redco_eqx.models._blocks.context import Cache, Context
+from redco_eqx.models._blocks.context import Cache, Context, Memory
 
 
 class Options(TypedDict, total=False):
@@ -53,6 +54,10 @@ class Model(eqx.Module):
     """Patterns of keys that old files have and that are no parameters."""
     tied: ClassVar[Mapping[str, str]] = {}
     """Heads that the model leaves out when the configuration ties them: whose table each is."""
+    tied_by_file: ClassVar[bool] = False
+    """Whether `tie_word_embeddings` is decided by what files hold, whatever `config.json` says."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Paths of arrays that are never trained; they are of NumPy."""
 
     def __init__(
         self,
@@ -66,15 +71,37 @@ class Model(eqx.Module):
         self.sequence_parallel = sequence_parallel
 
 
-def make_layers(make_layer: Callable[..., eqx.Module], config: Config, *, stacked: bool, key: Key) -> PyTree:
-    """`config.num_layers` times `make_layer(config, key=key)`.
+def make_layers(
+    make_layer: Callable[..., eqx.Module],
+    config: Config,
+    *,
+    stacked: bool,
+    key: Key,
+    num_layers: int | None = None,
+) -> PyTree:
+    """`num_layers` times (`config.num_layers` by default) `make_layer(config, key=key)`.
 
     A list; or, `stacked`, one layer whose arrays have a leading dim that numbers them.
     """
-    keys = jax.random.split(key, config.num_layers)
+    keys = jax.random.split(key, config.num_layers if num_layers is None else num_layers)
     if stacked:
         return eqx.filter_vmap(lambda key: make_layer(config, key=key))(keys)
     return [make_layer(config, key=key) for key in keys]
+
+
+def count_layers(layers: PyTree) -> int:
+    """How many layers there are, in a list or stacked."""
+    return len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
+
+
+def unstack(layers: PyTree) -> list[PyTree]:
+    """Stacked layers as a list."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    apart = jax.tree.map(jnp.unstack, arrays)
+    return [
+        eqx.combine(jax.tree.map(lambda _, x, i=i: x[i], arrays, apart), static)
+        for i in range(count_layers(layers))
+    ]
 
 
 def run_layers(
@@ -83,25 +110,33 @@ def run_layers(
     context: Context,
     cache: Cache | None,
     *,
-    num_layers: int,
     remat: Remat,
     key: Key | None,
 ) -> tuple[Float[Array, "b t size"], tuple[Array, ...]]:
     """All layers, one after another, and the keys and values of the cache with these tokens added.
 
     Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is what `Context.attend`
-    takes and returns, or `None`.
+    takes and returns, or `None`, and `context.memory` has its own keys and values.
     """
+    num_layers, memory = count_layers(layers), context.memory
     keys = None if key is None else jax.random.split(key, num_layers)
 
     def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
         x, cached = flow
-        x, piece = given["layer"](x, context, (*cached, given["index"]) if cached else None, given["key"])
+        own = None if memory is None else Memory(*given["memory"], mask=memory.mask)
+        x, piece = given["layer"](
+            x, dataclasses.replace(context, memory=own),
+            (*cached, given["index"]) if cached else None, given["key"],
+        )  # fmt: skip
         return x, piece[:2] if piece else ()
 
-    given = {"layer": layers, "index": jnp.arange(num_layers), "key": keys}
+    further = {
+        "index": jnp.arange(num_layers),
+        "key": keys,
+        "memory": None if memory is None else (memory.key, memory.value),
+    }
+    given = {"layer": layers, **further}
     if isinstance(layers, list):
-        further = {"index": given["index"], "key": keys}
         given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
     return scan_layers(
         one,

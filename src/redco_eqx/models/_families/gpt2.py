@@ -212,5 +212,5 @@ class GPT2LMHeadModel(DecoderLM):
         x = context.embed(body.wte, input_ids) + body.wpe(context.positions)
         return dropout(body.drop, x, key)
 
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)

@@ -181,5 +181,5 @@ class GPTJForCausalLM(DecoderLM):
     ) -> Float[Array, "b t size"]:
         return dropout(self.transformer.drop, context.embed(self.transformer.wte, input_ids), key)
 
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         return self.transformer.ln_f(x)

@@ -249,5 +249,5 @@ class LlamaForCausalLM(DecoderLM):
     ) -> Float[Array, "b t size"]:
         return context.embed(self.model.embed_tokens, input_ids)
 
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t size"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         return self.model.norm(x)

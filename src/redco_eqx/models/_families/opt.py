@@ -9,12 +9,12 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
+from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
 """The first token's row in the table of positions; the rows before it are left over from fairseq."""
@@ -66,40 +66,10 @@ class OPTConfig(Config):
         return self.word_embed_proj_dim or self.hidden_size
 
 
-class OPTAttention(eqx.Module):
-    """Multi-head attention."""
-
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    out_proj: Linear
-    dropout: eqx.nn.Dropout
-    config: OPTConfig = eqx.field(static=True)
-
-    def __init__(self, config: OPTConfig, *, key: Key):
-        size, bias, std = config.hidden_size, config.enable_bias, config.init_std
-        q_key, k_key, v_key, out_key = jax.random.split(key, 4)
-        self.q_proj = Linear(size, size, use_bias=bias, std=std, key=q_key)
-        self.k_proj = Linear(size, size, use_bias=bias, std=std, key=k_key)
-        self.v_proj = Linear(size, size, use_bias=bias, std=std, key=v_key)
-        self.out_proj = Linear(size, size, use_bias=bias, std=std, key=out_key)
-        self.dropout = eqx.nn.Dropout(config.attention_dropout)
-        self.config = config
-
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
-        size = self.config.head_size
-        qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
-        q, k, v = (split_heads(x, size) for x in qkv)
-        heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
-        return context.row(heads, self.out_proj, unit=size), cache
-
-
 class OPTDecoderLayer(eqx.Module):
     """Attention, then MLP, each added to the stream and normalised before (or, in the 350M, after)."""
 
-    self_attn: OPTAttention
+    self_attn: MultiHeadAttention
     self_attn_layer_norm: LayerNorm
     fc1: Linear
     fc2: Linear
@@ -110,7 +80,10 @@ class OPTDecoderLayer(eqx.Module):
     def __init__(self, config: OPTConfig, *, key: Key):
         size, inner, bias, std = config.hidden_size, config.ffn_dim, config.enable_bias, config.init_std
         attention_key, fc1_key, fc2_key = jax.random.split(key, 3)
-        self.self_attn = OPTAttention(config, key=attention_key)
+        self.self_attn = MultiHeadAttention(
+            size, config.num_attention_heads,
+            use_bias=bias, dropout=config.attention_dropout, std=std, key=attention_key,
+        )  # fmt: skip
         self.self_attn_layer_norm = LayerNorm(size, affine=config.layer_norm_elementwise_affine)
         self.fc1 = Linear(size, inner, use_bias=bias, std=std, key=fc1_key)
         self.fc2 = Linear(inner, size, use_bias=bias, std=std, key=fc2_key)
@@ -198,7 +171,7 @@ class OPTForCausalLM(DecoderLM):
         x = x if decoder.project_in is None else decoder.project_in(x)
         return x + decoder.embed_positions(context.positions + POSITION_OFFSET)
 
-    def finish(self, x: Float[Array, "b t size"]) -> Float[Array, "b t _"]:
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t _"]:
         decoder = self.model.decoder
         x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
         return x if decoder.project_out is None else decoder.project_out(x)

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 from redco_eqx.models._blocks.config import Config, Json
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -15,6 +16,7 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 
 Family: TypeAlias = tuple[type[Config], type[Model]]
 """The class of a configuration, and that of the model."""
@@ -22,6 +24,7 @@ Family: TypeAlias = tuple[type[Config], type[Model]]
 FAMILIES: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
     for config, model in (
+        (BartConfig, BartForConditionalGeneration),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
@@ -29,6 +32,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (OPTConfig, OPTForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
+        (T5Config, T5ForConditionalGeneration),
     )
 }
 """By `model_type`."""

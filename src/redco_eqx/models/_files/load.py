@@ -1,8 +1,9 @@
 """`load_pretrained`: a sharded model from a directory in the format of Hugging Face."""
 
+import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def load_pretrained(
     directory = Path(directory)
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family)
+    stored = _open(directory)
+    config = _as_stored(config, stored, make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
@@ -87,8 +90,13 @@ def load_pretrained(
         shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
     )
     entries = entries_of(model)
-    found = _find(directory, entries, make_model)
-    arrays = {entry.path: place(entry, found, layout[entry.path], kind) for entry in entries}
+    found = _find(directory, stored, entries, make_model)
+    buffers = {entry.path: _buffer(entry, found, kind) for entry in entries if entry.path in make_model.buffers}
+    arrays = buffers | {
+        entry.path: place(entry, found, layout[entry.path], kind)
+        for entry in entries
+        if entry.path not in buffers
+    }
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
@@ -122,14 +130,28 @@ def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 
 
-def _find(directory: Path, entries: list[Entry], family: type[Model]) -> dict[str, Stored]:
+def _as_stored(config: Config, stored: Mapping[str, Stored], family: type[Model]) -> Config:
+    """The configuration, with the head tied or not as the files have it where they alone say so."""
+    if not family.tied_by_file:
+        return config
+    head = "lm_head.weight"
+    table = family.tied[head]
+    is_own = head in stored and table in stored and not _equal(stored[head], stored[table])
+    return dataclasses.replace(config, **{"tie_word_embeddings": not is_own})
+
+
+def _find(
+    directory: Path, stored: Mapping[str, Stored], entries: list[Entry], family: type[Model]
+) -> dict[str, Stored]:
     """What is stored for each key of the model."""
-    stored = _open(directory)
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
     found = {key: stored[name] for key, name in match.found.items()}
     problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
-        ("missing", [f"{key} {list(shape)}" for key, shape in shapes.items() if key not in found]),
+        ("missing", [
+            f"{key} {list(shape)}" for key, shape in shapes.items()
+            if key not in found and key not in family.buffers
+        ]),
         ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
         ("of a wrong shape", [
             f"{x.key} {list(x.shape)} instead of {list(shapes[key])} in {x.file.name}"
@@ -148,6 +170,15 @@ def _find(directory: Path, entries: list[Entry], family: type[Model]) -> dict[st
             + "\n  ".join(problems)
         )
     return found
+
+
+def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -> np.ndarray:
+    """An array that is not trained; zeros where files leave it out."""
+    (key,) = entry.keys
+    if key not in found:
+        return np.zeros(entry.shape, dtype or np.float32)
+    stored = found[key].read(tuple(slice(0, size) for size in entry.shape))
+    return stored if dtype is None else stored.astype(dtype)
 
 
 def _open(directory: Path) -> dict[str, Stored]:

@@ -71,13 +71,15 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
     wanted = set(wanted)
     match = Match({}, {}, [], [])
     for key in keys:
-        name = next((name for name in _spellings(key, family.prefixes) if name in wanted), None)
+        spellings = _spellings(key, family.prefixes)
+        name = next((name for name in spellings if name in wanted), None)
+        tied = next((name for name in spellings if name in family.tied), None)
         if name is not None and name in match.found:
             match.twice.append((name, match.found[name], key))
         elif name is not None:
             match.found[name] = key
-        elif key in family.tied:
-            match.tied[key] = family.tied[key]
+        elif tied is not None:
+            match.tied[key] = family.tied[tied]
         elif not any(re.search(pattern, key) for pattern in family.ignored):
             match.unexpected.append(key)
     for head, table in list(match.tied.items()):

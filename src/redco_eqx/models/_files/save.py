@@ -103,8 +103,11 @@ def _pieces(model: Model, arrays: dict[str, Any]) -> list[_Piece]:
     pieces = []
     for stack, group in itertools.groupby(entries_of(model), lambda entry: entry.stack):
         entries = list(group)
-        for layer in [None] if stack is None else range(len(entries[0].keys)):
+        # What all layers share lies in the first alone.
+        for layer in [None] if stack is None else range(max(len(entry.keys) for entry in entries)):
             for entry in entries:
+                if layer is not None and layer >= len(entry.keys):
+                    continue
                 dtype = np.dtype(arrays[entry.path].dtype)
                 record = Record(entry.keys[layer or 0], dtype, entry.file_shape)
                 pieces.append(_Piece(record, entry.path, layer))

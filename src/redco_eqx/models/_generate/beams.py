@@ -84,7 +84,7 @@ def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules)
     """
     candidates, is_end = _continued(search.step, search.beams, logits, rules)
     step = search.step + 1
-    rank = jnp.arange(is_end.shape[1])
+    rank = jnp.arange(is_end.shape[1], dtype=jnp.int32)
 
     order = jnp.argsort(is_end, axis=1, stable=True)[:, : rules.num_beams]
     going = candidates._replace(scores=jnp.where(is_end, -jnp.inf, candidates.scores))
@@ -112,7 +112,7 @@ def _continued(
     missing = [(0, 0), (0, max(0, rules.num_beams - scores.shape[1]))]  # in a tiny vocabulary
     scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
     parent, token = jnp.divmod(jnp.pad(places, missing), vocabulary)
-    tokens = _pick(beams.tokens, parent).at[:, :, step].set(token)
+    tokens = _pick(beams.tokens, parent).at[:, :, step].set(token.astype(jnp.int32))
     is_end = jnp.isin(token, jnp.asarray(rules.ends, jnp.int32))
     return Beams(tokens, scores, _pick(beams.path, parent)), is_end
 

@@ -7,13 +7,12 @@ from typing import TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Cache
-from redco_eqx.models._blocks.decoder import DecoderLM
-from redco_eqx.models._generate.prompt import check_prompt, prefill, real_tokens, special_tokens
+from redco_eqx.models._blocks.decoder import Decoder
+from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
@@ -21,10 +20,11 @@ _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int
 
 
 def generate(
-    model: DecoderLM,
-    input_ids: Array | np.ndarray,
+    model: Decoder,
+    inputs: Tokens,
     *,
-    attention_mask: Array | np.ndarray | None = None,
+    attention_mask: Tokens | None = None,
+    decoder_input_ids: Tokens | None = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -33,17 +33,21 @@ def generate(
     pad_token_id: int | None = None,
     key: Key | None = None,
 ) -> Int[Array, "batch max_new_tokens"]:
-    """The tokens that follow each row of `input_ids`, greedy by default.
+    """The tokens that follow each row of `inputs`, or that a model with an encoder writes about it; greedy by
+    default.
 
     Compiled once for each shape and each set of options, by itself or inside a `jax.jit` of yours. On a
     sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["input_ids"], ...)`.
 
     **Arguments:**
 
-    - `model`: any `DecoderLM`. No dropout is applied.
-    - `input_ids`: `(batch, prompt)`, integers.
+    - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
+    - `inputs`: tokens, `(batch, prompt)`, integers; or images, `(batch, channels, height, width)`, for an
+        encoder that reads them. The encoder runs once, and so do its keys and values in the decoder.
     - `attention_mask`: `(batch, prompt)`, 0 where a token is padding, on either side. The new tokens of a row
         follow its last real one, and are those of that row alone. A row with no real token gives padding.
+    - `decoder_input_ids`: `(batch, length)`, with an encoder: what the text begins with, which is not in the
+        output; by default `config.decoder_start_token_id`.
     - `max_new_tokens`: the new tokens of each row, padding included. The loop stops early once every row has
         ended. A family with a table of positions has room for so many tokens, prompt included; rotary
         embeddings have no end, but beyond the length trained on the text gets worse.
@@ -66,10 +70,10 @@ def generate(
     than the model's table of positions.
     """
     _check_options(temperature, top_k, top_p, key)
-    check_prompt("generate", model, input_ids, attention_mask, max_new_tokens)
+    prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
     ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
-    return _generate(model, *real_tokens(input_ids, attention_mask), key, options)
+    return _generate(model, prompt, key, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +89,8 @@ class _Options:
 
 
 @eqx.filter_jit
-def _generate(
-    model: DecoderLM, input_ids: Array, real: Bool[Array, "b p"], key: Key | None, options: _Options
-) -> Int[Array, "b n"]:
-    size, _ = real.shape
-    logits, cache = prefill(model, input_ids, real, options.max_new_tokens)
+def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options) -> Int[Array, "b n"]:
+    logits, cache, run = prefill(model, prompt, options.max_new_tokens)
 
     def choose(logits: Array, step: Int[Array, ""]) -> Array:
         step_key = None if key is None else jax.random.fold_in(key, step)
@@ -106,7 +107,7 @@ def _generate(
 
     def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry
-        hidden, cache = model.hidden_states(token[:, None], cache=cache)
+        hidden, cache = run(token[:, None], cache=cache)
         assert cache is not None  # as one was given
         token = choose(model.logits(hidden[:, 0]), step)
         output, ended = write(output, token, ended, step)
@@ -116,10 +117,10 @@ def _generate(
         step, _, ended, _, _ = carry
         return (step < options.max_new_tokens) & ~jnp.all(ended)
 
-    output = jnp.full((size, options.max_new_tokens), options.pad, jnp.int32)
+    output = jnp.full((len(logits), options.max_new_tokens), options.pad, jnp.int32)
     step = jnp.zeros((), jnp.int32)
     token = choose(logits, step)
-    output, ended = write(output, token, ~jnp.any(real, axis=1), step)
+    output, ended = write(output, token, prompt.is_empty, step)
     carry = (step + 1, token, ended, output, cache)
     return jax.lax.while_loop(unfinished, body, carry)[3]
 

@@ -1,0 +1,51 @@
+"""Relative positions as a bias of the scores, by buckets of distances (Raffel et al. 2020, T5, section 2.1)."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from redco_eqx.models._blocks.layers import Embedding
+
+
+def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+    """The bucket of each distance from 0 to `max_distance`, at which the last one begins at the latest.
+
+    Half of the buckets are for one distance each; the other half grow logarithmically.
+    """
+    num_exact = num_buckets // 2
+    distance = np.arange(max_distance + 1)
+    # In float32, in which the borders between buckets were rounded when the models were trained.
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(num_exact)
+    growth = np.log(ratio) / np.float32(np.log(max_distance / num_exact)) * np.float32(num_buckets - num_exact)
+    beyond = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
+    return np.where(distance < num_exact, distance, beyond).astype(np.int32)
+
+
+def relative_bias(
+    table: Embedding,
+    query: Int[Array, "b t"],
+    key: Int[Array, "b s"],
+    *,
+    bidirectional: bool,
+    max_distance: int,
+) -> Float[Array, "b heads t s"]:
+    """What is added to the scores of each head, by how far apart the two tokens are.
+
+    Compute it once, and give it to all layers as `Context.bias`.
+
+    **Arguments:**
+
+    - `table`: a row for each bucket, a column for each head.
+    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. A
+        batch of 1 where they are those of all rows.
+    - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
+        Otherwise all that comes after it has the bucket of distance 0.
+    - `max_distance`: beyond it all distances share the last bucket.
+    """
+    ahead = key[:, None] - query[:, :, None]
+    num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
+    distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
+    buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[jnp.minimum(distance, max_distance)]
+    if bidirectional:
+        buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
+    return jnp.moveaxis(table(buckets), -1, 1)

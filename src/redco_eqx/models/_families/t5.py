@@ -1,0 +1,353 @@
+"""T5 (Raffel et al. 2020): v1.0, v1.1 and Flan, tied or not."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.attention import split_heads
+from redco_eqx.models._blocks.config import Config, Json, check_activation
+from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, dropout, split_key
+from redco_eqx.models._blocks.model import Options, make_layers, run_layers
+from redco_eqx.models._blocks.relative_bias import relative_bias
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(Config):
+    """T5. `feed_forward_proj` is an activation, or `gated-` and one, of which `gated-gelu` is `gelu_new`.
+
+    - `tie_word_embeddings`: whether the head is the embedding table. Files say so by having a head or not:
+        the entry of `config.json` is not read for it.
+    - `scale_decoder_outputs`: whether the head reads its input divided by `sqrt(d_model)`, as in v1.0. An
+        older `config.json` means that by not having `tie_word_embeddings` false.
+    """
+
+    model_type: ClassVar[str] = "t5"
+    architecture: ClassVar[str] = "T5ForConditionalGeneration"
+    aliases: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    }
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
+    num_decoder_layers: int | None = None
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    dropout_rate: float = 0.1
+    layer_norm_epsilon: float = 1e-6
+    initializer_factor: float = 1.0
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool = True
+    decoder_start_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        check_activation(self, "feed_forward_proj", prefix="gated-")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.feed_forward_proj.startswith("gated-")
+
+    @property
+    def activation(self) -> str:
+        """The activation inside the MLP."""
+        name = self.feed_forward_proj.removeprefix("gated-")
+        return "gelu_new" if self.is_gated and name == "gelu" else name
+
+    @property
+    def head_size(self) -> int:
+        return self.d_kv
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Json]) -> "T5Config":
+        scales = raw.get("tie_word_embeddings") is not False
+        return super().from_json({"scale_decoder_outputs": scales, **raw})
+
+
+class T5Attention(eqx.Module):
+    """Multi-head attention whose scores are not scaled; the context has the bias of relative positions.
+
+    - `relative_attention_bias`: the table of all layers, in the first one of a list.
+    """
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    relative_attention_bias: Embedding | None
+    dropout: eqx.nn.Dropout
+    config: T5Config = eqx.field(static=True)
+
+    def __init__(self, config: T5Config, *, key: Key):
+        size, inner, factor = config.d_model, config.num_heads * config.d_kv, config.initializer_factor
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_std = factor * (size * config.d_kv) ** -0.5
+        self.q = Linear(size, inner, use_bias=False, std=q_std, key=q_key)
+        self.k = Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=k_key)
+        self.v = Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=v_key)
+        self.o = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=o_key)
+        self.relative_attention_bias = None
+        self.dropout = eqx.nn.Dropout(config.dropout_rate)
+        self.config = config
+
+    def over_itself(
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        """Self-attention."""
+        size = self.config.d_kv
+        q, k, v = (split_heads(y, size) for y in context.column(x, self.q, self.k, self.v, unit=size))
+        heads, cache = context.attend(q, k, v, cache, scale=1.0, dropout=self.dropout, dropout_key=key)
+        return context.row(heads, self.o, unit=size), cache
+
+    def over_memory(
+        self, x: Float[Array, "b t size"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        """Cross-attention."""
+        size = self.config.d_kv
+        (q,) = context.column(x, self.q, unit=size)
+        heads = context.cross_attend(split_heads(q, size), scale=1.0, dropout=self.dropout, dropout_key=key)
+        return context.row(heads, self.o, unit=size)
+
+
+class T5SelfAttention(eqx.Module):
+    """Self-attention, normalised before."""
+
+    SelfAttention: T5Attention
+    layer_norm: RMSNorm
+
+    def __init__(self, config: T5Config, *, key: Key):
+        self.SelfAttention = T5Attention(config, key=key)
+        self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+
+class T5CrossAttention(eqx.Module):
+    """Cross-attention, normalised before."""
+
+    EncDecAttention: T5Attention
+    layer_norm: RMSNorm
+
+    def __init__(self, config: T5Config, *, key: Key):
+        self.EncDecAttention = T5Attention(config, key=key)
+        self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+
+class T5MLP(eqx.Module):
+    """Two projections with an activation between, or three of which one is a gate (Shazeer 2020)."""
+
+    wi: Linear | None
+    wi_0: Linear | None
+    wi_1: Linear | None
+    wo: Linear
+    dropout: eqx.nn.Dropout
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: T5Config, *, key: Key):
+        size, inner, factor = config.d_model, config.d_ff, config.initializer_factor
+        in_key, gate_key, out_key = jax.random.split(key, 3)
+
+        def into(key: Key) -> Linear:
+            return Linear(size, inner, use_bias=False, std=factor * size**-0.5, key=key)
+
+        self.wi = None if config.is_gated else into(in_key)
+        self.wi_0 = into(gate_key) if config.is_gated else None
+        self.wi_1 = into(in_key) if config.is_gated else None
+        self.wo = Linear(inner, size, use_bias=False, std=factor * inner**-0.5, key=out_key)
+        self.dropout = eqx.nn.Dropout(config.dropout_rate)
+        self.activation = config.activation
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        layers = [layer for layer in (self.wi, self.wi_0, self.wi_1) if layer is not None]
+        hidden, *gated = context.column(x, *layers)
+        hidden = ACTIVATIONS[self.activation](hidden)
+        for other in gated:
+            hidden = hidden * other
+        return context.row(dropout(self.dropout, hidden, key), self.wo)
+
+
+class T5FeedForward(eqx.Module):
+    """The MLP, normalised before."""
+
+    DenseReluDense: T5MLP
+    layer_norm: RMSNorm
+
+    def __init__(self, config: T5Config, *, key: Key):
+        self.DenseReluDense = T5MLP(config, key=key)
+        self.layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+
+class T5Block(eqx.Module):
+    """Self-attention, cross-attention in the decoder, then MLP, each added to the stream."""
+
+    layer: list[eqx.Module]
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: T5Config, *, is_decoder: bool, key: Key):
+        self_key, cross_key, mlp_key = jax.random.split(key, 3)
+        cross = [T5CrossAttention(config, key=cross_key)] if is_decoder else []
+        self.layer = [T5SelfAttention(config, key=self_key), *cross, T5FeedForward(config, key=mlp_key)]
+        self.dropout = eqx.nn.Dropout(config.dropout_rate)
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        for part in self.layer:
+            inner_key, outer_key, key = split_key(key, 3)
+            y = part.layer_norm(x)
+            if isinstance(part, T5SelfAttention):
+                y, cache = part.SelfAttention.over_itself(y, context, cache, inner_key)
+            elif isinstance(part, T5CrossAttention):
+                y = part.EncDecAttention.over_memory(y, context, inner_key)
+            else:
+                y = part.DenseReluDense(y, context, inner_key)
+            x = _finite(x + dropout(self.dropout, y, outer_key))
+        return x, cache
+
+
+def _finite(x: Array) -> Array:
+    """The published weights overflow float16: there the stream is kept within its range."""
+    return jnp.clip(x, -64504, 64504) if x.dtype == jnp.float16 else x
+
+
+class T5Stack(eqx.Module):
+    """The layers of the encoder or of the decoder."""
+
+    block: PyTree
+    final_layer_norm: RMSNorm
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, config: T5Config, *, is_decoder: bool, stacked: bool, key: Key):
+        layers_key, bias_key = jax.random.split(key)
+        num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
+        self.block = make_layers(
+            lambda config, *, key: T5Block(config, is_decoder=is_decoder, key=key),
+            config, stacked=stacked, key=layers_key, num_layers=num_layers,
+        )  # fmt: skip
+        std = config.initializer_factor * config.d_model**-0.5
+        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=bias_key)
+        self.block = _with_table(self.block, jax.tree.map(lambda x: x[None], table) if stacked else table)
+        self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = eqx.nn.Dropout(config.dropout_rate)
+
+    @property
+    def table(self) -> Embedding:
+        """The bias of relative positions: where files have it, in the first layer, also of stacked ones."""
+        is_list = isinstance(self.block, list)
+        table = _first(self.block).layer[0].SelfAttention.relative_attention_bias
+        return table if is_list else jax.tree.map(lambda x: x[0], table)
+
+    @property
+    def layers(self) -> PyTree:
+        """The layers, all alike."""
+        return _with_table(self.block, None)
+
+    def bias(
+        self, query: Int[Array, "b t"], key: Int[Array, "b s"], config: T5Config, *, bidirectional: bool
+    ) -> Float[Array, "b h t s"]:
+        """What all layers add to the scores of self-attention."""
+        return relative_bias(
+            self.table, query, key,
+            bidirectional=bidirectional, max_distance=config.relative_attention_max_distance,
+        )  # fmt: skip
+
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+        """What comes after the last layer."""
+        return dropout(self.dropout, self.final_layer_norm(x), key)
+
+
+def _first(block: PyTree) -> Any:
+    return block[0] if isinstance(block, list) else block
+
+
+def _with_table(block: PyTree, table: Embedding | None) -> PyTree:
+    """The layers with another table in the first."""
+    return eqx.tree_at(
+        lambda block: _first(block).layer[0].SelfAttention.relative_attention_bias,
+        block, table, is_leaf=lambda x: x is None,
+    )  # fmt: skip
+
+
+class T5ForConditionalGeneration(EncoderDecoder):
+    """T5 with its head, which is the embedding table in v1.0."""
+
+    shared: Embedding
+    encoder: T5Stack
+    decoder: T5Stack
+    lm_head: Linear | None
+    config: T5Config = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("encoder.block", "decoder.block")
+    ignored: ClassVar[tuple[str, ...]] = (
+        r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
+    )
+    tied: ClassVar[Mapping[str, str]] = {
+        "lm_head.weight": "shared.weight",
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    }
+    tied_by_file: ClassVar[bool] = True
+
+    def __init__(self, config: T5Config, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
+        table_key, encoder_key, decoder_key, head_key = jax.random.split(key, 4)
+        size, std = config.d_model, config.initializer_factor
+        self.shared = Embedding(config.vocab_size, size, std=std, key=table_key)
+        self.encoder = T5Stack(config, is_decoder=False, stacked=stacked, key=encoder_key)
+        self.decoder = T5Stack(config, is_decoder=True, stacked=stacked, key=decoder_key)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
+
+    @property
+    def layers(self) -> PyTree:
+        return self.decoder.layers
+
+    def encoder_states(
+        self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
+    ) -> Float[Array, "b s size"]:
+        check_tokens(inputs, attention_mask, None)
+        context, _ = make_context(
+            inputs, attention_mask, None, None,
+            implementation=self.attention, sequence_parallel=self.sequence_parallel, causal=False,
+        )  # fmt: skip
+        places = jnp.arange(inputs.shape[1])[None]
+        bias = self.encoder.bias(places, places, self.config, bidirectional=True)
+        context = dataclasses.replace(context, bias=bias)
+        embed_key, layers_key, finish_key = split_key(key, 3)
+        x = dropout(self.encoder.dropout, context.embed(self.shared, inputs), embed_key)
+        x, _ = run_layers(self.encoder.layers, x, context, None, remat=self.remat, key=layers_key)
+        return self.encoder.finish(x, finish_key)
+
+    def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
+        attention = layer.layer[1].EncDecAttention
+        return attention.k, attention.v
+
+    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"]:
+        return self.decoder.bias(query, key, self.config, bidirectional=False)
+
+    def embed(
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        return dropout(self.decoder.dropout, context.embed(self.shared, input_ids), key)
+
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+        x = self.decoder.finish(x, key)
+        return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x
