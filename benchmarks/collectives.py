@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py
 
-1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J and OPT, laid out by
-   `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
+1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART, laid
+   out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
 2. LLaMA on other meshes: memory and bytes, by what the backward pass recomputes, with the stream between layers
    whole and split along the tokens.
 3. The quickstart's model on other meshes.
@@ -12,7 +12,10 @@ Sizes are of results, in MiB per device and step, for one `train_step` with Adam
 of one activation [batch on a device, length, dim], the least of a Megatron layout is:
 
     tensor axis    2 U a layer forward and 2 U backward (1 U and 1 U where attention and MLP are side by side),
-                   1 U for the lookup in a split vocabulary, and backward 1 U for the head
+                   1 U for the lookup in a split vocabulary, and backward 1 U for the head; of an encoder-decoder
+                   3 U a layer of the decoder each way, 1 U for the encoder's lookup, and backward 1 U for the
+                   gradient of what the encoder made: keys and values of all cross-attentions read the same, so
+                   their gradients are added before they are reduced
     data axis      the gradient of each parameter once: the bytes of a device's parameters
 
 The reductions over a split vocabulary in the cross-entropy, [batch on a device, length] at most, and those of
@@ -29,6 +32,7 @@ import jax
 from jax.sharding import Mesh
 from workloads import (
     COMPILER_OPTIONS,
+    ENCODER_DECODERS,
     FAMILIES,
     MIB,
     Case,
@@ -47,7 +51,9 @@ from redco_eqx._compiled.collectives import Collective
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._compiled.shapes import num_bytes, num_elements
 
-REDCO = {"LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9}
+REDCO = {
+    "LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9, "T5": 58.5, "T5 v1.1": 73.8, "BART": 95.4,
+}  # fmt: skip
 """MiB of redco 0.4.23 with the Flax model of this kind, at the default `Sizes`."""
 
 
@@ -115,7 +121,7 @@ def parameter_bytes(case: Case, mesh: Mesh) -> int:
 
 def least(case: Case, mesh: Mesh) -> dict[str, int]:
     """Bytes over the tensor axis, forward and backward, and over data, of the Megatron layout."""
-    one_way = (case.reductions * case.num_layers + 1) * activation_bytes(case, mesh)
+    one_way = case.reductions * activation_bytes(case, mesh)
     return {"forward": one_way, "backward": one_way, "gradients": parameter_bytes(case, mesh)}
 
 
@@ -246,7 +252,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     quickstart = quickstart_case()
-    families = {name: family_case(name) for name in FAMILIES}
+    families = {name: family_case(name) for name in FAMILIES + ENCODER_DECODERS}
     report_models({"quickstart": quickstart, **families}, rx.make_mesh(tensor=4))
     meshes = {
         "data 8": rx.make_mesh(),

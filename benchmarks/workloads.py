@@ -38,15 +38,14 @@ class Case:
     - `make_model`: key -> model.
     - `batch`: abstract.
     - `activation`: (batch, length, dim), over all devices.
-    - `reductions`: how many all-reduces a layer needs at least, forward and again backward.
+    - `reductions`: how many all-reduces of an activation a step needs at least, forward and again backward.
     """
 
     make_model: Callable[[Key[Array, ""]], PyTree]
     loss_fn: Callable[..., Any]
     batch: PyTree[jax.ShapeDtypeStruct]
     activation: tuple[int, int, int]
-    num_layers: int
-    reductions: int = 2
+    reductions: int
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,12 @@ class Sizes:
 
 
 FAMILIES = ("LLaMA", "GPT-2", "GPT-J", "OPT")
+ENCODER_DECODERS = ("T5", "T5 v1.1", "BART")
+"""Each of encoder and decoder has `num_layers`, and reads `length` tokens."""
 
 
-def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.DecoderLM]:
-    """key -> a model of one of the `FAMILIES`; `options` such as `remat`."""
+def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.Model]:
+    """key -> a model of one of the `FAMILIES` or `ENCODER_DECODERS`; `options` such as `remat`."""
     dim, heads = sizes.dim, sizes.num_heads
     by_gpt: dict[str, Any] = {
         "vocab_size": sizes.vocabulary,
@@ -98,7 +99,34 @@ def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, 
         case "OPT":
             opt = models.OPTConfig(**by_hidden, ffn_dim=4 * dim, word_embed_proj_dim=dim)
             return lambda key: models.OPTForCausalLM(opt, **options, key=key)
-    raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+        case "T5" | "T5 v1.1":
+            is_newer = name == "T5 v1.1"
+            t5 = models.T5Config(
+                vocab_size=sizes.vocabulary,
+                d_model=dim,
+                d_kv=dim // heads,
+                d_ff=4 * dim,
+                num_layers=sizes.num_layers,
+                num_heads=heads,
+                feed_forward_proj="gated-gelu" if is_newer else "relu",
+                tie_word_embeddings=not is_newer,
+                scale_decoder_outputs=not is_newer,
+            )
+            return lambda key: models.T5ForConditionalGeneration(t5, **options, key=key)
+        case "BART":
+            bart = models.BartConfig(
+                vocab_size=sizes.vocabulary,
+                d_model=dim,
+                encoder_layers=sizes.num_layers,
+                decoder_layers=sizes.num_layers,
+                encoder_attention_heads=heads,
+                decoder_attention_heads=heads,
+                encoder_ffn_dim=4 * dim,
+                decoder_ffn_dim=4 * dim,
+                max_position_embeddings=sizes.length,
+            )
+            return lambda key: models.BartForConditionalGeneration(bart, **options, key=key)
+    raise ValueError(f"no family {name!r}; there are {', '.join(FAMILIES + ENCODER_DECODERS)}")
 
 
 def next_token_loss(
@@ -110,15 +138,33 @@ def next_token_loss(
     return rx.layers.cross_entropy(hidden, model.head, tokens[:, 1:], sequence_parallel=parallel)
 
 
+def sequence_to_sequence_loss(
+    model: models.EncoderDecoder, batch: dict[str, Int[Array, "batch _"]], key: Key[Array, ""] | None
+) -> rx.Mean:
+    """Mean cross-entropy of each token given those before it and the source."""
+    hidden = model.hidden_states(batch["source"], batch["target"][:, :-1])
+    parallel = model.sequence_parallel
+    return rx.layers.cross_entropy(hidden, model.head, batch["target"][:, 1:], sequence_parallel=parallel)
+
+
 def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
-    """One of the library's models."""
+    """One of the library's models.
+
+    A layer needs a reduction for each part that is added to the stream: attention and MLP, one where they are
+    side by side, and cross-attention; and the step one each way besides, for the lookup and for the head. An
+    encoder has a lookup of its own, and what all cross-attentions read of it has one gradient.
+    """
+    tokens = jax.ShapeDtypeStruct((sizes.batch_size, sizes.length), jnp.int32)
+    following = jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32)
+    is_pair = name in ENCODER_DECODERS
+    of_decoder = {"GPT-J": 1}.get(name, 3 if is_pair else 2) * sizes.num_layers + 1
+    of_encoder = 2 * sizes.num_layers + 1 if is_pair else 0
     return Case(
         make_model=make_model(name, sizes, **options),
-        loss_fn=next_token_loss,
-        batch=jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32),
+        loss_fn=sequence_to_sequence_loss if is_pair else next_token_loss,
+        batch={"source": tokens, "target": following} if is_pair else following,
         activation=(sizes.batch_size, sizes.length, sizes.dim),
-        num_layers=sizes.num_layers,
-        reductions=1 if name == "GPT-J" else 2,
+        reductions=of_decoder + of_encoder,
     )
 
 
@@ -134,7 +180,7 @@ def quickstart_case(batch_size: int = 8) -> Case:
         loss_fn=quickstart.loss_fn,
         batch=jax.ShapeDtypeStruct((batch_size, quickstart.LENGTH + 1), jnp.int32),
         activation=(batch_size, quickstart.LENGTH, model.embedding.embedding_size),
-        num_layers=len(model.layers),
+        reductions=2 * len(model.layers) + 1,
     )
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from references import TEXT, VOCABULARY
+from references import TEXT, VOCABULARY, EncoderReference
 
 from redco_eqx import from_arrays, to_arrays
+from redco_eqx.models._files.names import entries_of
 
 TOLERANCE = 1e-4
 PADDING = ("none", "left", "right")
@@ -24,6 +25,50 @@ def texts(padding: str = "none") -> tuple[np.ndarray, np.ndarray | None]:
     place = np.arange(TEXT)
     mask = place >= missing if padding == "left" else place < TEXT - missing
     return np.where(mask, ids, 0), mask.astype(np.int32)
+
+
+def encoder_inputs(reference: EncoderReference, padding: str = "none") -> dict[str, np.ndarray]:
+    """What a model that is not a decoder alone reads, by the names that transformers has for it."""
+    generator = np.random.default_rng(1)
+    found: dict[str, np.ndarray] = {}
+    if "image" in reference.reads:
+        found["pixel_values"] = generator.normal(size=(3, 3, 16, 16)).astype(np.float32)
+    if "text" in reference.reads:
+        ids, mask = texts(padding)
+        pad = 1 if reference.family in ("Roberta", "Bart") else 0
+        found["input_ids"] = ids if mask is None else np.where(mask == 1, ids, pad)
+        if mask is not None:
+            found["attention_mask"] = mask
+    if "segments" in reference.reads:
+        found["token_type_ids"] = generator.integers(0, 2, (3, TEXT)).astype(np.int32)
+    if "decoder" in reference.reads:
+        found["decoder_input_ids"] = generator.integers(3, VOCABULARY, (3, 11)).astype(np.int32)
+    return found
+
+
+def torch_output(model: Any, inputs: dict[str, np.ndarray]) -> Any:
+    """Logits by transformers, or hidden states of a bare model, with gradients."""
+    given = {name: torch.tensor(x, dtype=None if x.dtype == np.float32 else torch.long)
+             for name, x in inputs.items()}  # fmt: skip
+    if model.config.model_type == "bert" and "attention_mask" in inputs:
+        given["position_ids"] = torch.tensor(positions(inputs["attention_mask"]), dtype=torch.long)
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    found = model(**given)
+    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+
+def call(model: Any, inputs: dict[str, Any]) -> Any:
+    """The same of ours, under a trace."""
+    first = ("pixel_values", "input_ids", "decoder_input_ids")
+    options = {name: x for name, x in inputs.items() if name not in first}
+    return model(*(inputs[name] for name in first if name in inputs), **options)
+
+
+def output(model: Any, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """The same of ours, from a program compiled anew: some tests change functions that it is made of."""
+    run = eqx.filter_jit(lambda model, inputs: call(model, inputs))
+    return np.asarray(run(model, jax.tree.map(jnp.asarray, inputs)))
 
 
 def positions(mask: np.ndarray) -> np.ndarray:
@@ -63,14 +108,11 @@ def distance(got: np.ndarray, expected: np.ndarray, mask: np.ndarray | None = No
 
 def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
     """The arrays of `tree`, which is built like `model`, by the keys of an unstacked file."""
-    found = {}
-    for path, x in to_arrays(tree).items():
-        stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
-        if stack is None or path[len(stack) + 1].isdigit():
-            found[path] = np.asarray(x)
-        else:
-            rest = path[len(stack) + 1 :]
-            found |= {f"{stack}.{i}.{rest}": np.asarray(piece) for i, piece in enumerate(x)}
+    arrays, found = to_arrays(tree), {}
+    for entry in entries_of(model):
+        if entry.path in arrays:  # not what is never trained
+            pieces = [arrays[entry.path]] if entry.stack is None else arrays[entry.path]
+            found |= {key: np.asarray(x) for key, x in zip(entry.keys, pieces, strict=True)}
     return found
 
 

@@ -70,6 +70,10 @@ class Reference:
         return model.eval()
 
 
+SCALES = {".q.": 0.4, "relative_attention_bias": 3.0, "classifier.out_proj": 20.0, "classifier.weight": 6.0}
+"""Of some matrices: T5 does not scale its scores; a few labels vary less than a vocabulary."""
+
+
 def randomise(model: Any) -> None:
     """Weights such that each of them changes the logits, which have a standard deviation above 1."""
     generator = torch.Generator().manual_seed(0)
@@ -81,10 +85,120 @@ def randomise(model: Any) -> None:
                 p.copy_(1 + 0.3 * noise if is_scale else 0.15 * noise)
             elif any(part in name for part in ("embed", "wte", "wpe")):
                 p.copy_(0.3 * noise)
+            elif name == "shared.weight":  # T5 divides what reads it as its head
+                p.copy_(1.5 * noise)
             else:
-                is_conv1d = model.config.model_type == "gpt2" and "lm_head" not in name
-                p.copy_(2 * noise / p.shape[0 if is_conv1d else 1] ** 0.5)
+                is_conv1d = any(part in name for part in ("c_attn", "q_attn", "c_proj", "c_fc"))
+                scale = next((x for part, x in SCALES.items() if part in name), 2.0)
+                p.copy_(scale * noise / p.shape[0 if is_conv1d else 1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name == "final_logits_bias":
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
+
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "layer_norm_epsilon": 1e-2,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+_BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 8,
+    "max_position_embeddings": 48,
+}
+_HIDDEN = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-2,
+}
+_BERT = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48}
+_VIT = {**_HIDDEN, "image_size": 16, "patch_size": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderReference(Reference):
+    """A model of transformers that reads a text or an image whole.
+
+    - `head`: what the name of its class ends in.
+    - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
+    - `padding`: on which sides of a text its reference is right.
+    """
+
+    head: str = "ForConditionalGeneration"
+    reads: tuple[str, ...] = ("text", "decoder")
+    padding: tuple[str, ...] = ("none", "left", "right")
+
+    def make(self) -> Any:
+        config = getattr(transformers, f"{self.family}Config")(**self.options)
+        model = getattr(transformers, f"{self.family}{self.head}")(config)
+        if self.options.get("tie_word_embeddings") is False:
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        randomise(model)
+        return model.eval()
+
+
+class Captioner(EncoderReference):
+    """A ViT that is read by a GPT-2; `options` are those of the GPT-2."""
+
+    def make(self) -> Any:
+        config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+            transformers.ViTConfig(**_VIT),
+            transformers.GPT2Config(**self.options, bos_token_id=1, eos_token_id=2),
+            decoder_start_token_id=1,
+            pad_token_id=0,
+        )
+        model = transformers.VisionEncoderDecoderModel(config)
+        randomise(model)
+        return model.eval()
+
+
+_TEXT, _SEGMENTS, _IMAGE = ("text",), ("text", "segments"), ("image",)
+
+ENCODERS = {
+    "t5": EncoderReference("T5", _T5),
+    "t5_gated_untied": EncoderReference(
+        "T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    ),
+    "bart": EncoderReference("Bart", _BART, padding=("none", "right")),
+    "bart_scaled": EncoderReference("Bart", {**_BART, "scale_embedding": True}, padding=("none", "right")),
+    "bert": EncoderReference("Bert", _BERT, head="Model", reads=_SEGMENTS),
+    "bert_masked": EncoderReference("Bert", _BERT, head="ForMaskedLM", reads=_SEGMENTS),
+    "bert_labels": EncoderReference(
+        "Bert", {**_BERT, "num_labels": 5}, head="ForSequenceClassification", reads=_SEGMENTS
+    ),
+    "roberta": EncoderReference("Roberta", _BERT, head="Model", reads=_TEXT),
+    "roberta_masked": EncoderReference("Roberta", _BERT, head="ForMaskedLM", reads=_TEXT),
+    "roberta_regression": EncoderReference(
+        "Roberta", {**_BERT, "num_labels": 1}, head="ForSequenceClassification", reads=_TEXT
+    ),
+    "vit": EncoderReference("ViT", _VIT, head="Model", reads=_IMAGE, padding=("none",)),
+    "vit_labels": EncoderReference(
+        "ViT", {**_VIT, "num_labels": 5, "qkv_bias": False},
+        head="ForImageClassification", reads=_IMAGE, padding=("none",),
+    ),
+    "vit_gpt2": Captioner("", _GPT, head="", reads=("image", "decoder"), padding=("none",)),
+    "vit_gpt2_wider": Captioner(
+        "", {**_GPT, "n_embd": 48}, head="", reads=("image", "decoder"), padding=("none",)
+    ),
+}  # fmt: skip
 
 REFERENCES = {
     "gpt2": Reference("GPT2", _GPT),

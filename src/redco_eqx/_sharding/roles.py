@@ -358,6 +358,6 @@ def _count(number: int | None, what: str) -> str:
 
 
 def _unknown(leaf: Node) -> Role:
-    if len(leaf.shape) - leaf.stack <= 1:
+    if sum(size > 1 for size in leaf.shape[leaf.stack :]) <= 1:
         return Role("vector", "a vector or scalar", stack=leaf.stack)
     return Role("whole", "no rule knows this array: split it by `overrides`", stack=leaf.stack)

@@ -6,7 +6,7 @@ configuration and its model. The rest is what families are made of, for a model 
 """
 
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import Config, Labels
 from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
@@ -15,6 +15,12 @@ from redco_eqx.models._blocks.model import Model, Options, make_layers, run_laye
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
+from redco_eqx.models._families.bert import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+)
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -25,7 +31,18 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.roberta import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+)
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
+from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
+from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
@@ -35,6 +52,10 @@ from redco_eqx.models._generate.loop import generate
 __all__ = [
     "BartConfig",
     "BartForConditionalGeneration",
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "BertModel",
     "Cache",
     "Config",
     "Context",
@@ -47,6 +68,8 @@ __all__ = [
     "GPTJConfig",
     "GPTJForCausalLM",
     "Hypotheses",
+    "ImageProcessor",
+    "Labels",
     "LayerNorm",
     "Linear",
     "LlamaConfig",
@@ -60,11 +83,20 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",
+    "RobertaConfig",
+    "RobertaForMaskedLM",
+    "RobertaForSequenceClassification",
     "Rope",
     "T5Config",
     "T5ForConditionalGeneration",
+    "ViTConfig",
+    "ViTForImageClassification",
+    "ViTModel",
+    "VisionEncoderDecoderConfig",
+    "VisionEncoderDecoderModel",
     "beam_search",
     "generate",
+    "load_image_processor",
     "load_pretrained",
     "make_layers",
     "relative_bias",

@@ -10,18 +10,17 @@ from redco_eqx.models._blocks.layers import ACTIVATIONS
 Json: TypeAlias = bool | int | float | str | list | dict | None
 """What a parsed JSON file holds."""
 
-C = TypeVar("C", bound="Config")
+C = TypeVar("C", bound="BaseConfig")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What all families have. Field names are those of `config.json`.
+class BaseConfig:
+    """What all families have, whatever they read. Field names are those of `config.json`.
 
     A field may also be a dataclass that stands for several entries of the file (its `entries`), with a
-    `from_json` and a `to_json` of its own: `Rope` is one. A family checks its values in `__post_init__`.
+    `from_json` and a `to_json` of its own: `Rope` is one. Or the configuration of a part of the model, which is
+    an object of the file. A family checks its values in `__post_init__`.
 
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them; several tokens may end a
-        text.
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
     """
 
@@ -32,10 +31,6 @@ class Config:
     only: ClassVar[Mapping[str, Json]] = {}
     """The one value that is supported, of entries of which another one would change the logits."""
 
-    vocab_size: int
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
     rest: str = "{}"
 
     def entry(self, name: str) -> int:
@@ -82,7 +77,10 @@ class Config:
         raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
         values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
         for field in dataclasses.fields(cls):
-            if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            if isinstance(field.type, type) and issubclass(field.type, BaseConfig):
+                values[field.name] = _read_part(field.name, field.type, raw.get(field.name))
+                read.add(field.name)
+            elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
                 values[field.name] = part.from_json(raw)
                 read |= set(part.entries)
@@ -101,12 +99,80 @@ class Config:
         entries: dict[str, Json] = json.loads(self.rest)
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
-            if dataclasses.is_dataclass(x):
+            if isinstance(x, BaseConfig):
+                entries[field.name] = x.to_json()
+            elif dataclasses.is_dataclass(x):
                 part: Any = x
                 entries |= part.to_json()
             elif field.name != "rest":
                 entries[field.name] = list(x) if isinstance(x, tuple) else x
         return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
+
+
+def _read_part(name: str, kind: type[C], raw: Json) -> C:
+    """The configuration of a part of a model."""
+    found = raw.get("model_type") if isinstance(raw, Mapping) else raw
+    if not isinstance(raw, Mapping) or found != kind.model_type:
+        raise ValueError(
+            f"config.json: {name}: model_type={found!r} is not supported, only {kind.model_type!r}."
+        )
+    return kind.from_json(raw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(BaseConfig):
+    """What all families have that read or write text.
+
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them; several tokens may end a
+        text.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """The names of a classifier's outputs, in order; one output for a regression.
+
+    They are the entry `id2label` of `config.json`; by default `LABEL_0` and `LABEL_1`.
+    """
+
+    entries: ClassVar[tuple[str, ...]] = ("id2label", "label2id", "num_labels")
+
+    names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
+
+    @classmethod
+    def of(cls, num_labels: int) -> "Labels":
+        """So many outputs without names of their own."""
+        return cls(tuple(f"LABEL_{i}" for i in range(num_labels)))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Json]) -> "Labels":
+        """Raises `ValueError` for names that are not numbered from 0."""
+        names, num = raw.get("id2label"), raw.get("num_labels")
+        if num is not None and (not isinstance(names, Mapping) or len(names) != num):
+            return cls.of(_read_count(num))
+        if names is None:
+            return cls()
+        if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):
+            raise ValueError(f"config.json: id2label={names!r}, but it must name the labels from 0 on.")
+        return cls(tuple(str(names[str(i)]) for i in range(len(names))))
+
+    def to_json(self) -> dict[str, Json]:
+        """The entries `id2label` and `label2id`."""
+        return {
+            "id2label": {str(i): name for i, name in enumerate(self.names)},
+            "label2id": {name: i for i, name in enumerate(self.names)},
+        }
+
+
+def _read_count(value: Json) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: num_labels={value!r}, but it must be a positive integer.")
+    return value
 
 
 def _read(field: dataclasses.Field, value: Json) -> Json | tuple:
@@ -121,14 +187,14 @@ def _read(field: dataclasses.Field, value: Json) -> Json | tuple:
     return found
 
 
-def check_divides(config: Config, size: str, heads: str) -> None:
+def check_divides(config: BaseConfig, size: str, heads: str) -> None:
     """Refuses, by `ValueError`, a size that is not a multiple of the number of heads."""
     features, number = getattr(config, size), getattr(config, heads)
     if number <= 0 or features % number:
         raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
 
 
-def check_activation(config: Config, entry: str, *, prefix: str = "") -> None:
+def check_activation(config: BaseConfig, entry: str, *, prefix: str = "") -> None:
     """Refuses, by `ValueError`, an activation function that is not known; `prefix` may precede its name."""
     name = getattr(config, entry)
     if name.removeprefix(prefix) not in ACTIVATIONS:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._tree import is_array
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Context, Memory, check_tokens, make_context
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Model, Options, count_layers, run_layers
@@ -28,7 +28,9 @@ class Decoder(Model):
 
     lm_head: eqx.AbstractVar[PyTree]
 
-    def __init__(self, config: Config, **options: Unpack[Options]):  # or type checkers make one of the field
+    def __init__(
+        self, config: BaseConfig, **options: Unpack[Options]
+    ):  # or type checkers make one of the field
         super().__init__(config, **options)
 
     @abc.abstractmethod
@@ -109,6 +111,9 @@ class Decoder(Model):
 
 class DecoderLM(Decoder):
     """A decoder-only language model."""
+
+    def __init__(self, config: BaseConfig, **options: Unpack[Options]):
+        super().__init__(config, **options)
 
     def hidden_states(
         self,

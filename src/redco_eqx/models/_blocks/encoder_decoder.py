@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from redco_eqx._parallel.linear import column
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Memory
 from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._blocks.layers import split_key
@@ -24,7 +24,7 @@ class EncoderDecoder(Decoder):
     the encoder runs.
     """
 
-    def __init__(self, config: Config, **options: Unpack[Options]):
+    def __init__(self, config: BaseConfig, **options: Unpack[Options]):
         super().__init__(config, **options)
 
     @abc.abstractmethod
@@ -34,8 +34,10 @@ class EncoderDecoder(Decoder):
         """What the encoder makes of the inputs."""
 
     @abc.abstractmethod
-    def cross_projections(self, layer: PyTree) -> tuple[PyTree, PyTree]:
-        """The layers inside one of the decoder's that make keys and values of what the encoder made."""
+    def cross_projections(self, layer: PyTree) -> tuple[PyTree, ...]:
+        """The layers inside one of the decoder's that make keys and values of what the encoder made: two, or
+        one that makes both, `(..., 2, width)`.
+        """
 
     def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
         """What the decoder reads of some inputs: keys and values of the cross-attention of all its layers.
@@ -63,6 +65,8 @@ class EncoderDecoder(Decoder):
         outputs = column(
             hidden, *itertools.chain(*projections), unit=size, sequence_parallel=self.sequence_parallel
         )
+        if len(projections[0]) == 1:
+            outputs = [x[:, :, i] for x in outputs for i in range(2)]
         key, value = (jnp.stack([split_heads(x, size) for x in outputs[i::2]]) for i in range(2))
         return Memory(key, value, mask)
 

@@ -13,7 +13,7 @@ from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Context, Memory
 
 
@@ -44,12 +44,20 @@ class Model(eqx.Module):
     attention: Implementation | None = eqx.field(static=True)
     sequence_parallel: bool = eqx.field(static=True)
 
+    architecture: ClassVar[str | None] = None
+    """What `config.json` calls the model, if its configuration serves several."""
+    heads: ClassVar[tuple[str, ...]] = ()
+    """Modules that files of the model without them lack: made anew, where `load_pretrained` is given a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
     """Paths below which layers lie, as a list or stacked."""
+    in_first_layer: ClassVar[Mapping[str, str]] = {}
+    """Modules that all layers share: where stacked ones have them, and where files do, in the first layer."""
     fused: ClassVar[tuple[str, ...]] = ()
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
     prefixes: ClassVar[tuple[str, ...]] = ()
     """With what the keys of the bare model, as some files have them, become paths."""
+    outer: ClassVar[tuple[str, ...]] = ()
+    """What stands before the keys of this model in files of a larger one."""
     ignored: ClassVar[tuple[str, ...]] = ()
     """Patterns of keys that old files have and that are no parameters."""
     tied: ClassVar[Mapping[str, str]] = {}
@@ -61,7 +69,7 @@ class Model(eqx.Module):
 
     def __init__(
         self,
-        config: Config,
+        config: BaseConfig,
         *,
         remat: Remat = "none",
         attention: Implementation | None = None,
@@ -73,7 +81,7 @@ class Model(eqx.Module):
 
 def make_layers(
     make_layer: Callable[..., eqx.Module],
-    config: Config,
+    config: BaseConfig,
     *,
     stacked: bool,
     key: Key,

@@ -1,4 +1,4 @@
-"""Multi-head attention with a projection for each of query, key, value and output, as in OPT and BART."""
+"""Multi-head attention with a projection for each of query, key, value and output, as files have it."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from redco_eqx.models._blocks.layers import Linear
 
 
 class MultiHeadAttention(eqx.Module):
-    """Attention over the tokens themselves (`__call__`) or over the encoder's (`over_memory`)."""
+    """As in OPT and BART: over the tokens themselves (`__call__`), or over the encoder's (`over_memory`)."""
 
     q_proj: Linear
     k_proj: Linear
@@ -53,3 +53,41 @@ class MultiHeadAttention(eqx.Module):
         (q,) = context.column(x, self.q_proj, unit=size)
         heads = context.cross_attend(split_heads(q, size), dropout=self.dropout, dropout_key=key)
         return context.row(heads, self.out_proj, unit=size)
+
+
+class SelfAttention(eqx.Module):
+    """As in BERT and ViT: self-attention whose output projection stands beside it."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    dropout: eqx.nn.Dropout
+    num_heads: int = eqx.field(static=True)
+
+    def __init__(
+        self, size: int, num_heads: int, *, use_bias: bool = True, dropout: float, std: float, key: Key
+    ):
+        keys = jax.random.split(key, 3)
+        self.query, self.key, self.value = (
+            Linear(size, size, use_bias=use_bias, std=std, key=key) for key in keys
+        )
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.num_heads = num_heads
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        """The heads side by side, which the output projection reads."""
+        size = self.query.out_features // self.num_heads
+        qkv = context.column(x, self.query, self.key, self.value, unit=size)
+        q, k, v = (split_heads(y, size) for y in qkv)
+        return context.attend(q, k, v, None, dropout=self.dropout, dropout_key=key)[0]
+
+
+class Dense(eqx.Module):
+    """A Linear under the name that it has in files."""
+
+    dense: Linear
+
+    def __init__(self, in_features: int, out_features: int, *, std: float, key: Key):
+        self.dense = Linear(in_features, out_features, std=std, key=key)

@@ -1,6 +1,7 @@
 """BART (Lewis et al. 2020)."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
@@ -12,7 +13,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import (
     ACTIVATIONS,
@@ -24,7 +26,7 @@ from redco_eqx.models._blocks.layers import (
     dropout,
     split_key,
 )
-from redco_eqx.models._blocks.model import Options, make_layers, run_layers
+from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
@@ -217,15 +219,11 @@ class BartForConditionalGeneration(EncoderDecoder):
     def encoder_states(
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
-        check_tokens(inputs, attention_mask, self.config.max_positions)
-        context, _ = make_context(
-            inputs, attention_mask, None, None,
-            implementation=self.attention, sequence_parallel=self.sequence_parallel, causal=False,
-        )  # fmt: skip
-        embed_key, layers_key = split_key(key, 2)
         encoder = self.model.encoder
-        x = encoder.embed(self.model.shared, inputs, context, embed_key)
-        return run_layers(encoder.layers, x, context, None, remat=self.remat, key=layers_key)[0]
+        return encode_tokens(
+            self, inputs, functools.partial(encoder.embed, self.model.shared, inputs), encoder.layers,
+            attention_mask=attention_mask, max_positions=self.config.max_positions, key=key,
+        )  # fmt: skip
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         return layer.encoder_attn.k_proj, layer.encoder_attn.v_proj

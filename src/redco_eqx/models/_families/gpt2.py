@@ -20,7 +20,10 @@ from redco_eqx.models._blocks.model import Options, make_layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(Config):
-    """GPT-2, small to XL. `n_embd` features, of which `n_inner` (4 times as many) inside the MLP."""
+    """GPT-2, small to XL. `n_embd` features, of which `n_inner` (4 times as many) inside the MLP.
+
+    - `add_cross_attention`: whether it is the decoder of a `VisionEncoderDecoderModel`.
+    """
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
@@ -48,6 +51,7 @@ class GPT2Config(Config):
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     scale_attn_weights: bool = True
+    add_cross_attention: bool = False
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
     tie_word_embeddings: bool = True
@@ -116,6 +120,40 @@ class GPT2Attention(eqx.Module):
         return dropout(self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key), cache
 
 
+class GPT2CrossAttention(eqx.Module):
+    """Multi-head attention over what an encoder made; key and value come from one matrix."""
+
+    q_attn: Conv1D
+    c_attn: Conv1D
+    c_proj: Conv1D
+    attn_dropout: eqx.nn.Dropout
+    resid_dropout: eqx.nn.Dropout
+    config: GPT2Config = eqx.field(static=True)
+
+    def __init__(self, config: GPT2Config, *, key: Key):
+        size, std = config.n_embd, config.initializer_range
+        query_key, attn_key, proj_key = jax.random.split(key, 3)
+        self.q_attn = Conv1D(size, size, std=std, key=query_key)
+        self.c_attn = Conv1D(size, (2, size), std=std, key=attn_key)
+        self.c_proj = Conv1D(size, size, std=std / (2 * config.n_layer) ** 0.5, key=proj_key)
+        self.attn_dropout = eqx.nn.Dropout(config.attn_pdrop)
+        self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        attn_key, resid_key = split_key(key, 2)
+        size = self.config.head_size
+        (q,) = context.column(x, self.q_attn, unit=size)
+        heads = context.cross_attend(
+            split_heads(q, size),
+            scale=None if self.config.scale_attn_weights else 1.0,
+            dropout=self.attn_dropout, dropout_key=attn_key,
+        )  # fmt: skip
+        return dropout(self.resid_dropout, context.row(heads, self.c_proj, unit=size), resid_key)
+
+
 class GPT2MLP(eqx.Module):
     """Two projections with an activation between."""
 
@@ -141,26 +179,34 @@ class GPT2MLP(eqx.Module):
 
 
 class GPT2Block(eqx.Module):
-    """Attention, then MLP, each normalised before and added to the stream."""
+    """Attention, cross-attention if there is an encoder, MLP: each normalised before, added to the stream."""
 
     ln_1: LayerNorm
     attn: GPT2Attention
+    ln_cross_attn: LayerNorm | None
+    crossattention: GPT2CrossAttention | None
     ln_2: LayerNorm
     mlp: GPT2MLP
 
     def __init__(self, config: GPT2Config, *, key: Key):
-        attn_key, mlp_key = jax.random.split(key)
+        attn_key, mlp_key, cross_key = jax.random.split(key, 3)
         self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.attn = GPT2Attention(config, key=attn_key)
+        self.ln_cross_attn = self.crossattention = None
+        if config.add_cross_attention:
+            self.ln_cross_attn = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+            self.crossattention = GPT2CrossAttention(config, key=cross_key)
         self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, key=mlp_key)
 
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
-        attn_key, mlp_key = split_key(key, 2)
+        attn_key, mlp_key, cross_key = split_key(key, 3)
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
+        if self.crossattention is not None and self.ln_cross_attn is not None:
+            x = x + self.crossattention(self.ln_cross_attn(x), context, cross_key)
         return x + self.mlp(self.ln_2(x), context, mlp_key), cache
 
 

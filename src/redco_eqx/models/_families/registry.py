@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
+from redco_eqx.models._families.bert import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+)
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -16,15 +22,26 @@ from redco_eqx.models._families.llama import (
     Qwen3Config,
 )
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.roberta import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+)
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.vision_encoder_decoder import (
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
+from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
 
-Family: TypeAlias = tuple[type[Config], type[Model]]
+Family: TypeAlias = tuple[type[BaseConfig], type[Model]]
 """The class of a configuration, and that of the model."""
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
     for config, model in (
         (BartConfig, BartForConditionalGeneration),
+        (BertConfig, BertModel),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
@@ -32,10 +49,25 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (OPTConfig, OPTForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
+        (RobertaConfig, BertModel),
         (T5Config, T5ForConditionalGeneration),
+        (ViTConfig, ViTModel),
+        (VisionEncoderDecoderConfig, VisionEncoderDecoderModel),
     )
 }
 """By `model_type`."""
+
+HEADS: dict[str | None, Any] = {
+    model.architecture: model
+    for model in (
+        BertForMaskedLM,
+        BertForSequenceClassification,
+        RobertaForMaskedLM,
+        RobertaForSequenceClassification,
+        ViTForImageClassification,
+    )
+}
+"""By the name in `architectures`, where a `model_type` has several."""
 
 
 def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
@@ -53,4 +85,8 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
             "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."
         )
     config_class, model_class = families[model_type]
+    if family is None:
+        named = raw.get("architectures")
+        name = named[0] if isinstance(named, list) and named else None
+        model_class = HEADS.get(name, model_class) if isinstance(name, str) else model_class
     return config_class.from_json(raw), model_class

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
@@ -12,10 +12,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json, check_activation
-from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, dropout, split_key
-from redco_eqx.models._blocks.model import Options, make_layers, run_layers
+from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.relative_bias import relative_bias
 
 
@@ -42,7 +43,7 @@ class T5Config(Config):
     d_model: int = 512
     d_kv: int = 64
     d_ff: int = 2048
-    num_layers: int = 6  # pyright: ignore[reportIncompatibleVariableOverride, reportAssignmentType]
+    num_layers: int = 6  # pyright: ignore[reportIncompatibleMethodOverride]
     num_decoder_layers: int | None = None
     num_heads: int = 8
     relative_attention_num_buckets: int = 32
@@ -197,7 +198,7 @@ class T5FeedForward(eqx.Module):
 class T5Block(eqx.Module):
     """Self-attention, cross-attention in the decoder, then MLP, each added to the stream."""
 
-    layer: list[eqx.Module]
+    layer: list[T5SelfAttention | T5CrossAttention | T5FeedForward]
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: T5Config, *, is_decoder: bool, key: Key):
@@ -228,43 +229,46 @@ def _finite(x: Array) -> Array:
 
 
 class T5Stack(eqx.Module):
-    """The layers of the encoder or of the decoder."""
+    """The layers of the encoder or of the decoder.
+
+    - `relative_attention_bias`: the table of all layers, if they are stacked; a list has it in the first.
+    """
 
     block: PyTree
+    relative_attention_bias: Embedding | None
     final_layer_norm: RMSNorm
     dropout: eqx.nn.Dropout
 
     def __init__(self, config: T5Config, *, is_decoder: bool, stacked: bool, key: Key):
-        layers_key, bias_key = jax.random.split(key)
+        layers_key, table_key = jax.random.split(key)
         num_layers = (is_decoder and config.num_decoder_layers) or config.num_layers
-        self.block = make_layers(
+        block = make_layers(
             lambda config, *, key: T5Block(config, is_decoder=is_decoder, key=key),
             config, stacked=stacked, key=layers_key, num_layers=num_layers,
         )  # fmt: skip
         std = config.initializer_factor * config.d_model**-0.5
-        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=bias_key)
-        self.block = _with_table(self.block, jax.tree.map(lambda x: x[None], table) if stacked else table)
+        table = Embedding(config.relative_attention_num_buckets, config.num_heads, std=std, key=table_key)
+        self.block = block if stacked else [_with_table(block[0], table), *block[1:]]
+        self.relative_attention_bias = table if stacked else None
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
 
     @property
-    def table(self) -> Embedding:
-        """The bias of relative positions: where files have it, in the first layer, also of stacked ones."""
-        is_list = isinstance(self.block, list)
-        table = _first(self.block).layer[0].SelfAttention.relative_attention_bias
-        return table if is_list else jax.tree.map(lambda x: x[0], table)
-
-    @property
     def layers(self) -> PyTree:
         """The layers, all alike."""
-        return _with_table(self.block, None)
+        return (
+            [_with_table(self.block[0], None), *self.block[1:]] if isinstance(self.block, list) else self.block
+        )
 
     def bias(
         self, query: Int[Array, "b t"], key: Int[Array, "b s"], config: T5Config, *, bidirectional: bool
     ) -> Float[Array, "b h t s"]:
         """What all layers add to the scores of self-attention."""
+        table = self.relative_attention_bias
+        if table is None:
+            table = self.block[0].layer[0].SelfAttention.relative_attention_bias
         return relative_bias(
-            self.table, query, key,
+            table, query, key,
             bidirectional=bidirectional, max_distance=config.relative_attention_max_distance,
         )  # fmt: skip
 
@@ -273,14 +277,10 @@ class T5Stack(eqx.Module):
         return dropout(self.dropout, self.final_layer_norm(x), key)
 
 
-def _first(block: PyTree) -> Any:
-    return block[0] if isinstance(block, list) else block
-
-
-def _with_table(block: PyTree, table: Embedding | None) -> PyTree:
-    """The layers with another table in the first."""
+def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
+    """A layer with another table of relative positions."""
     return eqx.tree_at(
-        lambda block: _first(block).layer[0].SelfAttention.relative_attention_bias,
+        lambda block: block.layer[0].SelfAttention.relative_attention_bias,
         block, table, is_leaf=lambda x: x is None,
     )  # fmt: skip
 
@@ -295,6 +295,10 @@ class T5ForConditionalGeneration(EncoderDecoder):
     config: T5Config = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("encoder.block", "decoder.block")
+    in_first_layer: ClassVar[Mapping[str, str]] = {
+        f"{stack}.relative_attention_bias": f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        for stack in ("encoder", "decoder")
+    }
     ignored: ClassVar[tuple[str, ...]] = (
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     )
@@ -323,17 +327,17 @@ class T5ForConditionalGeneration(EncoderDecoder):
     def encoder_states(
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
-        check_tokens(inputs, attention_mask, None)
-        context, _ = make_context(
-            inputs, attention_mask, None, None,
-            implementation=self.attention, sequence_parallel=self.sequence_parallel, causal=False,
-        )  # fmt: skip
         places = jnp.arange(inputs.shape[1])[None]
-        bias = self.encoder.bias(places, places, self.config, bidirectional=True)
-        context = dataclasses.replace(context, bias=bias)
-        embed_key, layers_key, finish_key = split_key(key, 3)
-        x = dropout(self.encoder.dropout, context.embed(self.shared, inputs), embed_key)
-        x, _ = run_layers(self.encoder.layers, x, context, None, remat=self.remat, key=layers_key)
+        body_key, finish_key = split_key(key, 2)
+
+        def embed(context: Context, key: Key | None) -> Array:
+            return dropout(self.encoder.dropout, context.embed(self.shared, inputs), key)
+
+        x = encode_tokens(
+            self, inputs, embed, self.encoder.layers,
+            attention_mask=attention_mask, max_positions=None,
+            bias=self.encoder.bias(places, places, self.config, bidirectional=True), key=body_key,
+        )  # fmt: skip
         return self.encoder.finish(x, finish_key)
 
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._sharding.mesh import one_device_mesh
 from redco_eqx._sharding.rules import Overrides, shard_rules
-from redco_eqx._tree import is_array, leaves_with_paths, to_paths
+from redco_eqx._tree import is_array, leaves_with_paths, to_arrays, to_paths
+from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import config_file, read_json, weight_files
@@ -39,6 +41,8 @@ def load_pretrained(
     attention: Implementation | None = None,
     sequence_parallel: bool = False,
     overrides: Overrides = (),
+    entries: Mapping[str, Json] | None = None,
+    key: Key | None = None,
 ) -> Any:
     """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
 
@@ -64,6 +68,9 @@ def load_pretrained(
     - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
+    - `entries`: take the place of those of `config.json`: rates of dropout, say, or `{"num_labels": 3}`.
+    - `key`: makes anew what the files lack of a head that the family states: for a classifier, say, by
+        `family=(BertConfig, BertForSequenceClassification)`, of a model that was trained without one.
 
     **Raises:**
 
@@ -77,7 +84,7 @@ def load_pretrained(
     """
     directory = Path(directory)
     kind = None if dtype is None else _check_dtype(dtype)
-    config, make_model = _read_config(directory, family)
+    config, make_model = _read_config(directory, family, entries or {})
     stored = _open(directory)
     config = _as_stored(config, stored, make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
@@ -89,14 +96,21 @@ def load_pretrained(
     layout = to_paths(
         shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
     )
-    entries = entries_of(model)
-    found = _find(directory, stored, entries, make_model)
-    buffers = {entry.path: _buffer(entry, found, kind) for entry in entries if entry.path in make_model.buffers}
-    arrays = buffers | {
-        entry.path: place(entry, found, layout[entry.path], kind)
-        for entry in entries
-        if entry.path not in buffers
-    }
+    stored_leaves = entries_of(model)
+    found = _find(
+        directory, stored, stored_leaves, make_model, may_lack=() if key is None else make_model.heads
+    )
+    arrays: dict[str, Array | np.ndarray] = {}
+    lacking: dict[str, NamedSharding] = {}
+    for entry in stored_leaves:
+        if entry.path in make_model.buffers:
+            arrays[entry.path] = _buffer(entry, found, kind)
+        elif all(name in found for name in entry.keys):
+            arrays[entry.path] = place(entry, found, layout[entry.path], kind)
+        else:
+            lacking[entry.path] = layout[entry.path]
+    if lacking and key is not None:
+        arrays |= _make_anew(lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key)
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
@@ -113,7 +127,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype:
     return kind
 
 
-def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
+def _read_config(directory: Path, family: Family | None, entries: Mapping[str, Json]) -> tuple[BaseConfig, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
@@ -125,12 +139,12 @@ def _read_config(directory: Path, family: Family | None) -> tuple[Config, Any]:
             f"load_pretrained: {directory} has no config.json, which says what the model is."
         )
     try:
-        return read_family(read_json(file), family)
+        return read_family({**read_json(file), **entries}, family)
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
 
 
-def _as_stored(config: Config, stored: Mapping[str, Stored], family: type[Model]) -> Config:
+def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:
     """The configuration, with the head tied or not as the files have it where they alone say so."""
     if not family.tied_by_file:
         return config
@@ -140,8 +154,25 @@ def _as_stored(config: Config, stored: Mapping[str, Stored], family: type[Model]
     return dataclasses.replace(config, **{"tie_word_embeddings": not is_own})
 
 
+def _make_anew(
+    make_model: Callable[[Key], Model], layout: dict[str, NamedSharding], dtype: np.dtype | None, key: Key
+) -> dict[str, Array]:
+    """The arrays of a new model at these paths. The others are not computed."""
+
+    def make(key: Key) -> dict[str, Array]:
+        made = to_arrays(make_model(key))
+        return {path: made[path] if dtype is None else made[path].astype(dtype) for path in layout}
+
+    return jax.jit(make, out_shardings=layout)(key)
+
+
 def _find(
-    directory: Path, stored: Mapping[str, Stored], entries: list[Entry], family: type[Model]
+    directory: Path,
+    stored: Mapping[str, Stored],
+    entries: list[Entry],
+    family: type[Model],
+    *,
+    may_lack: tuple[str, ...] = (),
 ) -> dict[str, Stored]:
     """What is stored for each key of the model."""
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
@@ -150,7 +181,7 @@ def _find(
     problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
         ("missing", [
             f"{key} {list(shape)}" for key, shape in shapes.items()
-            if key not in found and key not in family.buffers
+            if key not in found and key not in family.buffers and not key.startswith(may_lack)
         ]),
         ("unexpected", [f"{key} {list(stored[key].shape)}" for key in match.unexpected]),
         ("of a wrong shape", [

@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from redco_eqx._tree import to_arrays
+from redco_eqx._tree import join, to_arrays
 from redco_eqx.models._blocks.model import Model
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
@@ -43,10 +43,17 @@ def entries_of(model: Model) -> list[Entry]:
         rest = "" if stack is None else path.removeprefix(f"{stack}.")
         if rest.partition(".")[0].isdigit():
             stack = None  # a list of layers
-        keys = (path,) if stack is None else tuple(f"{stack}.{i}.{rest}" for i in range(x.shape[0]))
+        keys = (
+            (_key(path, model),) if stack is None else tuple(f"{stack}.{i}.{rest}" for i in range(x.shape[0]))
+        )
         fused = any(re.search(pattern, path) for pattern in model.fused)
         entries.append(Entry(path, tuple(x.shape), keys, stack, fused))
     return entries
+
+
+def _key(path: str, model: Model) -> str:
+    module, _, array = path.rpartition(".")
+    return join(model.in_first_layer[module], array) if module in model.in_first_layer else path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +78,7 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
     wanted = set(wanted)
     match = Match({}, {}, [], [])
     for key in keys:
-        spellings = _spellings(key, family.prefixes)
+        spellings = _spellings(key, family)
         name = next((name for name in spellings if name in wanted), None)
         tied = next((name for name in spellings if name in family.tied), None)
         if name is not None and name in match.found:
@@ -89,6 +96,7 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
     return match
 
 
-def _spellings(key: str, prefixes: Sequence[str]) -> list[str]:
+def _spellings(key: str, family: type[Model]) -> list[str]:
     names = [key, *(re.sub(old, new, key) for old, new in OLD_SPELLINGS if re.search(old, key))]
-    return [prefix + name for prefix in ("", *prefixes) for name in names]
+    names += [name.removeprefix(outer) for outer in family.outer for name in names if name.startswith(outer)]
+    return [prefix + name for prefix in ("", *family.prefixes) for name in names]

@@ -60,6 +60,8 @@ def save_pretrained(
     plan = _into_files(_pieces(model, arrays), max_shard_bytes)
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
     config = {**model.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
+    if model.architecture is not None:
+        config["architectures"] = [model.architecture]
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     fetched = (_fetch(arrays[piece.path], piece) for pieces in plan for piece in pieces)
     error = None
@@ -103,11 +105,8 @@ def _pieces(model: Model, arrays: dict[str, Any]) -> list[_Piece]:
     pieces = []
     for stack, group in itertools.groupby(entries_of(model), lambda entry: entry.stack):
         entries = list(group)
-        # What all layers share lies in the first alone.
-        for layer in [None] if stack is None else range(max(len(entry.keys) for entry in entries)):
+        for layer in [None] if stack is None else range(len(entries[0].keys)):
             for entry in entries:
-                if layer is not None and layer >= len(entry.keys):
-                    continue
                 dtype = np.dtype(arrays[entry.path].dtype)
                 record = Record(entry.keys[layer or 0], dtype, entry.file_shape)
                 pieces.append(_Piece(record, entry.path, layer))

@@ -1,0 +1,154 @@
+"""Texts about images: a ViT that is read by a GPT-2."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import BaseConfig, Json
+from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
+from redco_eqx.models._blocks.layers import Linear
+from redco_eqx.models._blocks.model import Options
+from redco_eqx.models._blocks.multihead import Dense
+from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._families.vit import ViTConfig, ViTModel
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionEncoderDecoderConfig(BaseConfig):
+    """A ViT and a GPT-2, each with its own configuration. Tokens that it does not name are the decoder's."""
+
+    model_type: ClassVar[str] = "vision-encoder-decoder"
+    architecture: ClassVar[str] = "VisionEncoderDecoderModel"
+    only: ClassVar[Mapping[str, Json]] = {"tie_word_embeddings": False}
+
+    encoder: ViTConfig = dataclasses.field(default_factory=ViTConfig)
+    decoder: GPT2Config = dataclasses.field(default_factory=GPT2Config)
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    decoder_start_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decoder", dataclasses.replace(self.decoder, add_cross_attention=True))
+        for name in _TOKENS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self.decoder, name))
+        if self.decoder_start_token_id is None:
+            object.__setattr__(self, "decoder_start_token_id", self.decoder.bos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the decoder."""
+        return self.decoder.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def kv_heads(self) -> int:
+        return self.decoder.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.decoder.head_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.decoder.max_positions
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Json]) -> "VisionEncoderDecoderConfig":
+        """Raises `ValueError` if the encoder is not a ViT or the decoder not a GPT-2."""
+        decoder = raw.get("decoder")
+        if isinstance(decoder, Mapping):  # it says of itself what alone it must not be
+            raw = {**raw, "decoder": {**decoder, "add_cross_attention": False}}
+        return super().from_json(raw)
+
+    def to_json(self) -> dict[str, Json]:
+        """The entries of `config.json`."""
+        return {
+            **super().to_json(),
+            "decoder": {**self.decoder.to_json(), "is_decoder": True},
+            "is_encoder_decoder": True,
+            "tie_word_embeddings": False,
+        }
+
+
+class VisionEncoderDecoderModel(EncoderDecoder):
+    """A GPT-2 that reads a ViT; a projection stands between them if they differ in width.
+
+    Files have the encoder's pooler, which nothing reads: it is kept, and not trained.
+    """
+
+    encoder: ViTModel
+    decoder: GPT2LMHeadModel
+    enc_to_dec_proj: Linear | None
+    lm_head: None
+    config: VisionEncoderDecoderConfig = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("encoder.encoder.layer", "decoder.transformer.h")
+    fused: ClassVar[tuple[str, ...]] = GPT2LMHeadModel.fused
+    ignored: ClassVar[tuple[str, ...]] = (r"\b(attn|crossattention)\.(masked_)?bias$",)
+    tied: ClassVar[Mapping[str, str]] = {"decoder.lm_head.weight": "decoder.transformer.wte.weight"}
+    buffers: ClassVar[tuple[str, ...]] = ("encoder.pooler.dense.weight", "encoder.pooler.dense.bias")
+
+    def __init__(
+        self,
+        config: VisionEncoderDecoderConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
+        super().__init__(config, **options)
+        encoder_key, decoder_key, between_key = jax.random.split(key, 3)
+        wide, narrow = config.encoder.hidden_size, config.decoder.n_embd
+        encoder = ViTModel(config.encoder, pools=False, stacked=stacked, key=encoder_key, **options)
+        pooler = eqx.filter_eval_shape(lambda key: Dense(wide, wide, std=1.0, key=key), key)
+        pooler = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), pooler)
+        self.encoder = eqx.tree_at(lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None)
+        self.decoder = GPT2LMHeadModel(config.decoder, stacked=stacked, key=decoder_key, **options)
+        std = config.decoder.initializer_range
+        self.enc_to_dec_proj = None if wide == narrow else Linear(wide, narrow, std=std, key=between_key)
+        self.lm_head = None
+
+    @property
+    def layers(self) -> PyTree:
+        return self.decoder.layers
+
+    @property
+    def head(self) -> PyTree:
+        return self.decoder.head
+
+    def encoder_states(
+        self,
+        inputs: Float[Array, "b c h w"],
+        *,
+        attention_mask: Array | None = None,
+        key: Key | None = None,
+    ) -> Float[Array, "b s size"]:
+        if attention_mask is not None:
+            raise ValueError("attention_mask: images have no padding. Leave it out.")
+        hidden = self.encoder.hidden_states(inputs, key=key)
+        return hidden if self.enc_to_dec_proj is None else self.enc_to_dec_proj(hidden)
+
+    def cross_projections(self, layer: PyTree) -> tuple[PyTree]:
+        return (layer.crossattention.c_attn,)
+
+    def embed(
+        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
+    ) -> Float[Array, "b t size"]:
+        return self.decoder.embed(input_ids, context, key)
+
+    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+        return self.decoder.finish(x, key)

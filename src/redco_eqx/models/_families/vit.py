@@ -1,0 +1,247 @@
+"""ViT (Dosovitskiy et al. 2021): bare, and with a head over labels."""
+
+import dataclasses
+from typing import ClassVar, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, PyTree
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import BaseConfig, Labels, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, dropout, split_key
+from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.multihead import Dense, SelfAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(BaseConfig):
+    """ViT, base to huge, for images of `image_size` squared. `labels` are the outputs of a classifier."""
+
+    model_type: ClassVar[str] = "vit"
+    architecture: ClassVar[str] = "ViTModel"
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    qkv_bias: bool = True
+    labels: Labels = dataclasses.field(default_factory=Labels)
+
+    def __post_init__(self) -> None:
+        check_activation(self, "hidden_act")
+        check_divides(self, "hidden_size", "num_attention_heads")
+        check_divides(self, "image_size", "patch_size")
+
+    @property
+    def num_patches(self) -> int:
+        """Of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class PatchProjection(eqx.Module):
+    """A convolution whose window is its stride: each patch of an image becomes a token."""
+
+    weight: Float[Array, "out in height width"]
+    bias: Float[Array, " out"]
+    kernel_size: tuple[int, int] = eqx.field(static=True)
+
+    def __init__(self, config: ViTConfig, *, key: Key):
+        size, patch = config.hidden_size, config.patch_size
+        shape = (size, config.num_channels, patch, patch)
+        self.weight = config.initializer_range * jax.random.normal(key, shape)
+        self.bias = jnp.zeros(size)
+        self.kernel_size = (patch, patch)
+
+    def __call__(self, images: Float[Array, "b in height width"]) -> Float[Array, "b t out"]:
+        height, width = self.kernel_size
+        patches = rearrange(images, "b c (i h) (j w) -> b (i j) (c h w)", h=height, w=width)
+        return jnp.einsum("bti,oi->bto", patches, rearrange(self.weight, "o c h w -> o (c h w)")) + self.bias
+
+
+class ViTPatches(eqx.Module):
+    """The projection of patches, under the name that it has in files."""
+
+    projection: PatchProjection
+
+
+class ViTEmbeddings(eqx.Module):
+    """A token of its own before those of the patches, and positions."""
+
+    cls_token: Float[Array, "1 1 size"]
+    position_embeddings: Float[Array, "1 t size"]
+    patch_embeddings: ViTPatches
+    dropout: eqx.nn.Dropout
+    config: ViTConfig = eqx.field(static=True)
+
+    def __init__(self, config: ViTConfig, *, key: Key):
+        token_key, position_key, patch_key = jax.random.split(key, 3)
+        size, std = config.hidden_size, config.initializer_range
+        self.cls_token = std * jax.random.normal(token_key, (1, 1, size))
+        self.position_embeddings = std * jax.random.normal(position_key, (1, config.num_patches + 1, size))
+        self.patch_embeddings = ViTPatches(PatchProjection(config, key=patch_key))
+        self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
+        self.config = config
+
+    def __call__(self, images: Float[Array, "b c h w"], key: Key | None) -> Float[Array, "b t size"]:
+        expected = (self.config.num_channels, self.config.image_size, self.config.image_size)
+        if images.shape[1:] != expected:
+            raise ValueError(
+                f"pixel_values has shape {images.shape}, but it must be (batch, channels, height, width) with "
+                f"{expected} for each image, as its configuration says."
+            )
+        patches = self.patch_embeddings.projection(images)
+        first = jnp.broadcast_to(self.cls_token, (images.shape[0], 1, self.cls_token.shape[-1]))
+        x = jnp.concatenate([first.astype(patches.dtype), patches], axis=1) + self.position_embeddings
+        return dropout(self.dropout, x, key)
+
+
+class ViTAttention(eqx.Module):
+    """Attention, and its output projection."""
+
+    attention: SelfAttention
+    output: Dense
+
+
+class ViTLayer(eqx.Module):
+    """Attention, then MLP, each normalised before and added to the stream."""
+
+    attention: ViTAttention
+    intermediate: Dense
+    output: Dense
+    layernorm_before: LayerNorm
+    layernorm_after: LayerNorm
+    dropout: eqx.nn.Dropout
+    config: ViTConfig = eqx.field(static=True)
+
+    def __init__(self, config: ViTConfig, *, key: Key):
+        heads_key, attention_key, in_key, out_key = jax.random.split(key, 4)
+        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        heads = SelfAttention(
+            size, config.num_attention_heads,
+            use_bias=config.qkv_bias, dropout=config.attention_probs_dropout_prob, std=std, key=heads_key,
+        )  # fmt: skip
+        self.attention = ViTAttention(heads, Dense(size, size, std=std, key=attention_key))
+        self.intermediate = Dense(size, inner, std=std, key=in_key)
+        self.output = Dense(inner, size, std=std, key=out_key)
+        self.layernorm_before = LayerNorm(size, eps=config.layer_norm_eps)
+        self.layernorm_after = LayerNorm(size, eps=config.layer_norm_eps)
+        self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        heads_key, attention_key, mlp_key = split_key(key, 3)
+        heads = self.attention.attention(self.layernorm_before(x), context, heads_key)
+        y = context.row(heads, self.attention.output.dense, unit=self.config.head_size)
+        x = x + dropout(self.dropout, y, attention_key)
+        (hidden,) = context.column(self.layernorm_after(x), self.intermediate.dense)
+        y = context.row(ACTIVATIONS[self.config.hidden_act](hidden), self.output.dense)
+        return x + dropout(self.dropout, y, mlp_key), cache
+
+
+class ViTEncoder(eqx.Module):
+    """The layers, under the name that they have in files."""
+
+    layer: PyTree
+
+
+class ViTModel(Model):
+    """ViT without a head: called, it gives the hidden states; `pool` reads the first of them."""
+
+    embeddings: ViTEmbeddings
+    encoder: ViTEncoder
+    layernorm: LayerNorm
+    pooler: Dense | None
+    config: ViTConfig = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("encoder.layer",)
+    outer: ClassVar[tuple[str, ...]] = ("vit.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"^classifier\.",)
+    heads: ClassVar[tuple[str, ...]] = ("pooler",)
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        pools: bool = True,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
+        super().__init__(config, **options)
+        embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
+        size, std = config.hidden_size, config.initializer_range
+        self.embeddings = ViTEmbeddings(config, key=embeddings_key)
+        self.encoder = ViTEncoder(make_layers(ViTLayer, config, stacked=stacked, key=layers_key))
+        self.layernorm = LayerNorm(size, eps=config.layer_norm_eps)
+        self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
+
+    def hidden_states(
+        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
+    ) -> Float[Array, "b t size"]:
+        """What leaves the last layer, normalised: of the token of its own, then of the patches.
+
+        **Arguments:**
+
+        - `pixel_values`: images as `image_processor` makes them.
+        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
+            mode (`eqx.nn.inference_mode`).
+        """
+        embed_key, layers_key = split_key(key, 2)
+        x = self.embeddings(pixel_values, embed_key)
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        context = Context(positions, None, None, self.attention, self.sequence_parallel, causal=False)
+        x, _ = run_layers(self.encoder.layer, x, context, None, remat=self.remat, key=layers_key)
+        return self.layernorm(x)
+
+    def __call__(
+        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
+    ) -> Float[Array, "b t size"]:
+        """`hidden_states`, with its arguments."""
+        return self.hidden_states(pixel_values, key=key)
+
+    def pool(self, hidden: Float[Array, "b t size"]) -> Float[Array, "b size"]:
+        """What stands for the whole image."""
+        if self.pooler is None:
+            raise ValueError("pool: this model has no pooler, because its head does without one.")
+        return jnp.tanh(self.pooler.dense(hidden[:, 0]))
+
+
+class ViTForImageClassification(Model):
+    """ViT with an output for each label."""
+
+    vit: ViTModel
+    classifier: Linear
+    config: ViTConfig = eqx.field(static=True)
+
+    architecture: ClassVar[str | None] = "ViTForImageClassification"
+    stacks: ClassVar[tuple[str, ...]] = ("vit.encoder.layer",)
+    prefixes: ClassVar[tuple[str, ...]] = ("vit.",)
+    ignored: ClassVar[tuple[str, ...]] = (r"\bpooler\.",)
+    heads: ClassVar[tuple[str, ...]] = ("classifier",)
+
+    def __init__(self, config: ViTConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
+        body_key, head_key = jax.random.split(key)
+        size, std = config.hidden_size, config.initializer_range
+        self.vit = ViTModel(config, pools=False, stacked=stacked, key=body_key, **options)
+        self.classifier = Linear(size, len(config.labels.names), std=std, key=head_key)
+
+    def __call__(
+        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
+    ) -> Float[Array, "b labels"]:
+        """Logits of each label. Arguments as for `ViTModel.hidden_states`."""
+        return self.classifier(self.vit.hidden_states(pixel_values, key=key)[:, 0])
