@@ -1,6 +1,7 @@
 """What the cache saves in generation, and what stacked layers save in compile time.
 
     python benchmarks/generation.py
+    taskset -c 0 python benchmarks/generation.py --transformers  # which must be installed, with torch
 
 1. Greedy `generate`, which keeps keys and values, over a loop that runs the model on the whole text again for
    each token. Both are compiled once, at static shapes, and give the same tokens.
@@ -8,10 +9,19 @@
    with the text, and stays below the number of places by what a step costs whatever its size.
    Outcome: 5.0, 7.6, 10.2 times the rate at 64, 128, 256 places, the same tokens. It grows, and is far below
    the number of places: a step of one token is mostly overhead at this size.
-2. Seconds to trace and compile one `train_step` with AdamW, layers as a list and stacked for `lax.scan`.
+2. The same for `beam_search` with 4 beams, over a loop that runs the model on the whole text of each beam.
+   Predicted: at least as much as for greedy search, whose cache is read for each text and not for each beam.
+   Outcome: TABLE2
+3. Seconds to trace and compile one `train_step` with AdamW, layers as a list and stacked for `lax.scan`.
    Predicted: in proportion to depth for the list, and constant for the stack.
    Outcome: list 2.7, 3.7, 6.9 s at 4, 16, 32 layers, stack 2.3, 2.1, 2.0 s. The stack is constant; the list
    grows on top of some 2 s.
+4. With `--transformers`, instead: greedy search and 4 beams over `generate` of transformers, with its cache, on
+   the same weights in one process: a LLaMA, and a T5 whose source is as long as its text. Compiled before, and
+   on one core if the process is given one.
+   Predicted: about 2, as was measured for greedy search with 125 million parameters; more for beams, as
+   transformers reorders its cache at every step.
+   Outcome: TABLE4
 
 One device, float32. Only the ratios within one run mean something.
 """
@@ -19,8 +29,10 @@ One device, float32. Only the ratios within one run mean something.
 import argparse
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +41,7 @@ from jaxtyping import Array, Int, Key
 from workloads import Sizes, family_case, lower_step, table
 
 import redco_eqx as rx
-from redco_eqx.models import LlamaConfig, LlamaForCausalLM, generate
+from redco_eqx.models import LlamaConfig, LlamaForCausalLM, beam_search, generate, load_pretrained
 
 Tokens = Int[Array, "batch num"]
 
@@ -62,6 +74,28 @@ def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> T
     return jax.lax.fori_loop(length, length + num, body, jnp.pad(input_ids, [(0, 0), (0, num)]))[:, length:]
 
 
+@eqx.filter_jit
+def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, num_beams: int) -> Tokens:
+    """The best text of `beam_search` that no token ends, by one pass over the whole text of each beam for each
+    token."""
+    size, length = input_ids.shape
+
+    def body(end: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        text, scores = carry
+        hidden, _ = model.hidden_states(text.reshape(size * num_beams, -1))
+        logits = model.logits(jax.lax.dynamic_index_in_dim(hidden, end - 1, axis=1, keepdims=False))
+        scores = scores[..., None] + jax.nn.log_softmax(logits).reshape(size, num_beams, -1)
+        scores, places = jax.lax.top_k(scores.reshape(size, -1), num_beams)
+        parents, tokens = jnp.divmod(places, logits.shape[-1])
+        text = jnp.take_along_axis(text, parents[..., None], axis=1)
+        return text.at[:, :, end].set(tokens), scores
+
+    text = jnp.repeat(jnp.pad(input_ids, [(0, 0), (0, num)])[:, None], num_beams, axis=1)
+    scores = jnp.zeros((size, num_beams)).at[:, 1:].set(-jnp.inf)
+    text, _ = jax.lax.fori_loop(length, length + num, body, (text, scores))
+    return text[:, 0, length:]
+
+
 def seconds(function: Callable[[], Tokens], rounds: int) -> tuple[float, Tokens]:
     """The median time of a call once it is compiled, and what it gives."""
     output = jax.block_until_ready(function())
@@ -74,21 +108,84 @@ def seconds(function: Callable[[], Tokens], rounds: int) -> tuple[float, Tokens]
 
 
 def report_generation(
-    lengths: Sequence[int], rounds: int, *, batch_size: int, dim: int, num_layers: int
+    lengths: Sequence[int], rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
-    """Table 1."""
+    """Tables 1 (one beam) and 2."""
     model = make_model(dim, num_layers, key=jax.random.key(0))
     rows = [["new tokens", "cached tokens/s", "uncached tokens/s", "ratio", "same tokens"]]
     for num in lengths:
         prompt = jax.random.randint(jax.random.key(1), (batch_size, 16), 0, 1024)
-        cached, first = seconds(functools.partial(generate, model, prompt, max_new_tokens=num), rounds)
-        uncached, second = seconds(functools.partial(generate_uncached, model, prompt, num), rounds)
+        if num_beams == 1:
+            ours = functools.partial(generate, model, prompt, max_new_tokens=num)
+            other = functools.partial(generate_uncached, model, prompt, num)
+        else:
+            ours = functools.partial(best_of, model, prompt, max_new_tokens=num, num_beams=num_beams)
+            other = functools.partial(beam_search_uncached, model, prompt, num, num_beams)
+        cached, first = seconds(ours, rounds)
+        uncached, second = seconds(other, rounds)
         rates = [batch_size * num / cached, batch_size * num / uncached]
         same = float(jnp.mean(first == second))
         rows.append([str(num), *[f"{r:,.0f}" for r in rates], f"{rates[0] / rates[1]:.1f}", f"{same:.1%}"])
+    name = "Greedy" if num_beams == 1 else f"{num_beams} beams"
     print(
-        f"Greedy, LLaMA of {num_layers} layers, dim {dim}, batch {batch_size}, prompt 16\n\n{table(rows, 0)}\n"
+        f"{name}, LLaMA of {num_layers} layers, dim {dim}, batch {batch_size}, prompt 16\n\n{table(rows, 0)}\n"
     )
+
+
+def best_of(*args: Any, **options: Any) -> Tokens:
+    """The best text of a beam search."""
+    return beam_search(*args, **options).tokens[:, 0]
+
+
+def report_against_transformers(
+    num: int, rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
+) -> None:
+    """Table 4."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    llama: dict[str, Any] = {
+        "hidden_size": dim, "intermediate_size": 3 * dim, "num_hidden_layers": num_layers,
+        "num_attention_heads": dim // 64, "initializer_range": 2 * dim**-0.5,
+    }  # fmt: skip
+    t5: dict[str, Any] = {
+        "d_model": dim, "d_ff": 4 * dim, "num_layers": num_layers, "num_heads": dim // 64,
+        "initializer_factor": 2.0, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    kinds: dict[str, Any] = {
+        "LLaMA": (transformers.LlamaForCausalLM, transformers.LlamaConfig(vocab_size=8192, **llama), 32),
+        "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config(vocab_size=8192, **t5), num),
+    }
+    rows = [["model", "beams", "tokens/s", "transformers", "ratio", "same tokens"]]
+    for name, (kind, config, length) in kinds.items():
+        there = kind(config).eval()
+        with tempfile.TemporaryDirectory() as directory:
+            there.save_pretrained(directory)
+            model = load_pretrained(directory, stacked=True)
+        prompt = jax.random.randint(jax.random.key(1), (batch_size, length), 3, 8192)
+        given = torch.asarray(prompt.tolist())
+        num_before = length if name == "LLaMA" else 1
+        for beams in (1, num_beams):
+            options: dict[str, Any] = {"max_new_tokens": num, "eos_token_id": ()}
+            ours = functools.partial(generate, model, prompt, **options)
+            if beams > 1:
+                ours = functools.partial(best_of, model, prompt, num_beams=beams, **options)
+
+            def theirs(there: Any = there, given: Any = given, beams: int = beams) -> Any:
+                return there.generate(
+                    given, attention_mask=torch.ones_like(given), max_new_tokens=num, do_sample=False,
+                    num_beams=beams, eos_token_id=None, pad_token_id=0,
+                )  # fmt: skip
+
+            here, first = seconds(ours, rounds)
+            elsewhere, second = seconds(theirs, rounds)
+            same = float(jnp.mean(first == jnp.asarray(second[:, num_before:].tolist())))
+            rates = [batch_size * num / x for x in (here, elsewhere)]
+            ratio = f"{rates[0] / rates[1]:.1f}"
+            rows.append([name, str(beams), *[f"{r:,.1f}" for r in rates], ratio, f"{same:.1%}"])
+    print(f"{num_layers} layers, dim {dim}, batch {batch_size}, {num} new tokens\n\n{table(rows, 1)}\n")
 
 
 def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float, float]:
@@ -123,6 +220,13 @@ if __name__ == "__main__":
     parser.add_argument("--lengths", type=int, nargs="*", default=[48, 112, 240])
     parser.add_argument("--depths", type=int, nargs="*", default=[4, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transformers", action="store_true")
     args = parser.parse_args()
-    report_generation(args.lengths, args.rounds, batch_size=4, dim=128, num_layers=4)
-    report_compilation(args.depths, dim=64)
+    if args.transformers:
+        report_against_transformers(64, args.rounds, num_beams=4, batch_size=2, dim=512, num_layers=8)
+    else:
+        for num_beams in (1, 4):
+            report_generation(
+                args.lengths, args.rounds, num_beams=num_beams, batch_size=4, dim=128, num_layers=4
+            )
+        report_compilation(args.depths, dim=64)

@@ -69,8 +69,8 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     """The 48 tokens that the model writes after each prompt."""
-    prompt = {"input_ids": batch["tokens"], "attention_mask": batch["prompt"]}
-    return models.generate(model, **prompt, max_new_tokens=48, temperature=0.5, key=key)
+    options = {"max_new_tokens": 48, "temperature": 0.5, "key": key}
+    return models.generate(model, batch["tokens"], attention_mask=batch["prompt"], **options)
 
 
 def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:

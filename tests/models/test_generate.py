@@ -27,7 +27,8 @@ from redco_eqx.models import (
     OPTForCausalLM,
     generate,
 )
-from redco_eqx.models._generate.loop import _generate, _Options, _prefill
+from redco_eqx.models._generate.loop import _generate, _Options
+from redco_eqx.models._generate.prompt import Prompt, prefill
 from redco_eqx.models._generate.sampling import candidates, sample
 
 VOCAB, PROMPT, NEW = 64, 6, 10
@@ -193,7 +194,9 @@ def test_the_cache_has_the_dtype_of_the_model(prompts):
     real = jnp.ones(rows.shape, bool)
     for dtype in (jnp.float32, jnp.bfloat16):
         model = make_model("llama", dtype=dtype)
-        _, cache = jax.eval_shape(lambda ids, m=model: _prefill(m, ids, real), jnp.asarray(rows))
+        _, cache = jax.eval_shape(
+            lambda ids, m=model: prefill(m, Prompt(ids, real), NEW)[:2], jnp.asarray(rows)
+        )
         assert cache.key.dtype == cache.value.dtype == dtype
 
 
@@ -499,7 +502,7 @@ def test_the_cache_is_there_once(stacked):
     ids, num_new = jnp.ones((16, 4), jnp.int32), 252
     options = _Options(num_new, 0.0, None, None, (), 0)
     jitted: Any = _generate
-    program = jitted.lower(model, ids, ids == 1, None, options).compile()
+    program = jitted.lower(model, Prompt(ids, ids == 1), None, options).compile()
     cache = jax.eval_shape(lambda: model.init_cache(16, 4 + num_new))
     in_cache = 4 * (cache.key.size + cache.value.size)
     assert in_cache <= program.compiled.memory_analysis().temp_size_in_bytes <= 1.5 * in_cache
@@ -529,17 +532,18 @@ def test_a_table_of_positions_has_an_end(name, prompts):
         ({"top_k": 3}, r"top_k=3 does nothing at temperature 0"),
         ({"top_p": 0.5}, r"top_p=0.5 does nothing at temperature 0"),
         ({"attention_mask": np.ones((4, PROMPT + 1))}, r"attention_mask has shape \(4, 7\).*\(4, 6\)"),
+        ({"decoder_input_ids": np.ones((4, 1), np.int32)}, r"decoder_input_ids is for models with an encoder"),
         ({"attention_mask": np.ones(PROMPT)}, r"attention_mask has shape \(6,\)"),
-        ({"input_ids": np.ones((4, PROMPT), np.float32)}, r"input_ids has dtype float32"),
-        ({"input_ids": np.ones((4, PROMPT), bool)}, r"input_ids has dtype bool"),
-        ({"input_ids": np.ones(PROMPT, np.int32)}, r"input_ids has shape \(6,\)"),
-        ({"input_ids": np.ones((4, 0), np.int32)}, r"input_ids has shape \(4, 0\)"),
+        ({"inputs": np.ones((4, PROMPT), np.float32)}, r"inputs has dtype float32"),
+        ({"inputs": np.ones((4, PROMPT), bool)}, r"inputs has dtype bool"),
+        ({"inputs": np.ones(PROMPT, np.int32)}, r"inputs has shape \(6,\)"),
+        ({"inputs": np.ones((4, 0), np.int32)}, r"inputs has shape \(4, 0\)"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_input_is_refused_before_compilation(changes, message, prompts):
-    given = {"input_ids": prompts[0], "max_new_tokens": NEW, "key": jax.random.key(0), **changes}
+    given = {"inputs": prompts[0], "max_new_tokens": NEW, "key": jax.random.key(0), **changes}
     model = make_model("llama")
     with count_compilations() as compilations, pytest.raises(ValueError, match=rf"^generate: .*{message}"):
-        generate(model, given.pop("input_ids"), **given)
+        generate(model, given.pop("inputs"), **given)
     assert not compilations

@@ -1,8 +1,8 @@
 """The paper's models in Equinox, with the field paths of Hugging Face's files. Bring their own loader.
 
-To load, save and run: `load_pretrained`, `save_pretrained`, `generate`. A family: its configuration and its
-model. The rest is what families are made of, for a model of your own: a `Config`, a `DecoderLM` (or, where the
-text is not read from left to right, a `Model`), whose layers are given a `Context`.
+To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
+configuration and its model. The rest is what families are made of, for a model of your own: a `Config`, a
+`DecoderLM` (or, where the text is not read from left to right, a `Model`), whose layers are given a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads
@@ -47,6 +47,8 @@ from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.lora import load_lora, save_lora
 from redco_eqx.models._files.save import save_pretrained
+from redco_eqx.models._generate.beam_search import beam_search
+from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "GPT2LMHeadModel",
     "GPTJConfig",
     "GPTJForCausalLM",
+    "Hypotheses",
     "ImageProcessor",
     "Labels",
     "LayerNorm",
@@ -95,6 +98,7 @@ __all__ = [
     "VisionEncoderDecoderConfig",
     "VisionEncoderDecoderModel",
     "add_lora",
+    "beam_search",
     "generate",
     "load_image_processor",
     "load_lora",

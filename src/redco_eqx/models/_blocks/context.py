@@ -23,12 +23,14 @@ class Cache(eqx.Module):
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
     - `mask`: `(batch, slots)`, false where a slot is empty or padding.
+    - `positions`: `(batch, slots)`, of the token in each slot, int32.
     - `length`: number of slots filled, int32.
     """
 
     key: Float[Array, "layers b slots k d"]
     value: Float[Array, "layers b slots k d"]
     mask: Bool[Array, "b slots"]
+    positions: Int[Array, "b slots"]
     length: Int[Array, ""]
 
     @classmethod
@@ -44,7 +46,16 @@ class Cache(eqx.Module):
     ) -> "Cache":
         """A cache with room for `num_slots` tokens in each row."""
         zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
-        return cls(zeros, zeros, jnp.zeros((batch_size, num_slots), bool), jnp.zeros((), jnp.int32))
+        slots = jnp.zeros((batch_size, num_slots), jnp.int32)
+        return cls(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
+
+    def with_room(self, num_slots: int) -> "Cache":
+        """The same with `num_slots` empty slots more."""
+        key, value = (
+            jnp.pad(x, [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]) for x in (self.key, self.value)
+        )
+        mask, positions = (jnp.pad(x, [(0, 0), (0, num_slots)]) for x in (self.mask, self.positions))
+        return Cache(key, value, mask, positions, self.length)
 
 
 class Memory(eqx.Module):
@@ -71,13 +82,13 @@ LayerCache: TypeAlias = tuple[
 class Context:
     """What every layer needs to know about the tokens besides their activations, and what it does with it.
 
-    - `positions`: `(batch, t)`, counted from the first token that is not padding.
+    - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
     - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where `causal` says it all.
     - `length`: number of slots filled before these tokens; `None` without a cache.
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
     - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
-    - `bias`: `(1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
+    - `bias`: `(batch or 1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
         `relative_bias`; `None` for none.
     - `memory`: what `cross_attend` reads; `None` without an encoder.
     """
@@ -88,7 +99,7 @@ class Context:
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
-    bias: Float[Array, "1 h t s"] | None = None
+    bias: Float[Array, "_ h t s"] | None = None
     memory: Memory | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
@@ -169,21 +180,26 @@ class Context:
         return rearrange(output, "b (n t) h d -> (b n) t (h d)", t=num_tokens)
 
 
-def check_tokens(input_ids: Array, attention_mask: Array | None, max_positions: int | None) -> None:
+def check_tokens(
+    input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
+) -> None:
     """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
             "A single text is input_ids[None]."
         )
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+    num_slots = input_ids.shape[1] if cache is None else cache.mask.shape[1]
+    shape, by_token = input_ids.shape, (*input_ids.shape, num_slots)
+    if attention_mask is not None and attention_mask.shape not in (shape, by_token):
         raise ValueError(
             f"attention_mask has shape {attention_mask.shape}, but it must be that of input_ids, "
-            f"{input_ids.shape}: 1 for each token, 0 for padding."
+            f"{shape}: 1 for each token, 0 for padding. Or {by_token}: what each token sees."
         )
-    if max_positions is not None and input_ids.shape[1] > max_positions:
+    is_branching = attention_mask is not None and attention_mask.ndim == 3
+    if max_positions is not None and shape[1] > max_positions and not is_branching:
         raise ValueError(
-            f"input_ids has {input_ids.shape[1]} tokens a row, but the model has a table of {max_positions} "
+            f"input_ids has {shape[1]} tokens a row, but the model has a table of {max_positions} "
             "positions. Cut the texts, or pass them in parts."
         )
 
@@ -198,34 +214,43 @@ def make_context(
     implementation: Implementation | None,
     sequence_parallel: bool = False,
     causal: bool = True,
-) -> tuple[Context, Bool[Array, "b s"] | None]:
-    """The context of some tokens, and the cache's mask with these tokens added.
+) -> tuple[Context, Cache | None]:
+    """The context of some tokens; and the cache with all of them but their keys and values, which layers add.
 
     **Arguments:**
 
-    - `attention_mask`: `(batch, t)`, 0 for padding, on either side.
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, which slots
+        (without a cache: which of these tokens) each token sees.
     - `positions`: given by the caller, or counted from the mask.
     - `window`: how many tokens back, itself included, a token may see.
     - `causal`: whether a token sees those up to its own, or, without a cache, all.
     """
     size, num_tokens = input_ids.shape
-    given = jnp.ones((size, num_tokens), bool) if attention_mask is None else attention_mask.astype(bool)
+    given = jnp.ones((size, num_tokens), bool)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        given = attention_mask.astype(bool)
+    num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
+    if positions is None:
+        positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
     if cache is None:
-        valid, length, first = given, None, jnp.zeros((), jnp.int32)
+        valid, slot_positions, length, first = given, positions, None, jnp.zeros((), jnp.int32)
     else:
         first = length = cache.length
-        valid = jax.lax.dynamic_update_slice_in_dim(cache.mask, given, first, axis=1)
-    counted = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
-    own = jax.lax.dynamic_slice_in_dim(counted, first, num_tokens, axis=1)
+        valid, slot_positions = (
+            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first, axis=1)
+            for old, new in ((cache.mask, given), (cache.positions, positions))
+        )
+        cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
     if cache is None and attention_mask is None and window is None:
         mask = None
     elif not causal:
         mask = valid[:, None, None, :]
     else:
-        before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
-        mask = before[None, None] & valid[:, None, None, :]
+        if attention_mask is not None and attention_mask.ndim == 3:
+            mask = attention_mask.astype(bool)[:, None]
+        else:
+            before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+            mask = before[None, None] & valid[:, None, None, :]
         if window is not None:  # by position: padding may lie between two slots
-            mask &= counted[:, None, None, :] > own[:, None, :, None] - window
-    positions = own if positions is None else positions
-    context = Context(positions, mask, length, implementation, sequence_parallel, causal)
-    return context, None if cache is None else valid
+            mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
+    return Context(positions, mask, length, implementation, sequence_parallel, causal), cache

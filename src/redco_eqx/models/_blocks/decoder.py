@@ -43,8 +43,8 @@ class Decoder(Model):
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
 
-    def bias(self, query: Int[Array, " t"], key: Int[Array, " s"]) -> Float[Array, "1 h t s"] | None:
-        """What is added to the scores of self-attention in all layers, by the places of tokens: by default
+    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"] | None:
+        """What is added to the scores of self-attention in all layers, by the positions of tokens: by default
         nothing. See `relative_bias`.
         """
         return None
@@ -90,20 +90,22 @@ class Decoder(Model):
         key: Key | None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
         """What the head reads, and the cache with these tokens added."""
-        check_tokens(input_ids, attention_mask, self.config.max_positions)
-        context, mask = make_context(
+        check_tokens(input_ids, attention_mask, self.config.max_positions, cache)
+        # Without a cache and positions, those of all rows are alike but for padding: one bias does for them.
+        alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None
+        context, cache = make_context(
             input_ids, attention_mask, positions, cache,
             window=self.config.window, implementation=self.attention,
             sequence_parallel=self.sequence_parallel and cache is None,
         )  # fmt: skip
-        slots = jnp.arange(input_ids.shape[1] if mask is None else mask.shape[1])
-        own = slots if cache is None else cache.length + jnp.arange(input_ids.shape[1])
-        context = dataclasses.replace(context, bias=self.bias(own, slots), memory=memory)
+        own = context.positions if alike is None else alike
+        bias = self.bias(own, own if cache is None else cache.positions)
+        context = dataclasses.replace(context, bias=bias, memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)
         x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key)
-        if cache is not None and mask is not None:
-            cache = Cache(*pieces, mask=mask, length=cache.length + input_ids.shape[1])
+        if cache is not None:
+            cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
         return self.finish(x, finish_key), cache
 
 
@@ -141,7 +143,9 @@ class DecoderLM(Decoder):
         **Arguments:**
 
         - `input_ids`: tokens.
-        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or `(batch, t, slots)`,
+            which of the cache's slots, these tokens' included (without a cache: which of these tokens), each
+            token sees: with `positions`, texts that branch lie side by side in one row.
         - `positions`: by default counted from 0 at the first token that is not padding.
         - `cache`: of the tokens before these, from `init_cache` or an earlier call.
         - `key`: for dropout, which is applied only where a key is given and the model is not in inference

@@ -23,12 +23,12 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
 def relative_bias(
     table: Embedding,
-    query: Int[Array, " t"],
-    key: Int[Array, " s"],
+    query: Int[Array, "b t"],
+    key: Int[Array, "b s"],
     *,
     bidirectional: bool,
     max_distance: int,
-) -> Float[Array, "1 heads t s"]:
+) -> Float[Array, "b heads t s"]:
     """What is added to the scores of each head, by how far apart the two tokens are.
 
     Compute it once, and give it to all layers as `Context.bias`.
@@ -36,15 +36,16 @@ def relative_bias(
     **Arguments:**
 
     - `table`: a row for each bucket, a column for each head.
-    - `query`, `key`: places of the tokens; padding may be counted or not, as only differences matter.
+    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. A
+        batch of 1 where they are those of all rows.
     - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
         Otherwise all that comes after it has the bucket of distance 0.
     - `max_distance`: beyond it all distances share the last bucket.
     """
-    ahead = key - query[:, None]
+    ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
     distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
     buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[jnp.minimum(distance, max_distance)]
     if bidirectional:
         buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
-    return jnp.moveaxis(table(buckets), -1, 0)[None]
+    return jnp.moveaxis(table(buckets), -1, 1)

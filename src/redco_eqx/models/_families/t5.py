@@ -261,8 +261,8 @@ class T5Stack(eqx.Module):
         )
 
     def bias(
-        self, query: Int[Array, " t"], key: Int[Array, " s"], config: T5Config, *, bidirectional: bool
-    ) -> Float[Array, "1 h t s"]:
+        self, query: Int[Array, "b t"], key: Int[Array, "b s"], config: T5Config, *, bidirectional: bool
+    ) -> Float[Array, "b h t s"]:
         """What all layers add to the scores of self-attention."""
         table = self.relative_attention_bias
         if table is None:
@@ -327,7 +327,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
     def encoder_states(
         self, inputs: Int[Array, "b s"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
-        places = jnp.arange(inputs.shape[1])
+        places = jnp.arange(inputs.shape[1])[None]
         body_key, finish_key = split_key(key, 2)
 
         def embed(context: Context, key: Key | None) -> Array:
@@ -344,7 +344,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         attention = layer.layer[1].EncDecAttention
         return attention.k, attention.v
 
-    def bias(self, query: Int[Array, " t"], key: Int[Array, " s"]) -> Float[Array, "1 h t s"]:
+    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"]:
         return self.decoder.bias(query, key, self.config, bidirectional=False)
 
     def embed(

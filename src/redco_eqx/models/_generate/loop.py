@@ -7,12 +7,12 @@ from typing import TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Cache
-from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.decoder import Decoder
+from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
@@ -20,10 +20,11 @@ _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int
 
 
 def generate(
-    model: DecoderLM,
-    input_ids: Array | np.ndarray,
+    model: Decoder,
+    inputs: Tokens,
     *,
-    attention_mask: Array | np.ndarray | None = None,
+    attention_mask: Tokens | None = None,
+    decoder_input_ids: Tokens | None = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -32,17 +33,21 @@ def generate(
     pad_token_id: int | None = None,
     key: Key | None = None,
 ) -> Int[Array, "batch max_new_tokens"]:
-    """The tokens that follow each row of `input_ids`, greedy by default.
+    """The tokens that follow each row of `inputs`, or that a model with an encoder writes about it; greedy by
+    default.
 
     Compiled once for each shape and each set of options, by itself or inside a `jax.jit` of yours. On a
     sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["input_ids"], ...)`.
 
     **Arguments:**
 
-    - `model`: any `DecoderLM`. No dropout is applied.
-    - `input_ids`: `(batch, prompt)`, integers.
+    - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
+    - `inputs`: tokens, `(batch, prompt)`, integers; or images, `(batch, channels, height, width)`, for an
+        encoder that reads them. The encoder runs once, and so do its keys and values in the decoder.
     - `attention_mask`: `(batch, prompt)`, 0 where a token is padding, on either side. The new tokens of a row
         follow its last real one, and are those of that row alone. A row with no real token gives padding.
+    - `decoder_input_ids`: `(batch, length)`, with an encoder: what the text begins with, which is not in the
+        output; by default `config.decoder_start_token_id`.
     - `max_new_tokens`: the new tokens of each row, padding included. The loop stops early once every row has
         ended. A family with a table of positions has room for so many tokens, prompt included; rotary
         embeddings have no end, but beyond the length trained on the text gets worse.
@@ -65,17 +70,11 @@ def generate(
     `top_k` or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, or a text longer
     than the model's table of positions.
     """
-    _check_options(max_new_tokens, temperature, top_k, top_p, key)
-    _check_prompt(model, input_ids, attention_mask, max_new_tokens)
-    given = model.config.generation_tokens
-    ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
-    ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
-    pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
-    if pad is None:
-        pad = ends[0] if ends else 0
-    real = jnp.ones(jnp.shape(input_ids), bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
+    _check_options(temperature, top_k, top_p, key)
+    prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
+    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
-    return _generate(model, jnp.asarray(input_ids), real, key, options)
+    return _generate(model, prompt, key, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +90,8 @@ class _Options:
 
 
 @eqx.filter_jit
-def _generate(
-    model: DecoderLM, input_ids: Array, real: Bool[Array, "b p"], key: Key | None, options: _Options
-) -> Int[Array, "b n"]:
-    size, _ = real.shape
-    # Padding need not be in the vocabulary, and a NaN would not stay in its slot.
-    input_ids = jnp.where(real, input_ids, 0).astype(jnp.int32)
-    logits, cache = _prefill(model, input_ids, real)
-    cache = _with_room(cache, options.max_new_tokens)
+def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options) -> Int[Array, "b n"]:
+    logits, cache, run = prefill(model, prompt, options.max_new_tokens)
 
     def choose(logits: Array, step: Int[Array, ""]) -> Array:
         step_key = None if key is None else jax.random.fold_in(key, step)
@@ -115,7 +108,7 @@ def _generate(
 
     def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry
-        hidden, cache = model.hidden_states(token[:, None], cache=cache)
+        hidden, cache = run(token[:, None], cache=cache)
         assert cache is not None  # as one was given
         token = choose(model.logits(hidden[:, 0]), step)
         output, ended = write(output, token, ended, step)
@@ -125,40 +118,15 @@ def _generate(
         step, _, ended, _, _ = carry
         return (step < options.max_new_tokens) & ~jnp.all(ended)
 
-    output = jnp.full((size, options.max_new_tokens), options.pad, jnp.int32)
+    output = jnp.full((len(logits), options.max_new_tokens), options.pad, jnp.int32)
     step = jnp.zeros((), jnp.int32)
     token = choose(logits, step)
-    output, ended = write(output, token, ~jnp.any(real, axis=1), step)
+    output, ended = write(output, token, prompt.is_empty, step)
     carry = (step + 1, token, ended, output, cache)
     return jax.lax.while_loop(unfinished, body, carry)[3]
 
 
-def _prefill(model: DecoderLM, input_ids: Int[Array, "b p"], real: Bool[Array, "b p"]) -> tuple[Array, Cache]:
-    """The logits after each row's last real token, and the cache of the prompt."""
-    size, length = input_ids.shape
-    dtype = jax.eval_shape(lambda: model.hidden_states(input_ids)[0]).dtype
-    hidden, cache = model.hidden_states(
-        input_ids, attention_mask=real, cache=model.init_cache(size, length, dtype)
-    )
-    assert cache is not None
-    last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return model.logits(hidden), cache
-
-
-def _with_room(cache: Cache, num_slots: int) -> Cache:
-    """The cache with `num_slots` empty slots more."""
-    key, value = (
-        jnp.pad(x, [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]) for x in (cache.key, cache.value)
-    )
-    return Cache(key, value, jnp.pad(cache.mask, [(0, 0), (0, num_slots)]), cache.length)
-
-
-def _check_options(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, key: Key | None
-) -> None:
-    if not max_new_tokens >= 1:
-        raise ValueError(f"generate: max_new_tokens={max_new_tokens}, but it must be at least 1.")
+def _check_options(temperature: float, top_k: int | None, top_p: float | None, key: Key | None) -> None:
     if not temperature >= 0:
         raise ValueError(f"generate: temperature={temperature}, but it must be 0 (greedy) or positive.")
     if top_k is not None and not top_k >= 1:
@@ -176,31 +144,4 @@ def _check_options(
         raise ValueError(
             f"generate: temperature={temperature} draws tokens, but key is None. Pass key=jax.random.key(0), "
             "or temperature=0."
-        )
-
-
-def _check_prompt(
-    model: DecoderLM,
-    input_ids: Array | np.ndarray,
-    attention_mask: Array | np.ndarray | None,
-    max_new_tokens: int,
-) -> None:
-    shape, dtype = jnp.shape(input_ids), jnp.result_type(input_ids)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"generate: input_ids has dtype {dtype}, but tokens are integers.")
-    if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(
-            f"generate: input_ids has shape {shape}, but it must be (batch, prompt), with at least one token."
-        )
-    if attention_mask is not None and jnp.shape(attention_mask) != shape:
-        raise ValueError(
-            f"generate: attention_mask has shape {jnp.shape(attention_mask)}, but it must be that of "
-            f"input_ids, {shape}."
-        )
-    room = model.config.max_positions
-    if room is not None and shape[1] + max_new_tokens > room:
-        raise ValueError(
-            f"generate: a prompt of {shape[1]} and max_new_tokens={max_new_tokens} make "
-            f"{shape[1] + max_new_tokens} tokens, but the model's table has {room} positions. Ask for fewer "
-            "tokens, or shorten the prompt."
         )

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from redco_eqx._parallel.top_k import top_k as largest
 from redco_eqx._types import Key
 
 
@@ -46,25 +46,9 @@ def candidates(
         most probable is always in it.
     """
     vocabulary = logits.shape[-1]
-    scores, tokens = _largest(logits, vocabulary if top_k is None else min(top_k, vocabulary))
+    scores, tokens = largest(logits, vocabulary if top_k is None else min(top_k, vocabulary))
     if top_p is not None and top_p < 1:
         probabilities = jax.nn.softmax(scores, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         scores = jnp.where(before < top_p, scores, -jnp.inf)
     return scores, tokens
-
-
-def _largest(
-    logits: Float[Array, "b vocab"], num: int
-) -> tuple[Float[Array, "b {num}"], Int[Array, "b {num}"]]:
-    """The `num` largest logits of each row, in order, and their tokens."""
-    mesh = jax.typeof(logits).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        scores, tokens = jax.lax.top_k(logits, num)
-        return scores, tokens
-    # A top-k would gather the rows of all devices; a sort is done where they lie, once a row is whole.
-    whole = NamedSharding(mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
-    logits = jax.lax.with_sharding_constraint(logits, whole)
-    tokens = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
-    negated, tokens = jax.lax.sort((-logits, tokens), dimension=1, num_keys=1, is_stable=True)
-    return -negated[:, :num], tokens[:, :num]

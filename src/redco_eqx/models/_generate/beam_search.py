@@ -1,0 +1,116 @@
+"""`beam_search`: the most probable texts that a search of limited width finds."""
+
+import math
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from redco_eqx.models._blocks.context import Cache
+from redco_eqx.models._blocks.decoder import Decoder
+from redco_eqx.models._generate.beams import Beams, EarlyStopping, Hypotheses, Rules, Search, advance, begin
+from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
+
+
+def beam_search(
+    model: Decoder,
+    inputs: Tokens,
+    *,
+    attention_mask: Tokens | None = None,
+    decoder_input_ids: Tokens | None = None,
+    max_new_tokens: int,
+    num_beams: int,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> Hypotheses:
+    """The texts of highest score that follow each row of `inputs`, by the beam search of transformers 5.
+
+    Compiled once, as `generate`, and a `predict_fn` like it. The beams of a row share one cache: its prompt, or
+    what its encoder made, is there once, nothing is reordered, and each beam sees the slots of its own tokens.
+    Over a `tensor` axis that splits the vocabulary a step communicates, besides what the layers do, two numbers
+    for each beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams` candidates of a row; over the
+    batch nothing.
+
+    **Arguments:**
+
+    - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,
+        `pad_token_id`: as for `generate`.
+    - `num_beams`: how many texts are followed. One is greedy, whatever `early_stopping` says.
+    - `length_penalty`: a text scores the sum of its log-probabilities over its number of new tokens to this
+        power: above 0 long texts gain, below 0 short ones.
+    - `early_stopping`: when a row ends that has found `num_beams` texts. `True`: at once. `False`: when its
+        best beam, had it ended here, would not be among them. `"never"`: when it could not come among them,
+        however it goes on (Flax's beam search in transformers 4).
+
+    **Returns:**
+
+    `Hypotheses(tokens, scores)`, of shapes `(batch, num_beams, max_new_tokens)` and `(batch, num_beams)`, best
+    first: the best text of each row is `tokens[:, 0]`.
+
+    **Raises:**
+
+    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, or a
+    text longer than the model's table of positions.
+    """
+    check_options(num_beams, length_penalty, early_stopping)
+    prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
+    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
+    early_stopping = True if num_beams == 1 else early_stopping
+    rules = Rules(max_new_tokens, num_beams, early_stopping, ends, pad)
+    return _search(model, prompt, jnp.asarray(length_penalty, float), rules)
+
+
+def check_options(num_beams: int, length_penalty: float, early_stopping: object) -> None:
+    """Refuses, by `ValueError`, options out of their range."""
+    if not num_beams >= 1:
+        raise ValueError(f"beam_search: num_beams={num_beams}, but it must be at least 1.")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"beam_search: length_penalty={length_penalty}, but it must be finite.")
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise ValueError(
+            f"beam_search: early_stopping={early_stopping!r}, but it must be True, False or 'never'."
+        )
+
+
+@eqx.filter_jit
+def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], rules: Rules) -> Hypotheses:
+    logits, cache, run = prefill(model, prompt, rules.max_new_tokens * rules.num_beams)
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    search = begin(~prompt.is_empty, length_penalty.astype(dtype), rules)
+    search = advance(search, logits[:, None], rules)
+    lengths = jnp.sum(prompt.real, axis=1, keepdims=True, dtype=jnp.int32)
+
+    def body(carry: tuple[Search, Cache]) -> tuple[Search, Cache]:
+        search, cache = carry
+        last, beams = search.step - 1, search.beams
+        tokens = jax.lax.dynamic_index_in_dim(beams.tokens, last, axis=2, keepdims=False)
+        hidden, cache = run(
+            tokens,
+            attention_mask=_visible(prompt.real, beams),
+            positions=jnp.broadcast_to(lengths + last, tokens.shape),
+            cache=cache,
+        )
+        assert cache is not None  # as one was given
+        return advance(search, model.logits(hidden), rules), cache
+
+    def unfinished(carry: tuple[Search, Cache]) -> Array:
+        search, _ = carry
+        return (search.step < rules.max_new_tokens) & jnp.any(search.is_open)
+
+    search, _ = jax.lax.while_loop(unfinished, body, (search, cache))
+    return search.found
+
+
+def _visible(real: Bool[Array, "b p"], beams: Beams) -> Bool[Array, "b beams slots"]:
+    """Which slots the last token of each beam sees: the prompt's, and of each step that of its own token.
+
+    After the prompt come the tokens of all beams at the first step, then at the second, and so on.
+    """
+    size, num_beams, _ = beams.path.shape
+    prompt = jnp.broadcast_to(real[:, None], (size, num_beams, real.shape[1]))
+    own = beams.path[..., None] == jnp.arange(num_beams)
+    return jnp.concatenate([prompt, own.reshape(size, num_beams, -1)], axis=2)

@@ -1,0 +1,161 @@
+"""What a text begins with: its checks, the tokens that end it, and the model's first answer."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.context import Cache
+from redco_eqx.models._blocks.decoder import Decoder, DecoderLM
+from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
+
+Tokens: TypeAlias = Array | np.ndarray
+Step: TypeAlias = Callable[..., tuple[Array, Cache | None]]
+"""`step(tokens, cache=cache)` gives hidden states and the new cache, as `DecoderLM.hidden_states` does."""
+
+
+class Prompt(eqx.Module):
+    """What is given for each text.
+
+    - `tokens`, `real`: `(batch, prompt)`, what the decoder has read before the first new token, and which of
+        it is no padding.
+    - `source`, `source_mask`: what the encoder reads, `None` without one.
+    """
+
+    tokens: Int[Array, "b p"]
+    real: Bool[Array, "b p"]
+    source: Array | None = None
+    source_mask: Bool[Array, "b s"] | None = None
+
+    @property
+    def is_empty(self) -> Bool[Array, " b"]:
+        """Where there is nothing but padding."""
+        return ~jnp.any(self.real if self.source_mask is None else self.source_mask, axis=1)
+
+
+def read_prompt(
+    name: str,
+    model: Decoder,
+    inputs: Tokens,
+    attention_mask: Tokens | None,
+    decoder_input_ids: Tokens | None,
+    max_new_tokens: int,
+) -> Prompt:
+    """The prompt in the arguments of the function of this name. Refuses, by `ValueError`, what does not fit."""
+    if not max_new_tokens >= 1:
+        raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be at least 1.")
+    if isinstance(model, EncoderDecoder):
+        _check_source(name, inputs, attention_mask)
+        size = jnp.shape(inputs)[0]
+        start = _start(name, model, size) if decoder_input_ids is None else decoder_input_ids
+        _check_tokens(name, "decoder_input_ids", start)
+        if jnp.shape(start)[0] != size:
+            raise ValueError(
+                f"{name}: decoder_input_ids has {jnp.shape(start)[0]} rows, but inputs {size}. Pass one each."
+            )
+        tokens = start
+    else:
+        if decoder_input_ids is not None:
+            raise ValueError(f"{name}: decoder_input_ids is for models with an encoder. Pass inputs alone.")
+        _check_tokens(name, "inputs", inputs)
+        _check_mask(name, inputs, attention_mask)
+        tokens = inputs
+    room, length = model.config.max_positions, jnp.shape(tokens)[1]
+    if room is not None and length + max_new_tokens > room:
+        raise ValueError(
+            f"{name}: a prompt of {length} and max_new_tokens={max_new_tokens} make "
+            f"{length + max_new_tokens} tokens, but the model's table has {room} positions. Ask for fewer "
+            "tokens, or shorten the prompt."
+        )
+    mask = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+    tokens, all_real = jnp.asarray(tokens), jnp.ones(jnp.shape(tokens), bool)
+    if isinstance(model, EncoderDecoder):
+        return Prompt(tokens, all_real, jnp.asarray(inputs), mask)
+    return Prompt(tokens, all_real if mask is None else mask)
+
+
+def _check_tokens(name: str, argument: str, ids: Tokens) -> None:
+    shape, dtype = jnp.shape(ids), jnp.result_type(ids)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name}: {argument} has dtype {dtype}, but tokens are integers.")
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(
+            f"{name}: {argument} has shape {shape}, but it must be (batch, length), with at least one token."
+        )
+
+
+def _check_mask(name: str, ids: Tokens, mask: Tokens | None) -> None:
+    if mask is not None and jnp.shape(mask) != jnp.shape(ids):
+        raise ValueError(
+            f"{name}: attention_mask has shape {jnp.shape(mask)}, but it must be that of inputs, "
+            f"{jnp.shape(ids)}."
+        )
+
+
+def _check_source(name: str, inputs: Tokens, attention_mask: Tokens | None) -> None:
+    """What an encoder reads: tokens, or images, of which there is no mask."""
+    if jnp.ndim(inputs) != 4:
+        _check_tokens(name, "inputs", inputs)
+        _check_mask(name, inputs, attention_mask)
+    elif attention_mask is not None:
+        raise ValueError(f"{name}: attention_mask is for texts, but inputs has shape {jnp.shape(inputs)}.")
+
+
+def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
+    """The token before the first, in each row."""
+    start = model.config.decoder_start_token_id
+    if start is None:
+        raise ValueError(
+            f"{name}: config.json has no decoder_start_token_id. Pass decoder_input_ids, (batch, length): what "
+            "each text begins with."
+        )
+    return np.full((size, 1), start, np.int32)
+
+
+def special_tokens(
+    config: Config, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+) -> tuple[tuple[int, ...], int]:
+    """The tokens that end a text, and the one that follows the end."""
+    given = config.generation_tokens
+    ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
+    ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
+    return ends, pad
+
+
+def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:
+    """The logits after each row's last real token, the cache of the prompt with `num_slots` empty slots, and
+    what runs the model from there."""
+    real, (size, length) = prompt.real, prompt.tokens.shape
+    step = _step(model, prompt)
+    tokens = _without_padding(prompt.tokens, real)
+    dtype = jax.eval_shape(lambda: step(tokens)[0]).dtype
+    hidden, cache = step(tokens, attention_mask=real, cache=model.init_cache(size, length, dtype))
+    assert cache is not None  # as one was given
+    last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return model.logits(hidden), cache.with_room(num_slots), step
+
+
+def _step(model: Decoder, prompt: Prompt) -> Step:
+    if isinstance(model, DecoderLM):
+        return model.hidden_states
+    assert isinstance(model, EncoderDecoder)
+    assert prompt.source is not None
+    source, mask = prompt.source, prompt.source_mask
+    if mask is not None:
+        source = _without_padding(source, mask)
+    return partial(model.decode, memory=model.encode(source, attention_mask=mask))
+
+
+def _without_padding(tokens: Int[Array, "b p"], real: Bool[Array, "b p"]) -> Int[Array, "b p"]:
+    """Padding need not be in the vocabulary, and a NaN would not stay in its slot."""
+    return jnp.where(real, tokens, 0).astype(jnp.int32)
