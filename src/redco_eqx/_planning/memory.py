@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from redco_eqx._compiled.cost import peak_bytes
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import is_array
 
@@ -45,18 +46,9 @@ def held(state: TrainState, batch: PyTree) -> Memory:
     )
 
 
-def needed(before: Memory, compiled: jax.stages.Compiled, platform: str) -> Memory:
-    """The same with what the compiled program needs besides.
-
-    Of the TPU compiler its own peak, which counts what lives at the same time; of others arguments, results
-    that are not written over arguments, and temporaries.
-    """
-    stats = compiled.memory_analysis()
-    assert stats is not None  # for these platforms it is there
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    peak = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
-    if platform == "tpu" and stats.peak_memory_in_bytes:
-        peak = stats.peak_memory_in_bytes
+def needed(before: Memory, compiled: jax.stages.Compiled) -> Memory:
+    """The same with what the compiled program needs besides."""
+    peak = peak_bytes(compiled)
     return dataclasses.replace(before, temporaries=peak - arguments(before), peak=peak)
 
 

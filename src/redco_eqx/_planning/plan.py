@@ -118,7 +118,6 @@ def plan(
             _mesh_of(candidate.choice, on),
             loss_fn=loss_fn,
             optimizer=optimizer,
-            platform=on.compiler,
             capacity=capacity,
         )
 

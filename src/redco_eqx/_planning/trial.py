@@ -48,7 +48,6 @@ def attempt(
     *,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
-    platform: str,
     capacity: int,
 ) -> Trial:
     """Compiles the step of a candidate, which fits if it takes no more than `capacity` bytes of a device."""
@@ -73,7 +72,7 @@ def attempt(
         memory = refused(before, message) if is_full else before
         verdict = _too_much(memory, capacity) if is_full else f"does not compile: {_first_line(message)}"
         return Trial(candidate, False, verdict, memory, None, arrays, seconds=time.monotonic() - start)
-    memory = needed(before, compiled, platform)
+    memory = needed(before, compiled)
     text = compiled.as_text() or ""
     assert memory.peak is not None
     fits = memory.peak <= capacity

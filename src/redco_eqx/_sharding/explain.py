@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from redco_eqx._bytes import readable
 from redco_eqx._dataflow.communication import Communication, communication
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._sharding.mesh import axis_size, stored_axes, tensor_dim
@@ -45,14 +46,14 @@ class Explanation:
         header = ("path", "shape", "spec", "role", "per device", "reason")
         rows: list[tuple[str, ...]] = [header]
         for path, count, d in _collapse(self.decisions):
-            size = _bytes(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            size = readable(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
             entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
             spec = f"({', '.join(_entry(entry) for entry in entries)})"
             rows.append((path, describe(d), spec, d.role, size, d.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        total = f"{_bytes(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+        total = f"{readable(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
         is_gathered = any("fsdp" in _entry(entry) for d in self.decisions.values() for entry in d.spec)
         sent = [] if self.communication is None else [str(self.communication)]
         return "\n".join([*lines, total, *([_GATHERS] if is_gathered else []), *sent])
@@ -132,11 +133,3 @@ def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]
 
 def _entry(entry: object) -> str:
     return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
-
-
-def _bytes(number: int | float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.2f} GiB"

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from redco_eqx._compiled.cost import cost
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import put_global, replicated
@@ -57,10 +58,12 @@ class TrainProgram(NamedTuple):
 
     - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
     - `window`: an empty one, on the devices.
+    - `cost`: what it takes and sends, in a line.
     """
 
     compiled: jax.stages.Compiled
     window: Window
+    cost: str
 
 
 def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonfinite: bool) -> TrainProgram:
@@ -74,7 +77,8 @@ def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonf
     # Without it a step that forgets the layout would return another one, which the program does not take.
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)
-    return TrainProgram(body.lower(state, window, batch).compile(), window)
+    compiled = body.lower(state, window, batch).compile()
+    return TrainProgram(compiled, window, cost(compiled, state_mesh(state)))
 
 
 def train_programs(

@@ -83,6 +83,7 @@ class Training:
         self._throttle(self._window)
         self._watchdog.beat()
         if is_first:
+            self._reporter.say(f"fit: {program.cost}")
             jax.block_until_ready(self._window)
             self._reporter.start_clock(self._num_in_window)
         self._reporter.advance()

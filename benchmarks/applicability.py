@@ -1,0 +1,240 @@
+"""Which model fits on which server: Table 1 of the RedCoast paper, decided by the compilers, and beyond it.
+
+    python benchmarks/applicability.py [PART ...]     paper meshes longest largest estimates
+
+Each cell is a training step of AdamW in float32, compiled for devices that are not there, at the paper's
+lengths. The paper trains by data and tensor parallelism alone; below that is `tensor` over all devices, and
+beside it what `rx.plan` chooses with FSDP and rematerialisation. It does not say its batches: here a batch has
+a row for each device. `estimates` compares the CPU compiler's memory with that of the others.
+
+Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. Rows of a compiler that is missing say so. A part
+takes up to half an hour on two cores.
+"""
+
+import argparse
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from workloads import next_token_loss, sequence_to_sequence_loss, table
+
+import redco_eqx as rx
+from redco_eqx import models
+from redco_eqx._planning.trial import gib
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+OPTIMIZER = optax.adamw(1e-4)
+TWO, FOUR, EIGHT, MANY = "rtx3080-10g:2", "a100-40g:4", "v4:2x2x2", "v4:4x4x4"
+REMAT = {"remat": ["none", "row_out", "full"]}
+
+
+def opt(size: int, num_layers: int, num_heads: int) -> models.OPTConfig:
+    return models.OPTConfig(
+        hidden_size=size,
+        word_embed_proj_dim=size,
+        ffn_dim=4 * size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published architecture: its class and configuration."""
+
+    kind: Any
+    config: Any
+
+    def make(self, key: Any, **options: Any) -> Any:
+        return self.kind(self.config, stacked=True, key=key, **options)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it has an encoder."""
+        return issubclass(self.kind, models.EncoderDecoder)
+
+    def batch(self, size: int, length: int) -> Any:
+        """Abstract; source and target are of one length."""
+        following = jax.ShapeDtypeStruct((size, length + 1), jnp.int32)
+        source = jax.ShapeDtypeStruct((size, length), jnp.int32)
+        return {"source": source, "target": following} if self.is_pair else following
+
+    def loss(self, model: Any, batch: Any, key: Any) -> Any:
+        return (sequence_to_sequence_loss if self.is_pair else next_token_loss)(model, batch, key)
+
+    def loss_in_bfloat16(self, model: Any, batch: Any, key: Any) -> Any:
+        """Over the same float32 parameters."""
+        return self.loss(rx.cast(model, jnp.bfloat16), batch, key)
+
+
+BART_LARGE = models.BartConfig(
+    d_model=1024,
+    encoder_layers=12,
+    decoder_layers=12,
+    encoder_attention_heads=16,
+    decoder_attention_heads=16,
+    encoder_ffn_dim=4096,
+    decoder_ffn_dim=4096,
+)
+MODELS = {
+    "BART-Large": Model(models.BartForConditionalGeneration, BART_LARGE),
+    "GPT2-Large": Model(models.GPT2LMHeadModel, models.GPT2Config(n_embd=1280, n_layer=36, n_head=20)),
+    "LLaMA-7B": Model(models.LlamaForCausalLM, models.LlamaConfig()),
+    "GPT-J-6B": Model(models.GPTJForCausalLM, models.GPTJConfig()),
+    "OPT-2.7B": Model(models.OPTForCausalLM, opt(2560, 32, 32)),
+    "OPT-13B": Model(models.OPTForCausalLM, opt(5120, 40, 40)),
+    "OPT-66B": Model(models.OPTForCausalLM, opt(9216, 64, 72)),
+    "T5-XXL": Model(
+        models.T5ForConditionalGeneration,
+        models.T5Config(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128),
+    ),
+}
+
+HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits", "MiB sent", "seconds"]
+
+
+def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
+    """A row of a table, and the plan."""
+    model, start = MODELS[name], time.monotonic()
+    options = {"loss_fn": model.loss, "reserve": 0.0, "progress": False, **options}
+    try:
+        found = rx.plan(
+            model.make, optimizer=OPTIMIZER, batch=model.batch(batch, length), target=target, **options
+        )
+    except ImportError as error:
+        return [name, target, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
+    memory, sent = found.memory, found.communication
+    peak = "?" if memory is None or memory.peak is None else gib(memory.peak)
+    row = [
+        *(name, target, str(length), str(batch), str(found.best.candidate.choice), peak, gib(found.capacity)),
+        "yes" if found.fits else "no",
+        "" if sent is None else f"{sent.total.sent_bytes / 2**20:,.0f}",
+        f"{time.monotonic() - start:.0f}",
+    ]
+    print("  ".join(row), flush=True)
+    return row, found
+
+
+# Text and table of the paper swap the lengths of the first two: both readings.
+PAPER = [
+    *itertools.product(("BART-Large", "GPT2-Large"), (TWO,), (512, 1024), (2,)),
+    ("LLaMA-7B", FOUR, 1024, 4),
+    ("GPT-J-6B", FOUR, 1024, 4),
+    ("T5-XXL", EIGHT, 512, 8),
+    ("OPT-13B", EIGHT, 1024, 8),
+    ("OPT-66B", MANY, 512, 64),
+]
+
+
+def paper() -> Iterator[list[str]]:
+    """Table 1 without FSDP, and with the mesh that is chosen."""
+    for name, target, length, batch in PAPER:
+        devices = {TWO: 2, FOUR: 4, EIGHT: 8, MANY: 64}[target]
+        yield plan(name, target, length, batch, mesh={"tensor": devices}, options={"remat": ["full"]})[0]
+        yield plan(name, target, length, batch, options=REMAT)[0]
+
+
+def meshes() -> Iterator[list[str]]:
+    """OPT-66B and OPT-13B, with meshes that are given: heads do not divide by 16."""
+    full: Any = {"options": {"remat": ["full"]}}
+    for sizes in ({"tensor": 32}, {"tensor": 8}, {"tensor": 16, "fsdp": 4}, {"tensor": 8, "fsdp": 8}):
+        yield plan("OPT-66B", MANY, 512, 8, mesh=sizes, **full)[0]
+    for batch, parallel in ((4, False), (8, False), (8, True)):
+        options: Any = {"options": {"remat": ["full"], "sequence_parallel": [parallel]}}
+        yield plan("OPT-13B", EIGHT, 1024, batch, mesh={"tensor": 8}, **options)[0]
+
+
+SERVERS = ((TWO, "GPT2-Large", 2), (FOUR, "LLaMA-7B", 4), (EIGHT, "LLaMA-7B", 8))
+
+
+def longest() -> Iterator[list[str]]:
+    """The longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
+    for target, name, devices in SERVERS:
+
+        def of_length(length: int, name: str = name, target: str = target, devices: int = devices) -> Any:
+            model = MODELS[name]
+            options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
+            return plan(name, target, length, devices, loss_fn=model.loss_in_bfloat16, **options)
+
+        yield from _largest([256, 512, 1024, 2048, 4096, 8192], of_length)
+
+
+def largest() -> Iterator[list[str]]:
+    """The deepest LLaMA of 7B's width at 1024 tokens."""
+    for target, _, devices in SERVERS:
+
+        def of_depth(num_layers: int, target: str = target, devices: int = devices) -> Any:
+            name = f"LLaMA of {num_layers} layers"
+            config = models.LlamaConfig(num_hidden_layers=num_layers)
+            model = MODELS[name] = Model(models.LlamaForCausalLM, config)
+            options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
+            return plan(name, target, 1024, devices, loss_fn=model.loss_in_bfloat16, **options)
+
+        yield from _largest([2, 4, 8, 16, 24, 32, 48, 64], of_depth)
+
+
+def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> Iterator[list[str]]:
+    rows = {}
+
+    def of_size(size: int) -> Any:
+        rows[size], found = make(size)
+        return found
+
+    found = None if make(sizes[0])[1] is None else rx.largest(sizes, of_size)
+    if found is not None:
+        yield rows[found[0]]
+
+
+def estimates() -> Iterator[list[str]]:
+    """Memory by the CPU compiler over that by the target's: a model, a mesh and a policy in each row."""
+    small = models.LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
+    )
+    MODELS["LLaMA, small"] = Model(models.LlamaForCausalLM, small)
+    MODELS["GPT-2"] = Model(models.GPT2LMHeadModel, models.GPT2Config())
+    MODELS["T5, small"] = Model(models.T5ForConditionalGeneration, models.T5Config())
+    sizes = ({"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4})
+    errors: dict[str, list[float]] = {}
+    for target, name, mesh, remat in itertools.product(
+        ("v5e:2x4", "a100-40g:8"), ("LLaMA, small", "GPT-2", "T5, small"), sizes, ("none", "full")
+    ):
+        options: Any = {"mesh": mesh, "options": {"remat": [remat]}, "bytes_per_device": 2**40}
+        run = functools.partial(plan, name, target, 512, 16, **options)
+        row, real = run()
+        if real is None or real.memory is None or real.memory.peak is None:
+            yield row
+            continue
+        ratio = run(estimate=True)[1].memory.peak / real.memory.peak
+        errors.setdefault(real.target.compiler, []).append(ratio)
+        yield [*row[:-1], f"{ratio:.3f}"]
+    for compiler, ratios in errors.items():
+        away = [abs(ratio - 1) for ratio in ratios]
+        print(
+            f"estimate / {compiler}: {len(ratios)} programs, {min(ratios):.3f} to {max(ratios):.3f}; error "
+            f"{statistics.median(away):.1%} in the median, {max(away):.1%} at worst"
+        )
+
+
+PARTS = {part.__name__: part for part in (paper, meshes, longest, largest, estimates)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all without any")
+    for name in parser.parse_args().parts or PARTS:
+        rows = list(PARTS[name]())
+        header = [*HEADER[:-1], "estimate"] if name == "estimates" else HEADER
+        print(f"\n{name}: {PARTS[name].__doc__}\n\n{table([header, *rows], num_left=5)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
