@@ -1,0 +1,69 @@
+"""Plans by the TPU compiler, with no device: what fits and what does not, and what it then says."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import topology
+import workloads
+
+import redco_eqx as rx
+
+SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
+
+
+def make_llama(key: Any, sizes: workloads.Sizes = SIZES, **options: Any) -> Any:
+    return workloads.make_model("LLaMA", sizes, stacked=True, **options)(key)
+
+
+def plan(make_model: Any = make_llama, sizes: workloads.Sizes = SIZES, **arguments: Any) -> Any:
+    return rx.plan(
+        make_model,
+        loss_fn=workloads.next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32),
+        **{"target": "v5e:2x4", "progress": False, **arguments},
+    )
+
+
+def test_a_plan_is_the_compiled_step() -> None:
+    found = plan(mesh={"tensor": 4})
+    assert found.fits
+    mesh = rx.make_mesh(tensor=4, devices=topology.devices("v5e:2x4"))
+    case = workloads.family_case("LLaMA", SIZES, stacked=True)
+    compiled = workloads.lower_step(case, mesh).compile()
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    assert found.memory.peak == stats.peak_memory_in_bytes
+    assert found.communication.counts == rx.communication(compiled, mesh).counts
+    assert found.target.compiler == "tpu"
+
+
+def test_what_the_compiler_refuses_is_said_with_its_numbers() -> None:
+    big = workloads.Sizes(dim=4096, num_layers=16, num_heads=32, vocabulary=32000, length=2048, batch_size=16)
+    found = plan(functools.partial(make_llama, sizes=big), big, mesh={"tensor": 8}, reserve=0.0)
+    assert not found.fits
+    assert found.memory.peak > found.capacity
+    assert found.memory.temporaries > found.memory.gradients
+    assert "DOES NOT FIT" in str(found)
+    assert "layers" in found.best.arrays[0][0]
+
+
+def test_the_mesh_that_is_chosen_fits_where_others_do_not() -> None:
+    sizes = workloads.Sizes(dim=2048, num_layers=8, num_heads=16, vocabulary=32000, length=512, batch_size=16)
+    make = functools.partial(make_llama, sizes=sizes)
+    replicated = plan(make, sizes, mesh={"data": 8}, options={"remat": ["full"]})
+    less = int(replicated.memory.peak * 0.7)
+    found = plan(make, sizes, options={"remat": ["full"]}, bytes_per_device=less)
+    assert found.fits
+    assert found.mesh["data"] < 8
+    assert found.memory.peak <= less
+
+
+@pytest.mark.parametrize("target", ["v5e:3x5", "v4:9x9x9"])
+def test_a_topology_that_there_is_not(target: str) -> None:
+    with pytest.raises(ValueError, match=rf"no topology '{target}'"):
+        plan(target=target)
