@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from redco_eqx._dataflow.atoms import Dim, new_dims
-from redco_eqx._dataflow.source import is_in_block
+from redco_eqx._dataflow.source import ADDING
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result, unknown
 
@@ -69,7 +69,7 @@ def add(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
         for event in out.sums[1:]:
             event.first = out.sums[0]
-        if len(out.sums) > 1 and all(is_in_block(event.equation) for event in out.sums):
+        if len(out.sums) > 1 and all(event.block in ADDING for event in out.sums):
             for event in out.sums[1:]:
                 event.joined = out.sums[0]
     return [out]

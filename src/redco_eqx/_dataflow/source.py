@@ -2,8 +2,11 @@
 
 from typing import Any
 
-BLOCKS = ("redco_eqx.column", "redco_eqx.row")
-"""The scopes of the blocks that add up before they sum over devices."""
+ADDING = ("redco_eqx.column", "redco_eqx.row")
+"""The scopes of the building blocks that add up before they sum over devices."""
+
+ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
+"""Those that gather what is stored split once, and hand each device its part of the gradient."""
 
 
 def source_line(equation: Any) -> str:
@@ -16,9 +19,10 @@ def source_line(equation: Any) -> str:
     return "an operation of unknown origin"
 
 
-def is_in_block(equation: Any) -> bool:
-    """Whether it is one of a building block of this library, or the gradient of one."""
-    return any(name in str(equation.source_info.name_stack) for name in BLOCKS)
+def block_of(equation: Any) -> str:
+    """The building block of this library that an operation, or what it is the gradient of, is in; or ''."""
+    scopes = str(equation.source_info.name_stack)
+    return next((name for name in (*ADDING, *ENDS) if name in scopes), "")
 
 
 def short_line(equation: Any) -> str:

@@ -9,6 +9,7 @@ import jax.extend.core as jex_core
 
 from redco_eqx._dataflow.atoms import Dim, new_dims, unify
 from redco_eqx._dataflow.programs import used
+from redco_eqx._dataflow.source import block_of
 from redco_eqx._dataflow.values import Event, Step, Use, Value
 
 Rule: TypeAlias = Callable[["Walk", Any, list[Value]], list[Value]]
@@ -29,6 +30,7 @@ class Walk:
         self.steps: list[Step] = []
         self.opaque: dict[str, list[Any]] = {}
         self.times = self.waits = 1
+        self.block = ""
 
     def run(
         self, program: Any, arguments: Sequence[Value], wanted: Sequence[bool] | None = None
@@ -48,10 +50,12 @@ class Walk:
                 continue
             operands = [read(atom) for atom in equation.invars]
             num_steps, num_events = len(self.steps), len(self.events)
+            outer, self.block = self.block, block_of(equation) or self.block
             results = self._results(equation, operands)
             if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
                 own = self.events[num_events:]
-                self.steps.append(Step(equation, self.times, operands, results, own))
+                self.steps.append(Step(equation, self.times, operands, results, own, self.block))
+            self.block = outer
             values.update(zip(equation.outvars, results))
         return [read(atom) for atom in program.outvars]
 
@@ -94,7 +98,18 @@ class Walk:
         if any(dims):
             of = tuple(arrays) or (sent,)
             places = tuple(tuple(numbers) for numbers in along)
-            found = Event(kind, tuple(dims), sent, of, equation, self.times, self.waits, tuple(unless), places)
+            found = Event(
+                kind,
+                tuple(dims),
+                sent,
+                of,
+                equation,
+                self.times,
+                self.waits,
+                tuple(unless),
+                self.block,
+                places,
+            )
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)
