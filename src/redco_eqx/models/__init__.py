@@ -12,6 +12,7 @@ from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._blocks.vocabulary import pad_vocabulary
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -53,6 +54,7 @@ __all__ = [
     "generate",
     "load_pretrained",
     "make_layers",
+    "pad_vocabulary",
     "rotate",
     "run_layers",
     "save_pretrained",

@@ -20,6 +20,7 @@ from redco_eqx._tree import is_array, leaves_with_paths, to_paths
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.model import Model, Options
+from redco_eqx.models._blocks.vocabulary import pad_vocabulary
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, entries_of, match_keys
@@ -38,6 +39,7 @@ def load_pretrained(
     attention: Implementation | None = None,
     sequence_parallel: bool = False,
     overrides: Overrides = (),
+    pad_vocabulary_to: int = 1,
 ) -> Any:
     """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
 
@@ -63,6 +65,8 @@ def load_pretrained(
     - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
+    - `pad_vocabulary_to`: rows of zeros are added to the embedding table and the head up to a multiple of this,
+        see [`pad_vocabulary`][]; `mesh.shape["tensor"]` splits a vocabulary that does not divide.
 
     **Raises:**
 
@@ -81,6 +85,8 @@ def load_pretrained(
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
     )
+    if pad_vocabulary_to != 1:
+        model = pad_vocabulary(model, pad_vocabulary_to)
     if mesh is None:
         mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
     layout = to_paths(
