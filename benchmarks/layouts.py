@@ -53,8 +53,10 @@ class Case:
     hand: Specs | None = None
 
 
-def compiled_bytes(model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh) -> int:
-    """Bytes that the loss and its gradient send, by the CPU compiler; each gradient lies as its parameter."""
+def compiled_bytes(
+    model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
+) -> int:
+    """Bytes that the loss and its gradient send, by the mesh's compiler; each gradient lies as its parameter."""
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
@@ -79,7 +81,7 @@ def compiled_bytes(model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh) ->
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
-    compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(COMPILER_OPTIONS)
+    compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(options)
     return rx.communication(compiled, mesh).total.result_bytes
 
 

@@ -1,7 +1,8 @@
 """What a walk through a program knows of its values, and what it writes down."""
 
 import dataclasses
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim
 
@@ -46,7 +47,7 @@ class Event:
     dims: tuple[Dim, ...]
     sent: Value
     arrays: tuple[Value, ...]
-    equation: Any
+    equation: JaxprEqn
     times: int
     waits: int
     unless: tuple[Dim, ...] = ()
@@ -91,7 +92,7 @@ class Step:
     """An operation: its operands and results, how often it is done, and what happens there if they are
     split. `block` as of an [`Event`][]."""
 
-    equation: Any
+    equation: JaxprEqn
     times: int
     operands: list[Value]
     results: list[Value]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._tree import is_array, path_of
+from redco_eqx._tree import path_of
 from redco_eqx.models._blocks.layers import Embedding, Linear
 from redco_eqx.models._blocks.model import Model
 
@@ -59,7 +59,7 @@ def only_tokens(
     head: Linear | Float[Array, "rows size"], num_tokens: int
 ) -> Linear | Float[Array, "rows size"]:
     """A head, or the table that is one, whose logits are minus infinity beyond the tokens that there are."""
-    weight, bias = (head, None) if is_array(head) else (head.weight, head.bias)
+    weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
     num_rows = weight.shape[0]
     if num_rows == num_tokens:
         return head
