@@ -8,7 +8,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
 # Models that others published, and what they import: without their pins.
-FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "gatv2-eqx"]
+FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "lineax", "gatv2-eqx"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 
@@ -101,5 +101,6 @@ def bench(session: nox.Session) -> None:
     """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
     session.install("--no-deps", *FOREIGN)
+    session.install("google-parallax")  # another engine of layouts, to compare with
     for script in ("overhead", "collectives", "layouts", "generation", "checkpoints"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)

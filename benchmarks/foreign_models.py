@@ -1,6 +1,6 @@
 """Equinox models that other people published on PyPI, each with a loss: small, of the kinds there are.
 
-    pip install --no-deps esm2quinox e1jax jaxonmodels flowjax paramax gatv2-eqx
+    pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax lineax gatv2-eqx
 
 A package that is not there, or does not run with this JAX, is named and left out.
 """

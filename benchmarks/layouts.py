@@ -2,15 +2,17 @@
 
     python benchmarks/layouts.py [zoo] [families] [foreign]
 
-`predicted` is that of `dataflow`'s layout by the CPU compiler. `merged` is what is sent where results are added
-before they are summed over devices: by compilers for TPU and GPU, and by the library's own blocks, of which the
-families are made; `at least` is the bound for that (0: it does not apply).
+`predicted` is that of `dataflow`'s layout by the CPU compiler, and `at least` the bound for it. `merged` is
+predicted where results are added before they are summed over devices, as compilers for TPU and GPU do.
 The loss and its gradient, on data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow` (the
-program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `column` (dim 0 of every
-matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device).
+program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `parallax` (the automatic
+strategy of google-parallax, if it is installed, for the loss; or the error that it raises), `column` (dim 0 of
+every matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device).
+Times are of `dataflow`: to trace the loss and its gradient, to walk through it and weigh all splits, to choose.
 """
 
 import importlib
+import itertools
 import math
 import sys
 import time
@@ -28,6 +30,8 @@ from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
 import redco_eqx as rx
 from redco_eqx._dataflow.bound import lower_bound
+from redco_eqx._dataflow.engine import choose_layout, weigh
+from redco_eqx._dataflow.program import trace_step
 from redco_eqx._sharding.rules import analysis_of, decide, decide_by
 
 TENSOR = 4
@@ -49,8 +53,10 @@ class Case:
     hand: Specs | None = None
 
 
-def compiled_bytes(model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh) -> int:
-    """Bytes that the loss and its gradient send, by the CPU compiler; each gradient lies as its parameter."""
+def compiled_bytes(
+    model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
+) -> int:
+    """Bytes that the loss and its gradient send, by the mesh's compiler; each gradient lies as its parameter."""
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
@@ -75,7 +81,7 @@ def compiled_bytes(model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh) ->
         return jax.value_and_grad(of_params, has_aux=True)(params)
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
-    compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(COMPILER_OPTIONS)
+    compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(options)
     return rx.communication(compiled, mesh).total.result_bytes
 
 
@@ -137,6 +143,34 @@ def largest_dim(shape: tuple[int, ...]) -> int | None:
     return max(dims, key=lambda i: shape[i], default=None)
 
 
+def parallax(case: Case) -> Specs | None:
+    """What google-parallax splits over its `model` axis, where that divides; `None` if it is not installed."""
+    try:
+        from parallax.sharding.auto_shard import get_shardings  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    arrays = rx.to_arrays(case.model)
+    params = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    others = {path: x for path, x in arrays.items() if path not in params}
+    dynamic, static = eqx.partition(case.model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    treedef = jax.tree.structure(dynamic)
+
+    def loss(params: Any, others: Any, batch: Any) -> Any:
+        leaves = [{**params, **others}[path] for path in rx.to_arrays(dynamic)]
+        result = case.loss(eqx.combine(jax.tree.unflatten(treedef, leaves), static), batch, jax.random.key(0))
+        first = result[0] if isinstance(result, tuple) else result
+        return first.value if isinstance(first, rx.Mean) else first
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2, TENSOR), ("data", "model"))):
+        (chosen, *_), _ = get_shardings(loss, params, others, case.batch)
+
+    def ours(path: str, x: Any) -> PartitionSpec:
+        spec = chosen.get(path, ())
+        return PartitionSpec(*("tensor" if a and n % TENSOR == 0 else None for a, n in zip(spec, x.shape)))
+
+    return {path: ours(path, x) for path, x in arrays.items()}
+
+
 def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     """Bytes of the model's arrays on one device."""
     total = 0.0
@@ -146,25 +180,52 @@ def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
     return total
 
 
-HEAD = ["", "dataflow", "predicted", "merged", "at least", "paths", "hand", "column", "largest", "whole"]
-HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms"]
+HEAD = [
+    "",
+    "dataflow",
+    "predicted",
+    "at least",
+    "merged",
+    "paths",
+    "hand",
+    "parallax",
+    "column",
+    "largest",
+    "whole",
+]
+HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms trace", "walk", "choose"]
+
+
+def times_of(case: Case) -> list[str]:
+    """Milliseconds to trace, to walk, and to choose."""
+    marks = [time.perf_counter()]
+    traced = trace_step(case.loss, case.model, case.batch)
+    marks.append(time.perf_counter())
+    analysis = weigh(traced, tensor=TENSOR, num_shards=2)
+    marks.append(time.perf_counter())
+    choose_layout(analysis, given={}, fixed={})
+    marks.append(time.perf_counter())
+    return [f"{1e3 * (after - before):.0f}" for before, after in itertools.pairwise(marks)]
 
 
 def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
     """One line of the table: MB sent in a step, MB of arrays on a device, and how long the decision took."""
-    start = time.perf_counter()
+    times = times_of(case)
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
-    took = 1e3 * (time.perf_counter() - start)
     assert analysis is not None
     by_flow = {path: d.spec for path, d in decide_by(analysis, case.model, mesh).items()}
     by_paths = {path: d.spec for path, d in decide(case.model, mesh).items()}
     whole = naive(case.model, lambda shape: None)
     layouts: dict[str, Specs | None] = {"dataflow": by_flow, "paths": by_paths, "hand": case.hand}
+    sent: dict[str, str] = {}
     if engines:
+        try:
+            layouts["parallax"] = parallax(case)
+        except Exception as error:
+            sent["parallax"] = type(error).__name__[:9]
         layouts["column"] = naive(case.model, first_dim)
         layouts["largest"] = naive(case.model, largest_dim)
         layouts["whole"] = whole
-    sent: dict[str, str] = {}
     known: list[tuple[Specs, str]] = []
     for name, specs in layouts.items():
         if specs is None:
@@ -178,19 +239,19 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
         known.append((specs, sent[name]))
     prediction = analysis.sent(analysis.layout)
     predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
-    least = lower_bound(analysis, merged=True)
+    least = lower_bound(analysis, merged=False)
     sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]
     return [
         case.name,
         sent["dataflow"],
         f"{predicted / 1e6:.3f}",
-        f"{merged / 1e6:.3f}",
         f"{least / 1e6:.3f}",
-        *(sent.get(name, "-") for name in ("paths", "hand", "column", "largest", "whole")),
+        f"{merged / 1e6:.3f}",
+        *(sent.get(name, "-") for name in ("paths", "hand", "parallax", "column", "largest", "whole")),
         *sizes,
         str(len(by_flow)),
         str(len(analysis.walk.steps)),
-        f"{took:.0f}",
+        *times,
     ]
 
 

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     # The model is born on the mesh. What is split over which axis, and why, follows from what the loss does.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
-    program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(list(train[: args.batch_size]))}
     model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program)
     print(rx.explain(model, mesh, **program), end="\n\n")
 

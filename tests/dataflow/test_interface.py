@@ -37,12 +37,12 @@ def test_the_result_is_that_of_the_path_rules_in_kind():
     assert result == rx.shard_rules(mlp(), MESH)
 
 
-def test_overrides_win():
+def test_overrides_win_and_the_others_go_along():
     overrides = [("layers.0.weight", P(None, "tensor"))]
     result = rx.explain(mlp(), MESH, overrides=overrides, loss_fn=squared, batch=rows()).decisions
     assert result["layers.0.weight"].spec == P(None, "tensor")
     assert result["layers.0.weight"].role == "override"
-    assert result["layers.1.weight"].spec == P(None, "tensor")
+    assert result["layers.1.weight"].spec == P("tensor")  # a row is followed by a column
     with pytest.raises(ValueError, match="matches no array"):
         rx.shard_rules(mlp(), MESH, overrides=[("none", P())], loss_fn=squared, batch=rows())
 

@@ -10,21 +10,24 @@ from redco_eqx._dataflow.values import Event, Value
 
 
 def lower_bound(analysis: Analysis, *, merged: bool) -> float:
-    """Bytes that a device sends at least in a step, in a layout that frees as much memory as that of `analysis`.
+    """Bytes that a device sends at least in a step, in a layout that frees as much memory as the chosen one.
 
     Of all layouts that split each parameter along at most one dim, arrays that share an index alike, and the
     batch over the other axes. Counted is what cannot be avoided: sums over devices of products over a split
-    dim, lookups in a split table, and gradients. Changes of layout are taken to be free. `merged` as in
-    [`total_bytes`][]. If the layout is not of that kind itself, gradients alone are counted: what a device holds
-    of a parameter, it has to be sent the gradient of, in any layout.
+    dim, lookups in a split table, and gradients. Changes of layout are taken to be free, and weights that are
+    split to be used so. `merged` as in [`total_bytes`][]. If the chosen layout is not of that kind itself,
+    only gradients are counted: what a device holds of a parameter, it is sent the gradient of in any layout.
     """
     costs, layout = analysis.costs, analysis.layout
     numbers = set(layout.values())
     meet = any(len(numbers.intersection(group)) > 1 for group in costs.clashes)
     if meet or any(leaf not in layout for number in numbers for leaf in costs.splits[number].leaves):
-        summed = [(leaf, x) for leaf, x in enumerate(analysis.gradients) if x is not None and x.is_data]
-        is_split = costs.num_shards > 1
-        return is_split * sum(x.num_bytes / (costs.tensor if leaf in layout else 1) for leaf, x in summed)
+        held = [
+            x.num_bytes / (costs.tensor if leaf in layout else 1)
+            for leaf, x in enumerate(analysis.gradients)
+            if x is not None and x.is_data
+        ]
+        return sum(held, 0.0) if costs.num_shards > 1 else 0.0
     whole = total_bytes(costs.batch, merged=merged)
     # A sum that several splits could cause is shared among them.
     together: dict[Event, dict[Event, None]] = {}

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.bound import lower_bound
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.report import factors, largest, megabytes
-from redco_eqx._dataflow.source import short_line
+from redco_eqx._dataflow.source import ENDS, short_line
 from redco_eqx._dataflow.splits import Split
 
 
@@ -45,8 +45,48 @@ class Communication:
         return "\n".join(lines)
 
 
-def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
-    """What the layout of `analysis` sends; and `over_fsdp` bytes, which the program does not say."""
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array that is split where it is stored, into `num_parts`, and gathered for use.
+
+    - `num_bytes`: as it is used, on one device.
+    - `over_data`: whether its gradient is also summed over an axis that does not store it split.
+    """
+
+    num_bytes: float
+    num_parts: int
+    over_data: bool
+
+
+def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> float:
+    """Bytes that gathering adds in a step.
+
+    An array is gathered for the loss and again for its gradient. This is summed over the axes that store the
+    array, whole, which is counted among the sums over the batch axes; and over other axes in parts. A block
+    that knows better gathers once, and hands each device its part of the gradient.
+    """
+    total, numbers = 0.0, {path: leaf for leaf, path in enumerate(analysis.traced.paths)}
+    users: dict[int, dict[str, None]] = {}
+    for step in analysis.walk.steps:
+        if any(x.is_data for x in step.results):
+            for leaf in (leaf for x in step.operands for leaf in x.weights):
+                users.setdefault(leaf, {})[step.block] = None
+    for path, array in stored.items():
+        leaf = numbers.get(path)
+        part = array.num_bytes / array.num_parts
+        blocks = [] if leaf is None else list(users.get(leaf, ()))
+        is_trained = leaf is not None and analysis.gradients[leaf] is not None
+        if blocks and all(block in ENDS for block in blocks) and is_trained:
+            summed = 1 if merged else len(blocks)
+            total += len(blocks) * (array.num_bytes + part) - summed * array.num_bytes
+        else:
+            total += 2 * array.num_bytes
+        total += part * (array.over_data and is_trained)
+    return total
+
+
+def communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Communication:
+    """What the layout of `analysis` sends; of the arrays that are `stored` split, also what gathers them."""
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
@@ -60,7 +100,8 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
     lines = [(over_batch, f"{megabytes(over_batch)} over the batch axes, gradients before all")]
     lines += [(_total(group), _line(group, analysis)) for group in groups.values()]
-    lines += [(over_fsdp, f"{megabytes(over_fsdp)} over fsdp: weights gathered twice, and their gradients")]
+    gathered, gathered_unmerged = (over_fsdp(analysis, stored, merged=flag) for flag in (True, False))
+    lines += [(gathered, f"{megabytes(gathered)} over fsdp: weights gathered, and parts of their gradients")]
     lines = [line for line in lines if line[0] > 0]
     lines.sort(key=lambda line: -line[0])
     opaque = [
@@ -68,9 +109,9 @@ def communication(analysis: Analysis, over_fsdp: float = 0.0) -> Communication:
         for name, found in analysis.walk.opaque.items()
     ]
     return Communication(
-        num_bytes=merged + over_fsdp,
-        num_bytes_unmerged=unmerged + over_fsdp,
-        at_least=min(least, merged) + over_fsdp if least > 0 else 0.0,
+        num_bytes=merged + gathered,
+        num_bytes_unmerged=unmerged + gathered_unmerged,
+        at_least=min(least, merged) + gathered if least > 0 else 0.0,
         lines=tuple(text for _, text in lines),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=tuple(opaque),

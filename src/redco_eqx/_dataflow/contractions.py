@@ -1,34 +1,36 @@
 """Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`."""
 
 import math
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, pin, unify
+from redco_eqx._dataflow.programs import shape_of, type_of
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result
 
 
-def dot_general(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def dot_general(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     lhs, rhs = operands
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
-    aval = equation.outvars[0].aval
+    aval = type_of(equation.outvars[0])
     for i, j in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch)):
         walk.same([lhs.dims[i]], [rhs.dims[j]], rhs, equation)
     lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
     rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch)]
     out = result(aval, [*(lhs.dims[i] for i in lhs_batch), *lhs_free, *rhs_free], operands)
     walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands, along=(lhs_sum, rhs_sum))
-    summed = math.prod(equation.invars[0].aval.shape[i] for i in lhs_sum)
+    summed = math.prod(shape_of(equation.invars[0])[i] for i in lhs_sum)
     for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, rhs_batch)):
         roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
         walk.use(weight, data, roles, out, summed)
     return [out]
 
 
-def ragged_dot(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def ragged_dot(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Rows of `(rows, in)` by the matrix of their group, `(groups, in, out)`."""
     lhs, rhs, sizes = operands[:3]
-    aval = equation.outvars[0].aval
+    aval = type_of(equation.outvars[0])
     if [len(x.dims) for x in (lhs, rhs, sizes)] != [2, 3, 1] or len(aval.shape) != 2:
         return walk.opaque_results(equation, operands)
     walk.same([lhs.dims[1]], [rhs.dims[1]], rhs, equation)
@@ -36,14 +38,14 @@ def ragged_dot(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     walk.event("sum", [lhs.dims[1]], out, equation, arrays=operands)
     walk.event("whole", [rhs.dims[0], sizes.dims[0]], rhs, equation)
     walk.event("whole", [lhs.dims[0]], lhs, equation)
-    walk.use(rhs, lhs, ["expert", "row", "column"], out, equation.invars[0].aval.shape[1])
+    walk.use(rhs, lhs, ["expert", "row", "column"], out, shape_of(equation.invars[0])[1])
     return [out]
 
 
-def convolution(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Channels are like the features of a product. Along the window, a split is not understood."""
     lhs, rhs = operands
-    params, aval = equation.params, equation.outvars[0].aval
+    params, aval = equation.params, type_of(equation.outvars[0])
     numbers = params["dimension_numbers"]
     batch, channels, *spatial = numbers.lhs_spec
     outputs, inputs, *window = numbers.rhs_spec
@@ -69,14 +71,14 @@ def convolution(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     for i in window:
         if rhs.weights:
             pin(rhs.dims[i], "a convolution's window")
-    each = math.prod(equation.invars[1].aval.shape) // max(equation.invars[1].aval.shape[outputs], 1)
+    each = math.prod(shape_of(equation.invars[1])) // max(shape_of(equation.invars[1])[outputs], 1)
     roles = ["column" if i == outputs else "row" if i == inputs else "" for i in range(len(rhs.dims))]
     walk.use(rhs, lhs, roles, out, each)
     return [out]
 
 
-def _lead(walk: Walk, equation: Any, group: Dim, rhs: Value, outputs: int, count: int) -> None:
+def _lead(walk: Walk, equation: JaxprEqn, group: Dim, rhs: Value, outputs: int, count: int) -> None:
     """The outputs of a kernel are `count` groups, one after the other."""
-    each = equation.invars[1].aval.shape[outputs] // count
+    each = shape_of(equation.invars[1])[outputs] // count
     if not unify(rhs.dims[outputs], (*group, *new_dim(each))):
         walk.event("reshard", [rhs.dims[outputs]], rhs, equation)

@@ -1,6 +1,6 @@
 """Calls, loops and branches: their bodies are walked."""
 
-from typing import Any
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import new_dim, pin
 from redco_eqx._dataflow.programs import body, called, scan_counts
@@ -8,11 +8,12 @@ from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result
 
 
-def call(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
-    return walk.run(called(equation), operands)
+def call(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    program = called(equation)
+    return walk.opaque_results(equation, operands) if program is None else walk.run(program, operands)
 
 
-def scan(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """What is carried has the same dims before and after; the dim that is scanned over is never split."""
     num_consts, num_carry = scan_counts(equation)
     length = equation.params["length"]
@@ -46,7 +47,7 @@ def scan(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return [*carry, *stacked]
 
 
-def while_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Of unknown length: what is sent is counted once."""
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -59,7 +60,7 @@ def while_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return carry
 
 
-def cond(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def cond(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """All branches are walked, and what they send is added."""
     first, *others = (walk.run(body(branch), operands[1:]) for branch in equation.params["branches"])
     for results in others:

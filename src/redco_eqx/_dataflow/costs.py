@@ -105,7 +105,7 @@ def count(
     _count_doubles(costs, walk)
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
-        split.freed = sum(costs.freed(leaf, dim) for leaf, dim in split.leaves.items())
+        split.freed = sum((costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0)
     costs.clashes.extend(_clashes(walk, parameters, splits, leads))
     return costs
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from redco_eqx._dataflow.atoms import Dim, pin, resolve, unify
 from redco_eqx._dataflow.choice import best_set, choose
@@ -19,6 +19,10 @@ from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, unknown
 
 SCANNED = "scanned over"
+
+HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
+"""`(path, dim, stack, is_buffer) -> bytes` of an array that one device holds, if `tensor` splits this dim, or
+none. `stack` is how many leading dims number layers of a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +110,7 @@ def analyse(
     num_shards: int,
     given: Mapping[str, int] | None = None,
     fixed: Mapping[str, int | None] | None = None,
-    held: Callable[[str, int | None, int, bool], float] | None = None,
+    held: HeldBytes | None = None,
     max_bytes: float | None = None,
 ) -> Analysis:
     """Traces `function(model, batch, key)`, walks through it, and chooses.
@@ -119,15 +123,19 @@ def analyse(
     - `given`: a layout to compare with: by path, the dim that is split.
     - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
         to go with it.
-    - `held`: `(path, dim, stack, is_buffer) -> bytes` of an array that one device holds, if `tensor` splits
-        this dim of it, or none; `stack` is how many leading dims number layers of a scan.
+    - `held`: see [`HeldBytes`][]; by default `tensor` alone splits what lies on devices.
     - `max_bytes`: of parameters on one device, at most.
 
     **Raises:**
 
     `ValueError` if the function cannot be traced, or no layout fits into `max_bytes`.
     """
-    traced = trace_step(function, model, batch)
+    analysis = weigh(trace_step(function, model, batch), tensor=tensor, num_shards=num_shards, held=held)
+    return choose_layout(analysis, given=given or {}, fixed=fixed or {}, max_bytes=max_bytes)
+
+
+def weigh(traced: Traced, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
+    """Walks through a program, and weighs every split: [`analyse`][] before the choice."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
@@ -144,16 +152,15 @@ def analyse(
         if gradient is not None:
             for dim, of_gradient in zip(value.dims, gradient.dims):
                 unify(dim, of_gradient)
-    splittable = [[] if reason else list(value.dims) for value, reason in zip(parameters, traced.fixed)]
 
-    def of_leaf(leaf: int, dim: int | None) -> float:
+    def held_of(leaf: int, dim: int | None) -> float:
         if held is None:
             return parameters[leaf].num_bytes / (1 if dim is None else tensor)
         return held(traced.paths[leaf], dim, _num_scanned(parameters[leaf]), bool(traced.fixed[leaf]))
 
-    costs = count(walk, parameters, splittable, rows, tensor, num_shards, of_leaf)
-    analysis = Analysis(traced, walk, parameters, gradients, costs, {})
-    return _decided(analysis, given or {}, fixed or {}, max_bytes)
+    splittable = [[] if reason else list(value.dims) for value, reason in zip(parameters, traced.fixed)]
+    costs = count(walk, parameters, splittable, rows, tensor, num_shards, held_of)
+    return Analysis(traced, walk, parameters, gradients, costs, {})
 
 
 def _num_scanned(value: Value) -> int:
@@ -162,9 +169,14 @@ def _num_scanned(value: Value) -> int:
     return (*is_scanned, False).index(False)
 
 
-def _decided(
-    analysis: Analysis, given: Mapping[str, int], fixed: Mapping[str, int | None], max_bytes: float | None
+def choose_layout(
+    analysis: Analysis,
+    *,
+    given: Mapping[str, int],
+    fixed: Mapping[str, int | None],
+    max_bytes: float | None = None,
 ) -> Analysis:
+    """The same with the layout that is worth the most; arguments as of [`analyse`][]."""
     costs, paths = analysis.costs, analysis.traced.paths
     total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
     least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from redco_eqx._dataflow.programs import body
 from redco_eqx._tree import is_array, leaves_with_paths
@@ -25,7 +26,7 @@ class Traced:
     - `num_batch`: how many of the inputs after these are the batch.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     paths: list[str]
     shapes: list[jax.ShapeDtypeStruct]
     fixed: list[str]
@@ -84,7 +85,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> Traced:
 
         return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
 
-    def trace(function: Callable[..., Any]) -> Any:
+    def trace(function: Callable[..., Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(function)(arrays, rows, key)
 
     try:

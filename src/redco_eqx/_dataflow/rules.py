@@ -1,6 +1,6 @@
 """The table: for each kind of operation, its rule."""
 
-from typing import Any
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow import contractions, control, elementwise, indexing, shapes
 from redco_eqx._dataflow.programs import called
@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def rule_of(equation: Any) -> Rule:
+def rule_of(equation: JaxprEqn) -> Rule:
     """The rule of an operation; a call is entered, and what is not known is looked at."""
     name = equation.primitive.name
     rule = RULES.get(name)

@@ -31,7 +31,8 @@ def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
 
 def freed_bytes(costs: Costs, layout: Layout) -> float:
     """Bytes of parameters that a device does not hold."""
-    return sum(costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
+    freed = (costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
+    return sum(freed, 0.0)
 
 
 def score(costs: Costs, layout: Layout, sent: Sent) -> float:

@@ -1,32 +1,34 @@
 """Operations that move dims, cut them, and put them together."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, unify
+from redco_eqx._dataflow.programs import shape_of, type_of
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result
 
 
-def transpose(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     dims = [operands[0].dims[i] for i in equation.params["permutation"]]
     return [_moved(equation, dims, operands[0])]
 
 
-def _moved(equation: Any, dims: Sequence[Dim], operand: Value) -> Value:
+def _moved(equation: JaxprEqn, dims: Sequence[Dim], operand: Value) -> Value:
     """The same numbers, so that what can be done with their sum over devices can still be done."""
-    out = result(equation.outvars[0].aval, dims, [operand])
+    out = result(type_of(equation.outvars[0]), dims, [operand])
     out.sums = operand.sums
     return out
 
 
-def reshape(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def reshape(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Numbers keep their order, so that the runs of factors before and after are the same."""
     operand = operands[0]
-    aval = equation.outvars[0].aval
-    sizes = [n for n in equation.invars[0].aval.shape if n > 1]
+    aval = type_of(equation.outvars[0])
+    sizes = [n for n in shape_of(equation.invars[0]) if n > 1]
     if sizes == [n for n in aval.shape if n > 1]:
-        left = iter([dim for dim, n in zip(operand.dims, equation.invars[0].aval.shape) if n > 1])
+        left = iter([dim for dim, n in zip(operand.dims, shape_of(equation.invars[0])) if n > 1])
         return [_moved(equation, [next(left) if n > 1 else () for n in aval.shape], operand)]
     dims = new_dims(aval.shape)
     before = tuple(atom for dim in operand.dims for atom in dim)
@@ -36,14 +38,14 @@ def reshape(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return [_moved(equation, dims, operand)]
 
 
-def squeeze(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def squeeze(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     gone = equation.params["dimensions"]
     dims = [dim for i, dim in enumerate(operands[0].dims) if i not in gone]
     return [_moved(equation, dims, operands[0])]
 
 
-def broadcast_in_dim(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
-    aval, before = equation.outvars[0].aval, equation.invars[0].aval.shape
+def broadcast_in_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     dims = list(new_dims(aval.shape))
     for i, j in enumerate(equation.params["broadcast_dimensions"]):
         if before[i] == aval.shape[j]:
@@ -52,7 +54,7 @@ def broadcast_in_dim(walk: Walk, equation: Any, operands: list[Value]) -> list[V
 
 
 def _piece(
-    walk: Walk, equation: Any, value: Value, dim: Dim, total: int, start: int, size: int, stride: int
+    walk: Walk, equation: JaxprEqn, value: Value, dim: Dim, total: int, start: int, size: int, stride: int
 ) -> Dim:
     """A slice of a dim. If it is one of several equal pieces, the dim is `(pieces, size)`."""
     if size == total:
@@ -68,9 +70,9 @@ def _piece(
     return new_dim(size)
 
 
-def slice_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def slice_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     (operand,) = operands
-    aval, before = equation.outvars[0].aval, equation.invars[0].aval.shape
+    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     starts = map(int, equation.params["start_indices"])  # NumPy's numbers at times
     strides = map(int, equation.params["strides"] or (1,) * len(before))
     dims = [
@@ -80,10 +82,10 @@ def slice_(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return [result(aval, dims, operands)]
 
 
-def split(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def split(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     (operand,) = operands
     axis, start, results = equation.params["axis"], 0, []
-    total = equation.invars[0].aval.shape[axis]
+    total = shape_of(equation.invars[0])[axis]
     for var, size in zip(equation.outvars, equation.params["sizes"]):
         dims = list(operand.dims)
         dims[axis] = _piece(walk, equation, operand, dims[axis], total, start, int(size), 1)
@@ -92,29 +94,29 @@ def split(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
-def stack(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def stack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     axis, first = equation.params["axis"], operands[0]
     for operand in operands[1:]:
         walk.same(first.dims, operand.dims, operand, equation)
     dims = [*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]
-    return [result(equation.outvars[0].aval, dims, operands)]
+    return [result(type_of(equation.outvars[0]), dims, operands)]
 
 
-def unstack(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def unstack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     axis, operand = equation.params["axis"], operands[0]
     walk.event("whole", [operand.dims[axis]], operand, equation)
     dims = [*operand.dims[:axis], *operand.dims[axis + 1 :]]
     return [result(var.aval, dims, operands) for var in equation.outvars]
 
 
-def concatenate(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
-    axis, aval = equation.params["dimension"], equation.outvars[0].aval
+def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    axis, aval = equation.params["dimension"], type_of(equation.outvars[0])
     first = operands[0]
     others = [i for i in range(len(aval.shape)) if i != axis]
     for operand in operands[1:]:
         walk.same([first.dims[i] for i in others], [operand.dims[i] for i in others], operand, equation)
     dims = list(first.dims)
-    sizes = {var.aval.shape[axis] for var in equation.invars}
+    sizes = {shape_of(var)[axis] for var in equation.invars}
     if len(sizes) == 1:
         for operand in operands[1:]:
             walk.same([first.dims[axis]], [operand.dims[axis]], operand, equation)
@@ -127,10 +129,10 @@ def concatenate(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]
     return [out]
 
 
-def pad(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Also the transpose of a slice: one piece among zeros."""
     operand = operands[0]
-    aval, before = equation.outvars[0].aval, equation.invars[0].aval.shape
+    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     dims = []
     config = [tuple(map(int, entry)) for entry in equation.params["padding_config"]]
     for dim, size, total, (low, high, interior) in zip(operand.dims, before, aval.shape, config):
@@ -146,13 +148,13 @@ def pad(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return [result(aval, dims, operands[:1])]
 
 
-def tile(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def tile(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     dims = [(*new_dim(n), *dim) for n, dim in zip(equation.params["reps"], operands[0].dims)]
     walk.event("merge", operands[0].dims, operands[0], equation, unless=dims)
-    return [result(equation.outvars[0].aval, dims, operands)]
+    return [result(type_of(equation.outvars[0]), dims, operands)]
 
 
-def reduce(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Sums, maxima and the like; `psum` over a dim that `vmap` gave a name is one too."""
     params = equation.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
@@ -164,7 +166,7 @@ def reduce(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
-def window(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
+def window(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Pooling, and its gradients: dims that the window goes along are needed whole."""
     sizes = equation.params["window_dimensions"]
     results = []
@@ -172,7 +174,7 @@ def window(walk: Walk, equation: Any, operands: list[Value]) -> list[Value]:
         if len(operand.dims) == len(sizes):
             walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand, equation)
     for var in equation.outvars:
-        dims = [d if n == 1 else new_dim(m) for d, n, m in zip(operands[0].dims, sizes, var.aval.shape)]
+        dims = [d if n == 1 else new_dim(m) for d, n, m in zip(operands[0].dims, sizes, shape_of(var))]
         for operand in operands[1:]:
             if len(operand.dims) == len(sizes):
                 kept = [i for i, n in enumerate(sizes) if n == 1]

@@ -1,12 +1,15 @@
 """Where in the user's code an operation was asked for."""
 
-from typing import Any
+from jax.extend.core import JaxprEqn
 
-BLOCKS = ("redco_eqx.column", "redco_eqx.row")
-"""The scopes of the blocks that add up before they sum over devices."""
+ADDING = ("redco_eqx.column", "redco_eqx.row")
+"""The scopes of the building blocks that add up before they sum over devices."""
+
+ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
+"""Those that gather what is stored split once, and hand each device its part of the gradient."""
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: JaxprEqn) -> str:
     """`file.py:12 (function)`: where the user's code asked for an operation."""
     traceback = getattr(equation.source_info, "traceback", None)
     own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
@@ -16,12 +19,13 @@ def source_line(equation: Any) -> str:
     return "an operation of unknown origin"
 
 
-def is_in_block(equation: Any) -> bool:
-    """Whether it is one of a building block of this library, or the gradient of one."""
-    return any(name in str(equation.source_info.name_stack) for name in BLOCKS)
+def block_of(equation: JaxprEqn) -> str:
+    """The building block of this library that an operation, or what it is the gradient of, is in; or ''."""
+    scopes = str(equation.source_info.name_stack)
+    return next((name for name in (*ADDING, *ENDS) if name in scopes), "")
 
 
-def short_line(equation: Any) -> str:
+def short_line(equation: JaxprEqn) -> str:
     """`file.py:12`, without its directory."""
     place = source_line(equation).partition(" (")[0]
     return place.replace("\\", "/").rpartition("/")[2]

@@ -1,7 +1,8 @@
 """What a walk through a program knows of its values, and what it writes down."""
 
 import dataclasses
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim
 
@@ -34,7 +35,7 @@ class Event:
     - `sent`: the array that is summed or gathered; the bytes of one device's part of it are counted.
     - `arrays`: of these one at least has to be split for it to happen.
     - `along`: if it is a sum, for each of `arrays` its dims that are summed over, by number.
-    - `equation`: the operation.
+    - `equation`: the operation; `block`: the building block of this library that it is in, or ''.
     - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
         sum over devices, once; the one for CPU does not.
     - `joined`: the first of several that are added by the library's own blocks: before, on every backend.
@@ -46,10 +47,11 @@ class Event:
     dims: tuple[Dim, ...]
     sent: Value
     arrays: tuple[Value, ...]
-    equation: Any
+    equation: JaxprEqn
     times: int
     waits: int
     unless: tuple[Dim, ...] = ()
+    block: str = ""
     along: tuple[tuple[int, ...], ...] = ()
     first: "Event | None" = None
     joined: "Event | None" = None
@@ -88,10 +90,11 @@ class Use:
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
     """An operation: its operands and results, how often it is done, and what happens there if they are
-    split."""
+    split. `block` as of an [`Event`][]."""
 
-    equation: Any
+    equation: JaxprEqn
     times: int
     operands: list[Value]
     results: list[Value]
     events: list[Event]
+    block: str = ""

@@ -18,6 +18,7 @@ from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
 
 
+@jax.named_scope("redco_eqx.embed")
 def embed(
     table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
 ) -> Float[Array, "*batch size"]:
@@ -75,6 +76,7 @@ Head: TypeAlias = Float[Array, "rows size"] | Layer
 """What makes logits of hidden states: the table itself, or a layer."""
 
 
+@jax.named_scope("redco_eqx.cross_entropy")
 def cross_entropy(
     hidden: Float[Array, "*batch length size"],
     head: Head,

@@ -1,23 +1,13 @@
 """What the operations of a traced program read and write: variables and literals."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
-from jax.extend.core import Literal, Var
 
-Atom: TypeAlias = Var | Literal
+from redco_eqx._dataflow.programs import Atom, shape_of, type_of
 
-
-def type_of(atom: Atom) -> ShapedArray:
-    """Shape, dtype and sharding of a variable or literal."""
-    return atom.aval  # pyright: ignore[reportReturnType] (declared as any type that JAX has)
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of a variable or literal."""
-    return tuple(type_of(atom).shape)
+__all__ = ["Atom", "dtype_of", "is_key", "shape_of", "type_of"]
 
 
 def dtype_of(atom: Atom) -> Any:

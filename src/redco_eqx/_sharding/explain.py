@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from redco_eqx._bytes import readable
-from redco_eqx._dataflow.communication import Communication, communication
+from redco_eqx._dataflow.communication import Communication, Stored, communication
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._sharding.mesh import axis_size, stored_axes, tensor_dim
 from redco_eqx._sharding.rules import (
@@ -95,19 +95,19 @@ def explain_by(
     decisions = decide_by(analysis, model, mesh, chosen)
     dims = {path: tensor_dim(d.spec) for path, d in decisions.items()}
     laid_out = None if analysis is None else analysis.laid_out(dims)  # with the overrides
-    sent = None if laid_out is None else communication(laid_out, _over_fsdp(decisions, mesh))
+    sent = None if laid_out is None else communication(laid_out, _stored(decisions, mesh))
     return Explanation(decisions, dict(mesh.shape), sent)
 
 
-def _over_fsdp(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> float:
-    """Bytes that gathering adds in a step.
-
-    Each weight is gathered for the loss and again for its gradient, which is summed over the axes that store it
-    whole, and over `data` in parts.
-    """
-    parts = int(axis_size(mesh, "data") > 1)
-    stored = [(d, stored_axes(d.spec)) for d in decisions.values()]
-    return float(sum(d.bytes_per_device * (2 * axis_size(mesh, axes) + parts) for d, axes in stored if axes))
+def _stored(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> dict[str, Stored]:
+    """The arrays that are gathered for use."""
+    found = {}
+    for path, d in decisions.items():
+        num_parts = axis_size(mesh, stored_axes(d.spec))
+        if num_parts > 1:
+            over_data = axis_size(mesh, "data") > 1
+            found[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
+    return found
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:

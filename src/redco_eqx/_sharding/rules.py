@@ -186,7 +186,7 @@ def analysis_of(
     def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
         x, role = arrays[path], Role("buffer" if is_buffer else "whole", "", dim, stack)
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
-        return _shard_bytes(tuple(x.shape), x.dtype, spec, mesh)
+        return float(_shard_bytes(tuple(x.shape), x.dtype, spec, mesh))
 
     constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
     return analyse(

@@ -15,6 +15,7 @@ from redco_eqx.models._blocks.lora import LoRA, add_lora, lora_spec, merge_lora
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
+from redco_eqx.models._blocks.vocabulary import pad_vocabulary
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -106,6 +107,7 @@ __all__ = [
     "lora_spec",
     "make_layers",
     "merge_lora",
+    "pad_vocabulary",
     "relative_bias",
     "rotate",
     "run_layers",

@@ -16,6 +16,7 @@ from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Context, Memory, check_tokens, make_context
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Model, Options, count_layers, run_layers
+from redco_eqx.models._blocks.vocabulary import only_tokens
 
 
 class Decoder(Model):
@@ -61,7 +62,8 @@ class Decoder(Model):
         For a loss that need not hold all logits: `cross_entropy(model.hidden_states(ids)[0], model.head,
         labels)`.
         """
-        return attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
+        head = attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
+        return only_tokens(head, self.config.vocab_size) if self.vocabulary else head
 
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
         """What the head gives for hidden states."""

@@ -54,6 +54,8 @@ class Model(eqx.Module):
     """Modules that all layers share: where stacked ones have them, and where files do, in the first layer."""
     fused: ClassVar[tuple[str, ...]] = ()
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
+    vocabulary: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
     prefixes: ClassVar[tuple[str, ...]] = ()
     """With what the keys of the bare model, as some files have them, become paths."""
     outer: ClassVar[tuple[str, ...]] = ()

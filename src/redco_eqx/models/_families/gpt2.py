@@ -237,6 +237,7 @@ class GPT2LMHeadModel(DecoderLM):
     config: GPT2Config = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
+    vocabulary: ClassVar[tuple[str, ...]] = (r"\.wte$", r"^lm_head$")
     fused: ClassVar[tuple[str, ...]] = (r"\.c_attn\.(weight|bias)$",)
     prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)

@@ -167,6 +167,7 @@ class GPTJForCausalLM(DecoderLM):
     config: GPTJConfig = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("transformer.h",)
+    vocabulary: ClassVar[tuple[str, ...]] = (r"\.wte$", r"^lm_head$")
     prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\battn\.(masked_)?bias$",)
 

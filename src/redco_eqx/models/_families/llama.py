@@ -231,6 +231,7 @@ class LlamaForCausalLM(DecoderLM):
     config: LlamaConfig = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.layers",)
+    vocabulary: ClassVar[tuple[str, ...]] = (r"\.embed_tokens$", r"^lm_head$")
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -148,6 +148,7 @@ class OPTForCausalLM(DecoderLM):
     config: OPTConfig = eqx.field(static=True)
 
     stacks: ClassVar[tuple[str, ...]] = ("model.decoder.layers",)
+    vocabulary: ClassVar[tuple[str, ...]] = (r"\.embed_tokens$", r"^lm_head$")
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\bdecoder\.version$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.decoder.embed_tokens.weight"}

@@ -23,6 +23,7 @@ from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options
+from redco_eqx.models._blocks.vocabulary import pad_vocabulary
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, entries_of, match_keys
@@ -43,6 +44,7 @@ def load_pretrained(
     overrides: Overrides = (),
     entries: Mapping[str, Json] | None = None,
     key: Key | None = None,
+    pad_vocabulary_to: int = 1,
 ) -> Any:
     """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
 
@@ -72,6 +74,8 @@ def load_pretrained(
     - `entries`: take the place of those of `config.json`: rates of dropout, say, or `{"num_labels": 3}`.
     - `key`: makes anew what the files lack of a head that the family states: for a classifier, say, by
         `family=(BertConfig, BertForSequenceClassification)`, of a model that was trained without one.
+    - `pad_vocabulary_to`: rows of zeros are added to the embedding table and the head up to a multiple of this,
+        see [`pad_vocabulary`][]; `mesh.shape["tensor"]` splits a vocabulary that does not divide.
 
     **Raises:**
 
@@ -92,6 +96,8 @@ def load_pretrained(
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
     )
+    if pad_vocabulary_to != 1:
+        model = pad_vocabulary(model, pad_vocabulary_to)
     if mesh is None:
         mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
     layout = to_paths(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from redco_eqx._tree import join, to_arrays
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._blocks.vocabulary import is_vocabulary
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of norms, in files converted from TensorFlow."""
@@ -20,6 +21,7 @@ class Entry:
     - `keys`: one, or one for each layer of a stack.
     - `stack`: the path of the stack, if the leaf's first dim numbers the layers.
     - `fused`: whether the last two dims are one in files.
+    - `num_rows`: how many of its rows files have, if it has others: of a vocabulary that was padded.
     """
 
     path: str
@@ -27,11 +29,17 @@ class Entry:
     keys: tuple[str, ...]
     stack: str | None
     fused: bool
+    num_rows: int | None = None
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        """The shape of the array without rows that pad it."""
+        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of the array under each key."""
-        shape = self.shape if self.stack is None else self.shape[1:]
+        shape = self.unpadded_shape if self.stack is None else self.shape[1:]
         return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
 
 
@@ -47,7 +55,8 @@ def entries_of(model: Model) -> list[Entry]:
             (_key(path, model),) if stack is None else tuple(f"{stack}.{i}.{rest}" for i in range(x.shape[0]))
         )
         fused = any(re.search(pattern, path) for pattern in model.fused)
-        entries.append(Entry(path, tuple(x.shape), keys, stack, fused))
+        num_rows = model.config.vocab_size if is_vocabulary(model, path.rpartition(".")[0]) else None
+        entries.append(Entry(path, tuple(x.shape), keys, stack, fused, num_rows))
     return entries
 
 

@@ -85,7 +85,8 @@ def _fetch(x: Any, piece: Piece) -> np.ndarray:
     x = jnp.copy(x) if piece.layer is None else _take(x, piece.layer)
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x).reshape(piece.record.shape)
+    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without those that pad it
+    return np.asarray(x)[rows].reshape(piece.record.shape)
 
 
 @jax.jit

@@ -84,7 +84,7 @@ def _check_family(model: Model) -> None:
     fresh = eqx.filter_eval_shape(
         lambda key: made(config, stacked=any(entry.stack for entry in entries), key=key), jax.random.key(0)
     )
-    own, wanted = ({entry.path: entry.shape for entry in x} for x in (entries, entries_of(fresh)))
+    own, wanted = ({entry.path: entry.unpadded_shape for entry in x} for x in (entries, entries_of(fresh)))
     extra = [path for path in own if path not in wanted]
     problems = [f"{len(paths)} {what}: {first_few(paths)}" for what, paths in (
         ("unknown", extra),

@@ -65,10 +65,22 @@ def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.d
     return layers
 
 
+def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
+    """A slice of what is stored; beyond its last row there are zeros."""
+    if not bounds or bounds[0][1] <= stored.shape[0]:
+        return stored.read(tuple(slice(*pair) for pair in bounds))
+    (first, last), *inner = bounds
+    rows = np.zeros([last - first, *(stop - start for start, stop in inner)], np.dtype(stored.dtype))
+    if first < stored.shape[0]:
+        kept = stored.read((slice(first, stored.shape[0]), *(slice(*pair) for pair in inner)))
+        rows[: len(kept)] = kept
+    return rows
+
+
 def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
     """A slice of what is stored; its last dim is meant as two, the second of `size`, if that is given."""
     if size is None:
-        return stored.read(tuple(slice(*pair) for pair in bounds))
+        return _read_rows(stored, bounds)
     *outer, (first, last), (start, stop) = bounds
     index = tuple(slice(*pair) for pair in outer)
     if stop - start == size:  # the parts lie side by side

@@ -1,0 +1,93 @@
+"""A vocabulary with more rows than it has tokens, so that it divides over devices."""
+
+import dataclasses
+import re
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from redco_eqx._tree import path_of
+from redco_eqx.models._blocks.layers import Embedding, Linear
+from redco_eqx.models._blocks.model import Model
+
+M = TypeVar("M", bound=Model)
+
+
+def pad_vocabulary(model: M, multiple: int) -> M:
+    """The model with rows of zeros added to its embedding table and head, up to a multiple of `multiple`.
+
+    The logits of what is added are minus infinity: so it is never chosen, and counts in no cross-entropy; its
+    gradient is zero. Files do not have it: `save_pretrained` leaves it out. GPT-2's 50257 rows do not divide by
+    anything that a mesh has; 50304 divide by 64.
+
+    **Arguments:**
+
+    - `model`: a decoder-only language model, abstract or not. To be born padded:
+        `init_model(lambda key: pad_vocabulary(GPT2LMHeadModel(config, key=key), 128), ...)`.
+    - `multiple`: of the number of devices along `tensor`, say; 1 adds nothing.
+
+    **Raises:**
+
+    `ValueError` if `multiple` is not positive, or the model's class does not name its `vocabulary`.
+    """
+    if multiple < 1:
+        raise ValueError(f"pad_vocabulary: multiple={multiple}, but it must be positive.")
+    if not model.vocabulary:
+        raise ValueError(
+            f"pad_vocabulary: {type(model).__name__} does not name the modules that have a row for each token "
+            "(`vocabulary`); decoder-only models do."
+        )
+    num_rows = -(-model.config.vocab_size // multiple) * multiple
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, Embedding | Linear)
+
+    def one(keypath: Any, x: Any) -> Any:
+        return _with_rows(x, num_rows) if is_module(x) and is_vocabulary(model, path_of(keypath)) else x
+
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_module)
+
+
+def is_vocabulary(model: Model, module: str) -> bool:
+    """Whether the arrays of the module at this path have a row for each token."""
+    return any(re.search(pattern, module) for pattern in model.vocabulary)
+
+
+def only_tokens(
+    head: Linear | Float[Array, "rows size"], num_tokens: int
+) -> Linear | Float[Array, "rows size"]:
+    """A head, or the table that is one, whose logits are minus infinity beyond the tokens that there are."""
+    weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
+    num_rows = weight.shape[0]
+    if num_rows == num_tokens:
+        return head
+    bias = jnp.zeros(num_rows, weight.dtype) if bias is None else bias
+    masked = jnp.where(jnp.arange(num_rows) < num_tokens, bias, -jnp.inf)
+    return _linear(weight, masked, weight.shape[1], num_rows)
+
+
+def _with_rows(module: Any, num_rows: int) -> Any:
+    def longer(x: Any) -> Any:
+        shape = (num_rows, *x.shape[1:])
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+        return jnp.pad(x, [(0, num_rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+    name = "num_embeddings" if isinstance(module, Embedding) else "out_features"
+    return _changed(jax.tree.map(longer, module), **{name: num_rows})
+
+
+def _linear(weight: Any, bias: Any, in_features: int, out_features: int) -> Linear:
+    fields = {"weight": weight, "bias": bias, "in_features": in_features, "out_features": out_features}
+    return _changed(object.__new__(Linear), **fields)
+
+
+def _changed(module: Any, **fields: Any) -> Any:
+    """A module with other values of fields: also of static ones, which `eqx.tree_at` does not reach."""
+    new = object.__new__(type(module))
+    for field in dataclasses.fields(module):
+        value = fields[field.name] if field.name in fields else getattr(module, field.name)
+        object.__setattr__(new, field.name, value)
+    return new
