@@ -190,6 +190,22 @@ def test_what_a_function_captures_is_never_stale(way: Callable[[], Any]) -> None
     assert_same(after, train(loss_fn))
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_functions_side_by_side_are_told_apart(place: int) -> None:
+    """The parts of a chain have equal code, of optax's own: each counts, the first as well as the last."""
+
+    def chain(changed: float) -> Any:
+        scales = [1.0, 1.0, 1.0]
+        scales[place] = changed
+        return optax.chain(*(optax.scale(x) for x in scales), optax.scale(-0.05))
+
+    loss_fn = make_loss()
+    states = [train(loss_fn, chain(changed)) for changed in (1.0, 0.0, 1.0)]
+    assert_same(states[0], states[2])
+    assert_same(states[1].params, linear_state().params)
+    assert not np.array_equal(states[0].params["weight"], states[1].params["weight"])
+
+
 def test_evaluation_is_never_stale() -> None:
     loss_fn, change = by_cell()
     state = linear_state()

@@ -11,7 +11,7 @@ import pathlib
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -100,26 +100,29 @@ class Captured:
         return self._container(path, x)
 
     def _container(self, path: str, x: Any) -> Hashable:
-        of = functools.partial(self._value, path)
         if isinstance(x, types.FunctionType):
             return self._function(path, x)
         if isinstance(x, types.MethodType):
-            return of(x.__func__), of(x.__self__)
+            return self._values(path, (x.__func__, x.__self__))
         if isinstance(x, functools.partial):
-            return of(x.func), of(x.args), of(x.keywords)
+            return self._values(path, (x.func, x.args, x.keywords))
         if isinstance(x, list | tuple):
-            return self._same(type(x)), *map(of, x)
+            return self._same(type(x)), *self._values(path, x)
         if isinstance(x, dict):
-            return self._same(type(x)), *((of(key), of(value)) for key, value in x.items())
+            return self._same(type(x)), self._values(f"{path}:", x), self._values(path, x.values())
         if isinstance(x, set | frozenset):
-            return self._same(type(x)), frozenset(map(of, x))
+            return self._same(type(x)), frozenset(self._values(path, x))
         if isinstance(getattr(x, "__wrapped__", None), types.FunctionType):  # of `jax.jit`
-            return self._same(type(x)), of(x.__wrapped__)
+            return self._same(type(x)), self._value(path, x.__wrapped__)
         if not getattr(x, "__dict__", None):
             return self._same(x)
         if callable(x):
             self._variable(f"{path}.__call__", type(x).__call__)
-        return self._same(type(x)), of(vars(x))
+        return self._same(type(x)), self._value(path, vars(x))
+
+    def _values(self, path: str, items: Iterable[Any]) -> tuple[Hashable, ...]:
+        """Of each item, under a path of its own: what two functions capture must not take one name."""
+        return tuple(self._value(f"{path}[{i}]", x) for i, x in enumerate(items))
 
     def _function(self, path: str, function: types.FunctionType) -> Hashable:
         code = function.__code__
