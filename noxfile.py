@@ -101,5 +101,5 @@ def bench(session: nox.Session) -> None:
     """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
     session.install("--no-deps", *FOREIGN)
-    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints"):
+    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
