@@ -84,7 +84,7 @@ for name, axes in MESHES.items():
         made = epochs.after(0, 0, key=jax.random.key(0))
         for batch, place in made:
             seen.append(multihost_utils.process_allgather(batch, tiled=True).tolist())
-            places.append([place.epoch, place.batch, [list(p) for p in place.positions]])
+            places.append([place.epoch, place.batch, [list(p) for p in place.positions or ()]])
             if len(seen) == 7:
                 break
         made.close()
@@ -103,6 +103,12 @@ for how, stream in {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stre
             checkpoints=rx.Checkpoints(directory / how, every_steps=4, keep_last=None),
         )  # fmt: skip
     results[f"steps {how}"] = int(state.step)
+try:
+    unlike = rx.Stream(lambda epoch: range(100 * process, 200), sharded=False)
+    epochs = rx.loop.Epochs(unlike, np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
+    next(epochs.after(0, 0, key=jax.random.key(0)))
+except ValueError as error:
+    results["unlike"] = str(error)
 try:
     rx.loop.Epochs(rx.Stream(whole), np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
 except ValueError as error:

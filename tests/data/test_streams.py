@@ -14,6 +14,7 @@ from stream_sources import KINDS, WITH_STATE, StatefulIterator, WithState, gener
 
 import redco_eqx as rx
 from redco_eqx._data.position import Position, decode, encode
+from redco_eqx._data.streams import checksum
 from redco_eqx._sharding.mesh import num_batch_shards
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -121,7 +122,7 @@ def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
     stream = rx.Stream(lambda epoch: in_lists(range(NUM), 8, epoch), batched=True)
     found = taken(epochs_of(stream), 5)
     assert [x for x, _ in found] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(5)]
-    rest = taken(epochs_of(stream), 3, *found[1][1][:2], found[1][1].positions)
+    rest = taken(epochs_of(stream), 3, 0, 2, found[1][1].positions)
     assert [x for x, _ in rest] == [x for x, _ in found[2:]]
     with pytest.raises(ValueError, match=r"int64\[5\], but its leading dim must be 8"):
         taken(epochs_of(rx.Stream([np.arange(8), np.arange(5)], batched=True)), 2)
@@ -186,6 +187,21 @@ def test_a_state_without_a_form_is_counted():
     assert [x for x, _ in rest] == [x for x, _ in whole[2:]]
 
 
+# What all processes must read alike
+
+
+def test_another_content_has_another_checksum():
+    example = {"x": np.arange(3), "text": "a", "y": 1}
+    others = [
+        {"x": np.arange(1, 4), "text": "a", "y": 1},
+        {"x": np.arange(3), "text": "b", "y": 1},
+        {"x": np.arange(3), "text": "a", "y": 2},
+    ]
+    assert checksum(example) == checksum({"x": np.arange(3), "text": "a", "y": 1})
+    assert checksum(example) not in [checksum(other) for other in others]
+    assert checksum([object()]) == checksum([object()])
+
+
 # Errors
 
 
@@ -203,7 +219,11 @@ def int_as_any() -> Any:
         (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2 work ahead"),
         (lambda: rx.Data([1], processes=True), ValueError, r"processes=True needs num_workers="),
         (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch of 8"),
-        (lambda: taken(epochs_of(rx.Stream(lambda epoch: 3)), 1), TypeError, r"returned a int, but must"),
+        (
+            lambda: taken(epochs_of(rx.Stream(lambda epoch: int_as_any())), 1),
+            TypeError,
+            r"returned a int, but must",
+        ),
         (
             lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3),
             ValueError,

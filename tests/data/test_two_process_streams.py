@@ -98,5 +98,6 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
 
 def test_what_is_refused(results: list[Any]) -> None:
     for result in results:
+        assert "have not read the same examples for a batch" in result["unlike"]
         assert "on several processes say what each of them reads" in result["unsaid"]
         assert result["interleaved"] is None  # each process holds every second row: a shard of its own

@@ -163,7 +163,8 @@ def test_a_loop_of_ones_own_saves_the_position(tmp_path: pathlib.Path) -> None:
         record = rx.types.RunRecord.begin_at(0, batch_size=4, num_examples=None, order=None)
         saved = rx.list_checkpoints(tmp_path)
         if saved:
-            state, record = rx.restore(tmp_path, state)[0], saved[-1].run
+            state, record = rx.restore(tmp_path, state), saved[-1].run
+            assert record is not None
         key = rx.loop.order_key(linear_state(), 0)
         seen = []
         with rx.Checkpoints(tmp_path).open() as writer:
