@@ -102,5 +102,5 @@ def bench(session: nox.Session) -> None:
     session.install("-e", ".[checkpoint]")
     session.install("--no-deps", *FOREIGN)
     session.install("google-parallax")  # another engine of layouts, to compare with
-    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints"):
+    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)

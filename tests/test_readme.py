@@ -24,7 +24,7 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     def run(program: str) -> None:
         exec(compile(program, "README.md", "exec"), namespace)
 
-    example, program, signatures, loop, pretrained, by_orbax, by_tensorstore = blocks("python")
+    example, program, signatures, loop, streams, pretrained, by_orbax, by_tensorstore = blocks("python")
     run(example)
     out, err = capfd.readouterr()
     table, by_program, sent = blocks("text")
@@ -50,6 +50,10 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
         == 2 * rx.num_train_steps(len(namespace["examples"]), batch_size=64, num_epochs=1)
     )
     assert jax.tree.leaves(namespace["state"].params)[0].sharding.mesh == namespace["mesh"]
+
+    run(streams)
+    assert int(namespace["state"].step) == 2 * step + 100
+    assert "a stream of examples, read whole" in capfd.readouterr().err
 
     run(pretrained)
     state = namespace["state"]

@@ -2,6 +2,7 @@
 
     python examples/language_modeling/main.py            # a small LLaMA, made here of the standard library
     python examples/language_modeling/main.py --model llama-7b --data alpaca.json --tasks instructions
+    python examples/language_modeling/main.py --text wikitext-2                  # plain text instead of code
 
 The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
 """
@@ -24,8 +25,13 @@ from redco_eqx import models
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import code_data
 import common
+import text_data
 
-RATES = {"code": 5e-3, "instructions": 1e-3}  # of learning, for a new model; the second task begins with it
+RATES = {
+    "code": 5e-3,
+    "text": 5e-3,
+    "instructions": 1e-3,
+}  # of learning; a next task goes on
 
 
 def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
@@ -103,17 +109,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
-    parser.add_argument("--tasks", nargs="+", choices=RATES, help="both by default")
+    parser.add_argument("--text", help="directory in WikiText's form: its articles instead of code")
+    parser.add_argument("--tasks", nargs="+", choices=RATES, help="all that there is data for, by default")
     parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, else 5e-3, then 1e-3")
     parser.add_argument("--length", type=int, default=128, help="of an example, in tokens")
     args, mesh = common.start(parser, argv)
     rates = dict.fromkeys(RATES, args.rate or 2e-5) if args.rate or args.model else RATES
     records = args.data and code_data.read_records(args.data)
-    texts = code_data.modules(10 if args.quick else 3)
+    texts = text_data.articles(args.text) if args.text else code_data.modules(10 if args.quick else 3)
     model, tokenizer = load_or_make(args, mesh, texts[0])
-    parts = {"code": texts, "instructions": records or [code_data.signatures(part) for part in texts]}
+    parts: dict[str, Any] = {"text" if args.text else "code": texts}
+    if records or not args.text:
+        parts["instructions"] = records or [code_data.signatures(part) for part in texts]
     results = {}
     for task in args.tasks or parts:
+        if task not in parts:
+            raise ValueError(f"--tasks {task}: there is no data for it; with --text it is {', '.join(parts)}.")
         args.rate = rates[task]
         train, test = (code_data.encode(tokenizer, part, args.length) for part in parts[task])
         state, results[task] = tune(args, task, model, train, test)

@@ -81,7 +81,7 @@ def main(options: dict[str, Any]) -> None:
     if options["evaluates"]:
         evaluation = {
             "evaluation": rx.Evaluation(
-                examples[:16], every_steps=10, predict_fn=predict_fn, metric_fn=metric_fn
+                rx.Data(examples[:16], prefetch=0), every_steps=10, predict_fn=predict_fn, metric_fn=metric_fn
             )
         }
     optimizer = optax.adam(1e-2)

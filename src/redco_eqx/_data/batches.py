@@ -88,7 +88,7 @@ def batches(
             data, collate, batch_size=batch_size, mesh=mesh, epoch=epoch, position=position, start=start,
             remainder=remainder,
         )  # fmt: skip
-        made = (batch for batch, _ in read)
+        made = (batch for batch, *_ in read)
     else:
         made = data_batches(
             data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
@@ -145,8 +145,8 @@ def stream_batches(
     position: Position,
     start: int = 0,
     remainder: str = "drop",
-) -> Generator[tuple[Batch, Position]]:
-    """`batches` of a stream, from a position on, each with the position after it.
+) -> Generator[tuple[Batch, Position, int]]:
+    """`batches` of a stream, from a position on, each with the position after it and a checksum (see `Rows`).
 
     `start` is the number of the batch there.
     """
@@ -166,13 +166,13 @@ def stream_batches(
             for index, (rows, after) in enumerate(items, start):
                 yield index, rows, after
 
-    def make(job: tuple[int, Rows, Position]) -> tuple[Batch, Position]:
+    def make(job: tuple[int, Rows, Position]) -> tuple[Batch, Position, int]:
         index, rows, after = job
         with _noted(f"This is batch {index} of epoch {epoch} of the stream."):
-            return assembly(rows), after
+            return assembly(rows), after, rows.checksum
 
     made = _run_ahead(stream, read(), make)
-    return _compared(made, mesh, call, lambda pair: pair[0])
+    return _compared(made, mesh, call, lambda made: made[0])
 
 
 class BatchSizes(Sequence[int]):

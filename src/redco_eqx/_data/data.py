@@ -83,7 +83,7 @@ class Stream:
     - `batched`: whether each item is a batch already, of all rows that are read here; `collate_fn` is given
         the item itself, and makes NumPy arrays of it. For training only.
     - `replay`: whether a run always goes on by reading again, although the stream can set its position, but not
-        exactly (a buffer of examples to shuffle that is filled anew, say).
+        exactly. A shuffle buffer of `datasets`, which is filled anew, is recognised.
     - `prefetch`, `num_workers`, `processes`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -16,10 +16,6 @@ from redco_eqx._data.streams import first_position, items_per_batch, stream_fact
 from redco_eqx._data.workers import closed_after, collator
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key
-
-T = TypeVar("T")
-
-_END = object()
 
 
 class Place(NamedTuple):
@@ -169,7 +165,7 @@ class Epochs:
             )
             first = batch + 1
             with contextlib.closing(made):
-                for batch, ((x, after), is_last) in enumerate(_with_ends(made, self._mesh), first):
+                for batch, (x, after, is_last) in enumerate(_with_ends(made, self._mesh), first):
                     if is_last:
                         yield x, Place(epoch + 1, 0, None, (begin,), is_end=stream.is_once)
                     else:
@@ -201,23 +197,33 @@ def _of_shard(begin: Position, positions: Sequence[Sequence[Any]]) -> Position:
     return found[begin.shard]
 
 
-def _with_ends(items: Iterator[T], mesh: Mesh) -> Generator[tuple[T, bool]]:
-    """Each item, and whether it is the last one: of the process that has fewest. All stop there.
+def _with_ends(
+    made: Iterator[tuple[Batch, Position, int]], mesh: Mesh
+) -> Generator[tuple[Batch, Position, bool]]:
+    """Each batch with its position, and whether it is the last one of some process: all stop there.
 
-    Of many processes none waits for another: what is asked about an item is answered a few items later.
+    Of many processes none waits for another: what is asked about a batch is answered a few batches later.
+    Raises `ValueError` on all of them if their checksums differ.
     """
     vote = Vote(mesh)
-    behind: deque[T | object] = deque()
-    held: Any = _END
+    behind: deque[tuple[Batch, Position, int] | None] = deque()
+    held: tuple[Batch, Position, int] | None = None
     while True:
-        item = next(items, _END)
-        behind.append(item)
-        answer = vote.of_earlier(int(item is _END))
+        newest = next(made, None)
+        behind.append(newest)
+        checksum = 0 if newest is None else newest[2]
+        answer = vote.of_earlier(int(newest is None), checksum, -checksum)
         if answer is None:
             continue
-        item = behind.popleft()
-        if held is not _END:
-            yield held, bool(answer[0])
-        if answer[0]:
+        is_end, greatest, negative_of_least = answer
+        if greatest != -negative_of_least:
+            raise ValueError(
+                "Stream(sharded=False): the processes have not read the same examples for a batch, but what is "
+                "read whole must be the same on all. Give its shuffle a seed, or let each read a part: "
+                "sharded=True."
+            )
+        if held is not None:
+            yield held[0], held[1], bool(is_end)
+        if is_end:
             return
-        held = item
+        held = behind.popleft()

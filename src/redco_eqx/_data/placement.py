@@ -47,11 +47,13 @@ class Rows(NamedTuple):
     - `size`: the number of rows of the batch.
     - `here`: those rows that are in `items`.
     - `items`: an example for each, or what else `collate_fn` takes.
+    - `checksum`: of what every process has read for it; 0 if that is not the same, or there is only one.
     """
 
     size: int
     here: Int[np.ndarray, " num_rows"]
     items: Any
+    checksum: int = 0
 
 
 class Assembly:

@@ -1,9 +1,11 @@
 """A stream that is being read: one epoch of it, from any position on."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -12,6 +14,8 @@ from redco_eqx._data.placement import Assembly, Rows, needed_rows
 from redco_eqx._data.position import Position, decode, encode
 from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
 from redco_eqx._types import Examples
+
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
 class Reading(Iterator[Any]):
@@ -115,20 +119,37 @@ def read_batches(
 ) -> Iterator[tuple[Rows, Position]]:
     """What is read for one batch after the other, and the position after it. `remainder` as for `batches`."""
     needed = assembly.needed(batch_size)
+    is_shared = not stream.sharded and jax.process_count() > 1
     read_here = needed if stream.sharded else np.arange(batch_size)
     if stream.batched:
         for item in reading:
-            yield Rows(batch_size, read_here, item), reading.position
+            yield Rows(batch_size, read_here, item, checksum(item) if is_shared else 0), reading.position
         return
     while items := list(itertools.islice(reading, len(read_here))):
         if len(items) == len(read_here):
             mine = items if stream.sharded else [items[row] for row in needed]
-            yield Rows(batch_size, needed, mine), reading.position
+            yield Rows(batch_size, needed, mine, checksum(items) if is_shared else 0), reading.position
         else:
             for size in tail_sizes(len(items), batch_size, remainder, num_batch_shards(mesh)):
                 rows = assembly.needed(size)
                 yield Rows(size, rows, [items[min(row, len(items) - 1)] for row in rows]), reading.position
                 items = items[size:]
+
+
+def checksum(x: Any, begin: int = 0) -> int:
+    """Of the numbers and text in an example, from 0 to 2**30; of other objects their type alone counts."""
+    is_sequence = isinstance(x, list | tuple)
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
+        content = np.ascontiguousarray(x).tobytes()
+    elif type(x) in _PLAIN or (is_sequence and _PLAIN.issuperset(map(type, x))):  # tokens, say: at once
+        content = repr(x).encode()
+    elif is_sequence or isinstance(x, dict):
+        for item in x.items() if isinstance(x, dict) else x:
+            begin = checksum(item, begin)
+        return begin
+    else:
+        content = type(x).__name__.encode()
+    return zlib.crc32(content, begin) % 2**30
 
 
 def tail_sizes(num_examples: int, batch_size: int, remainder: str, num_shards: int) -> list[int]:

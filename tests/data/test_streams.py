@@ -1,0 +1,255 @@
+"""Streams: every example once and in order, the position of what was consumed, and going on from there."""
+
+import itertools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from fit_helpers import no_threads_left
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_sources import KINDS, WITH_STATE, StatefulIterator, WithState, generate, in_lists, order
+
+import redco_eqx as rx
+from redco_eqx._data.position import Position, decode, encode
+from redco_eqx._data.streams import checksum
+from redco_eqx._sharding.mesh import num_batch_shards
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one": {"data": 1},
+    "data": {},
+    "tensor": {"tensor": 8},
+    "mixed": {"tensor": 4},
+}
+BATCH_SIZE = 8
+NUM = 29  # three batches of 8, and 5 dropped
+
+
+def ids(batch: Any) -> list[int]:
+    return np.asarray(batch).tolist()
+
+
+def epochs_of(stream: Any, collate_fn: Any = np.asarray) -> rx.loop.Epochs:
+    return rx.loop.Epochs(stream, collate_fn, batch_size=BATCH_SIZE, mesh=rx.make_mesh())
+
+
+def taken(epochs: rx.loop.Epochs, num: int, epoch: int = 0, batch: int = 0, positions: Any = None) -> Any:
+    """The first batches from a place on, and the places after them."""
+    made = epochs.after(epoch, batch, key=KEY, positions=positions)
+    found = [(ids(x), place) for x, place in itertools.islice(made, num)]
+    made.close()
+    return found
+
+
+KEY = jax.random.key(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MESHES)),
+    num=st.integers(1, 40),
+    multiple=st.integers(1, 3),
+    remainder=st.sampled_from(["drop", "split", "pad"]),
+    prefetch=st.integers(0, 3),
+    start=st.integers(0, 2),
+)
+def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, remainder, prefetch, start):
+    mesh = rx.make_mesh(**MESHES[name])
+    batch_size = multiple * num_batch_shards(mesh)
+    if num < (start + 1) * batch_size:
+        num += (start + 1) * batch_size
+    options: Any = {"batch_size": batch_size, "mesh": mesh, "remainder": remainder, "start": start}
+    streamed = list(rx.batches(rx.Stream(range(num), prefetch=prefetch), np.asarray, **options))
+    indexed = list(rx.batches(range(num), np.asarray, **options))
+    assert [ids(x) for x in streamed] == [ids(x) for x in indexed]
+    assert [x.sharding for x in streamed] == [x.sharding for x in indexed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_epochs_follow_each_other(kind, prefetch):
+    found = taken(epochs_of(KINDS[kind](range(NUM), prefetch=prefetch)), 8)
+    expected = [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(8)]
+    assert [x for x, _ in found] == expected
+    assert [(p.epoch, p.batch) for _, p in found] == [divmod(i, 3) for i in range(1, 9)]
+    assert not any(place.is_end for _, place in found)
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_it_goes_on_after_what_was_consumed(kind, prefetch, at):
+    """With a new stream, as in a new process, after batches that were only made ahead are forgotten."""
+    whole = taken(epochs_of(KINDS[kind](range(NUM))), 8)
+    _, place = taken(epochs_of(KINDS[kind](range(NUM), prefetch=prefetch)), at)[-1]
+    positions = json.loads(json.dumps(place.positions))  # as a checkpoint has them
+    stream = KINDS[kind](range(NUM), prefetch=prefetch)
+    rest = taken(epochs_of(stream), 8 - at, place.epoch, place.batch, positions)
+    assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
+    assert [p[:2] for _, p in rest] == [p[:2] for _, p in whole[at:]]
+    by_state = kind in WITH_STATE and place.batch > 0
+    assert (place.positions[0].state is not None) == by_state
+    assert ("set to the state" in str(Position(*positions[0]))) == by_state
+    if kind == "iterable with a state" and prefetch == 0:
+        # Nothing is read again: only this and what comes after, one batch ahead.
+        assert stream.examples.num_read <= (8 - at + 1) * 8 + 2 * (NUM - 24)
+
+
+def test_without_positions_it_is_read_again_as_far():
+    whole = taken(epochs_of(KINDS["function"](range(NUM))), 5)
+    rest = taken(epochs_of(KINDS["function"](range(NUM))), 1, 1, 1)
+    assert [x for x, _ in rest] == [whole[4][0]]
+
+
+@pytest.mark.parametrize("kind", [generate, StatefulIterator])
+def test_an_iterator_is_read_once(kind):
+    def once() -> Any:
+        return rx.Stream(kind(range(NUM), 0))
+
+    found = taken(epochs_of(once()), 10)
+    assert [x for x, _ in found] == [order(NUM, 0)[i * 8 :][:8] for i in range(3)]
+    assert [place.is_end for _, place in found] == [False, False, True]
+    _, place = taken(epochs_of(once()), 1)[-1]
+    rest = taken(epochs_of(once()), 10, place.epoch, place.batch, place.positions)
+    assert [x for x, _ in rest] == [x for x, _ in found[1:]]
+    assert taken(epochs_of(once()), 10, 1, 0, found[-1][1].positions) == []
+
+
+def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
+    stream = rx.Stream(lambda epoch: in_lists(range(NUM), 8, epoch), batched=True)
+    found = taken(epochs_of(stream), 5)
+    assert [x for x, _ in found] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(5)]
+    rest = taken(epochs_of(stream), 3, 0, 2, found[1][1].positions)
+    assert [x for x, _ in rest] == [x for x, _ in found[2:]]
+    with pytest.raises(ValueError, match=r"int64\[5\], but its leading dim must be 8"):
+        taken(epochs_of(rx.Stream([np.arange(8), np.arange(5)], batched=True)), 2)
+
+
+def test_with_workers_the_order_is_the_same():
+    stream = KINDS["iterable with a state"](range(NUM), num_workers=3)
+    found = taken(epochs_of(stream), 8)
+    expected = taken(epochs_of(KINDS["iterable with a state"](range(NUM))), 8)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (1, 0), (4, 0), (1, 3), (4, 3)])
+def test_an_error_arrives_at_its_batch(prefetch, num_workers):
+    def failing(epoch: int) -> Any:
+        yield from range(19)
+        raise KeyError("bad row")
+
+    stream = rx.Stream(failing, prefetch=prefetch, num_workers=num_workers)
+    made = rx.batches(stream, np.asarray, batch_size=8, mesh=rx.make_mesh())
+    assert [ids(next(made))[0] for _ in range(2)] == [0, 8]
+    with pytest.raises(KeyError, match="bad row") as caught:
+        next(made)
+    assert "This happened when epoch 0 of the stream was read." in caught.value.__notes__
+    assert no_threads_left()
+
+
+# States as text
+
+STATES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+@given(STATES)
+def test_a_state_comes_back_as_it_is(state):
+    text = encode(state)
+    assert text is not None
+    assert repr(decode(text)) == repr(state)
+
+
+def test_arrays_come_back_and_other_objects_do_not():
+    for x in (np.arange(6, dtype=np.uint8).reshape(2, 3), np.float32(0.5), np.array([1 + 2j])):
+        text = encode({"x": [x]})
+        assert text is not None
+        found = decode(text)["x"][0]
+        assert (found.dtype, found.shape) == (x.dtype, x.shape)
+        np.testing.assert_array_equal(found, x)
+    assert encode({"x": object()}) is None
+
+
+def test_a_state_without_a_form_is_counted():
+    class Odd(WithState):
+        def state_dict(self) -> Any:
+            return {"at": object()}
+
+    whole = taken(epochs_of(rx.Stream(WithState(range(NUM)))), 4)
+    _, place = taken(epochs_of(rx.Stream(Odd(range(NUM)))), 2)[-1]
+    assert place.positions[0] == Position(0, 1, 16, None)
+    rest = taken(epochs_of(rx.Stream(Odd(range(NUM)))), 2, place.epoch, place.batch, place.positions)
+    assert [x for x, _ in rest] == [x for x, _ in whole[2:]]
+
+
+# What all processes must read alike
+
+
+def test_another_content_has_another_checksum():
+    example = {"x": np.arange(3), "text": "a", "y": 1}
+    others = [
+        {"x": np.arange(1, 4), "text": "a", "y": 1},
+        {"x": np.arange(3), "text": "b", "y": 1},
+        {"x": np.arange(3), "text": "a", "y": 2},
+    ]
+    assert checksum(example) == checksum({"x": np.arange(3), "text": "a", "y": 1})
+    assert checksum(example) not in [checksum(other) for other in others]
+    assert checksum([object()]) == checksum([object()])
+
+
+# Errors
+
+
+def int_as_any() -> Any:
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),  # the type checker of the tests comes first
+        (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
+        (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
+        (lambda: rx.Data([1], num_workers=-1), ValueError, r"Data: num_workers=-1"),
+        (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2 work ahead"),
+        (lambda: rx.Data([1], processes=True), ValueError, r"processes=True needs num_workers="),
+        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch of 8"),
+        (
+            lambda: taken(epochs_of(rx.Stream(lambda epoch: int_as_any())), 1),
+            TypeError,
+            r"returned a int, but must",
+        ),
+        (
+            lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3),
+            ValueError,
+            r"left after 24 items of epoch 0, but now gives only 20",
+        ),
+        (
+            lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 1, [(0, 2, 4, None)]),
+            ValueError,
+            r"was read in 2 shards, and is now read in 1",
+        ),
+        (
+            lambda: rx.batches(
+                rx.Stream([1], batched=True), np.asarray, batch_size=8, mesh=rx.make_mesh(), remainder="split"
+            ),
+            ValueError,
+            r"Stream\(batched=True\) is for training",
+        ),
+        (
+            lambda: rx.batches(rx.Stream([1]), np.asarray, batch_size=8, mesh=rx.make_mesh(), remainder="keep"),
+            ValueError,
+            r"remainder='keep'",
+        ),
+        (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+    assert no_threads_left()

@@ -1,0 +1,100 @@
+"""Streams of every kind that there is, over the same examples: what tests of streams share."""
+
+from typing import Any
+
+import numpy as np
+
+import redco_eqx as rx
+
+
+def order(num: int, epoch: int) -> list[int]:
+    """Each epoch has an order of its own, which a stream must get from its number."""
+    return np.random.default_rng(epoch).permutation(num).tolist()
+
+
+class ByEpoch:
+    """An iterable that is told its epoch, as a dataset of Hugging Face is."""
+
+    def __init__(self, examples: Any):
+        self.examples, self.epoch, self.num_read = examples, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        for i in order(len(self.examples), self.epoch):
+            self.num_read += 1
+            yield self.examples[i]
+
+
+class WithState(ByEpoch):
+    """The same, with a state of its own: bytes, tuples and numbers for keys are in it."""
+
+    def __init__(self, examples: Any):
+        super().__init__(examples)
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        begin, self.at = self.at, 0
+        for at, i in enumerate(order(len(self.examples), self.epoch)):
+            if at >= begin:
+                self.num_read += 1
+                self.at = at + 1
+                yield self.examples[i]
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": np.int64(self.at), 3: (b"\x00\xff", None, 0.5)}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state[3] == (b"\x00\xff", None, 0.5)
+        self.at = int(state["at"])
+
+
+class StatefulIterator:
+    """An iterator with a state, as those of Grain are."""
+
+    def __init__(self, examples: Any, epoch: int):
+        self.examples, self.at, self.num_read = examples, 0, 0
+        self.order = order(len(examples), epoch)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.order):
+            raise StopIteration
+        self.at += 1
+        self.num_read += 1
+        return self.examples[self.order[self.at - 1]]
+
+    def get_state(self) -> bytes:
+        return str(self.at).encode()
+
+    def set_state(self, state: bytes) -> None:
+        self.at = int(state)
+
+
+def generate(examples: Any, epoch: int) -> Any:
+    for i in order(len(examples), epoch):
+        yield examples[i]
+
+
+def in_lists(examples: Any, size: int, epoch: int) -> Any:
+    found = [examples[i] for i in order(len(examples), epoch)]
+    for i in range(0, len(found) - size + 1, size):
+        yield found[i : i + size]
+
+
+KINDS: dict[str, Any] = {
+    "function": lambda examples, **options: rx.Stream(lambda epoch: generate(examples, epoch), **options),
+    "iterable": lambda examples, **options: rx.Stream(ByEpoch(examples), **options),
+    "iterable with a state": lambda examples, **options: rx.Stream(WithState(examples), **options),
+    "function of iterators with a state": lambda examples, **options: rx.Stream(
+        lambda epoch: StatefulIterator(examples, epoch), **options
+    ),
+    "replayed": lambda examples, **options: rx.Stream(WithState(examples), replay=True, **options),
+}
+"""All give `order(num, epoch)` in each epoch, and can be made anew."""
+
+WITH_STATE = {"iterable with a state", "function of iterators with a state"}
