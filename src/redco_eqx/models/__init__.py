@@ -22,7 +22,9 @@ from redco_eqx.models._families.llama import (
     Qwen2Config,
     Qwen3Config,
 )
+from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.lora import load_lora, save_lora
 from redco_eqx.models._files.save import save_pretrained
@@ -48,11 +50,14 @@ __all__ = [
     "Model",
     "OPTConfig",
     "OPTForCausalLM",
+    "Olmo2Config",
+    "Olmo2ForCausalLM",
     "Options",
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",
     "Rope",
+    "SmolLM3Config",
     "add_lora",
     "generate",
     "load_lora",

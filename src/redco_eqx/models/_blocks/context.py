@@ -63,6 +63,7 @@ class Context:
     - `length`: number of slots filled before these tokens; `None` without a cache.
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
+    - `layer`: the number of the layer that is at work, from 0.
     """
 
     positions: Int[Array, "b t"]
@@ -70,6 +71,7 @@ class Context:
     length: Int[Array, ""] | None
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+    layer: Int[Array, ""] | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""

@@ -1,5 +1,6 @@
 """A model whose paths are the keys of Hugging Face's files: how one is made, and its stack of layers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypedDict
 
@@ -96,7 +97,8 @@ def run_layers(
 
     def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
         x, cached = flow
-        x, piece = given["layer"](x, context, (*cached, given["index"]) if cached else None, given["key"])
+        own = dataclasses.replace(context, layer=given["index"])
+        x, piece = given["layer"](x, own, (*cached, given["index"]) if cached else None, given["key"])
         return x, piece[:2] if piece else ()
 
     given = {"layer": layers, "index": jnp.arange(num_layers), "key": keys}

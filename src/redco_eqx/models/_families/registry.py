@@ -14,7 +14,9 @@ from redco_eqx.models._families.llama import (
     Qwen2Config,
     Qwen3Config,
 )
+from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.smollm3 import SmolLM3Config
 
 Family: TypeAlias = tuple[type[Config], type[Model]]
 """The class of a configuration, and that of the model."""
@@ -26,9 +28,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
         (MistralConfig, LlamaForCausalLM),
+        (Olmo2Config, Olmo2ForCausalLM),
         (OPTConfig, OPTForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
+        (SmolLM3Config, LlamaForCausalLM),
     )
 }
 """By `model_type`."""
