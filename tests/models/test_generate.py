@@ -554,10 +554,7 @@ def test_the_end_tokens_of_generation_config_are_taken():
     assert (np.asarray(expected) == 7).any()
 
     def configured(**entries: Any) -> Any:
-        config = model.config.with_generation(entries, None)
-        kind = type(model)
-        like = eqx.filter_eval_shape(lambda key: kind(config, stacked=True, key=key), jax.random.key(0))
-        return rx.from_arrays(like, rx.to_arrays(model))
+        return changed(model, config=model.config.with_generation(entries, None))
 
     found = generate(configured(eos_token_id=ends, pad_token_id=7, temperature=0.6), ids, max_new_tokens=NEW)
     np.testing.assert_array_equal(found, expected)

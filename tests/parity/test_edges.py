@@ -58,7 +58,7 @@ MADE_HERE = {
     "qwen2": lambda: Qwen2Config(**_LLAMA),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=8),
     "olmo2": lambda: Olmo2Config(**_LLAMA),
-    "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None),
+    "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None, pad_token_id=0),
 }
 
 
