@@ -547,3 +547,21 @@ def test_bad_input_is_refused_before_compilation(changes, message, prompts):
     with count_compilations() as compilations, pytest.raises(ValueError, match=rf"^generate: .*{message}"):
         generate(model, given.pop("inputs"), **given)
     assert not compilations
+
+
+def test_the_end_tokens_of_generation_config_are_taken():
+    model = make_model("llama")
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, PROMPT)), jnp.int32)
+    endless = np.asarray(generate(model, ids, max_new_tokens=NEW))
+    ends = [int(endless[0, 2]), int(endless[1, 5])]
+    expected = generate(model, ids, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=7)
+    assert (np.asarray(expected) == 7).any()
+
+    def configured(**entries: Any) -> Any:
+        return changed(model, config=model.config.with_generation(entries, None))
+
+    found = generate(configured(eos_token_id=ends, pad_token_id=7, temperature=0.6), ids, max_new_tokens=NEW)
+    np.testing.assert_array_equal(found, expected)
+    first = configured(eos_token_id=ends[0])
+    np.testing.assert_array_equal(generate(first, ids, max_new_tokens=NEW, eos_token_id=()), endless)
+    np.testing.assert_array_equal(generate(configured(eos_token_id=None), ids, max_new_tokens=NEW), endless)

@@ -40,7 +40,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 3},
     "qwen2": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "model_type": "qwen3"},
-}
+    "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "smollm3": {
+        **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 MAIN = ["gpt2", "gptj", "opt_125m", "llama"]
 
 
@@ -343,8 +347,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "lm_head.weight": COLUMN,
     },
 }
-for _variant, _like in {"opt_350m": "opt_125m", "mistral": "llama", "qwen3": "llama"}.items():
-    LAYOUTS[_variant] = LAYOUTS[_like]
+for _variant in ("mistral", "qwen3", "olmo2", "smollm3"):
+    LAYOUTS[_variant] = LAYOUTS["llama"]
 LAYOUTS["opt_350m"] = {**LAYOUTS["opt_125m"], "project_in.weight": COLUMN, "project_out.weight": ROW}
 LAYOUTS["qwen2"] = {
     **LAYOUTS["llama"],

@@ -1,12 +1,13 @@
 """The layouts of the paper's Figures 7 and 8, for GPT-J and LLaMA, leaf by leaf.
 
-RedCoast (Tan et al., arXiv 2310.16355), section 3.1: in a block, consecutive fully-connected layers are split along
-their outputs and their inputs in turn, and an attention's output projection along the dim opposite to that of query,
-key and value; embeddings are split over the vocabulary, and what is a vector is not. The figures print that for
-Flax, whose `kernel` is `(in, out)` and whose `embedding` is `(vocabulary, features)`, with `mp` for the model axis.
-The tables here are derived from these rules, in the figures' orientation; the figures' own text was not at hand. A
-head is a fully-connected layer of its own, after all blocks: it opens, and is split along its outputs. The one
-addition to the paper: a bias of a layer that is split along its outputs is split with it, which sends nothing.
+RedCoast (Tan et al., arXiv 2310.16355), section 3.1: in a block, consecutive fully-connected layers are split
+along their outputs and their inputs in turn, and an attention's output projection along the dim opposite to
+that of query, key and value; embeddings are split over the vocabulary, and what is a vector is not. The
+figures print that for Flax, whose `kernel` is `(in, out)` and whose `embedding` is `(vocabulary, features)`,
+with `mp` for the model axis. The tables here are derived from these rules, in the figures' orientation; the
+figures' own text was not at hand. A head is a fully-connected layer of its own, after all blocks: it opens,
+and is split along its outputs. The one addition to the paper: a bias of a layer that is split along its
+outputs is split with it, which sends nothing.
 """
 
 import equinox as eqx
@@ -62,12 +63,14 @@ def in_flax(path: str, spec: jax.sharding.PartitionSpec) -> tuple[str, tuple[str
     layer, _, kind = path.rpartition(".")
     name = layer.rpartition(".")[2]
     dims = tuple("mp" if entry == "tensor" else entry for entry in spec)
+    if kind == "weight" and name not in NORMS:
+        dims = (*dims, *[None] * (2 - len(dims)))
     if kind == "weight" and name in EMBEDDINGS:
         kind = "embedding"
     elif kind == "weight" and name in NORMS:
         kind = "scale"
     elif kind == "weight":
-        kind, dims = "kernel", tuple(reversed((*dims, *[None] * (2 - len(dims)))))
+        kind, dims = "kernel", dims[::-1]
     return f"{layer}.{kind}", dims if any(dims) else WHOLE
 
 

@@ -44,6 +44,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +236,25 @@ REFERENCES = {
     "llama_linear": Reference(
         "Llama", {**_GQA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
     ),
+    "llama_yarn": Reference("Llama", {**_GQA, "rope_parameters": {**_YARN, "rope_theta": 500.0}}),
+    "llama_yarn_scaled": Reference(
+        "Llama",
+        {
+            **_GQA,
+            "rope_parameters": {
+                **_YARN,
+                "rope_theta": 500.0,
+                "mscale": 2.0,
+                "mscale_all_dim": 0.5,
+                "beta_fast": 0.5,
+                "beta_slow": 0.05,
+            },
+        },
+    ),
     "llama_bias": Reference("Llama", {**_GQA, "attention_bias": True, "mlp_bias": True}),
     "mistral": Reference("Mistral", {**_GQA, "sliding_window": 7}),
     "qwen2": Reference("Qwen2", {**_GQA, "tie_word_embeddings": True}),
     "qwen3": Reference("Qwen3", {**_GQA, "head_dim": 16}),
+    "olmo2": Reference("Olmo2", _GQA),
+    "smollm3": Reference("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
 }

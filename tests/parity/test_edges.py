@@ -19,9 +19,11 @@ from redco_eqx.models import (
     GPTJConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
     VisionEncoderDecoderConfig,
     load_pretrained,
     save_pretrained,
@@ -59,6 +61,8 @@ MADE_HERE = {
     "mistral": lambda: MistralConfig(**_LLAMA, num_key_value_heads=None, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**_LLAMA),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=8),
+    "olmo2": lambda: Olmo2Config(**_LLAMA),
+    "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None, pad_token_id=0),
 }
 
 

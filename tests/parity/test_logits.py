@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from comparison import PADDING, TOLERANCE, by_key, distance, logits, texts, torch_inputs, torch_logits
+from comparison import (
+    PADDING,
+    TOLERANCE,
+    by_key,
+    distance,
+    logits,
+    reconfigured,
+    texts,
+    torch_inputs,
+    torch_logits,
+)
 from references import REFERENCES
 
 from redco_eqx.models import generate, load_pretrained
@@ -101,6 +111,10 @@ def test_greedy_tokens_equal_those_of_transformers(name, padding, directory, ref
         generate(model, ids, attention_mask=mask, max_new_tokens=num, eos_token_id=()), endless
     )
     end = int(endless[1, 4])
+    ended = model.config.with_generation({"eos_token_id": [end, 1], "pad_token_id": 0}, None)
+    np.testing.assert_array_equal(  # as after reading a generation_config.json that says so
+        generate(reconfigured(model, ended), ids, attention_mask=mask, max_new_tokens=num), expected([end, 1])
+    )
     np.testing.assert_array_equal(
         generate(model, ids, attention_mask=mask, max_new_tokens=num, eos_token_id=end, pad_token_id=0),
         expected(end),

@@ -48,6 +48,25 @@ def unscaled_rope(model, patch):
     return reconfigured(model, dataclasses.replace(model.config, rope=rope))
 
 
+def rope(**changes):
+    def change(model, patch):
+        new = dataclasses.replace(model.config.rope, **changes)
+        return reconfigured(model, dataclasses.replace(model.config, rope=new))
+
+    return change
+
+
+def by_head(self, q, k):
+    """Each head by itself, as Qwen3 does."""
+
+    def one(norm, x):
+        heads = x.reshape(*x.shape[:-1], -1, self.config.head_size)
+        heads = heads / jnp.sqrt(jnp.mean(heads**2, axis=-1, keepdims=True) + norm.eps)
+        return heads.reshape(x.shape) * norm.weight
+
+    return one(self.q_norm, q), one(self.k_norm, k)
+
+
 def changed(where, change):
     """Each of the arrays that `where` picks in a layer, changed."""
 
@@ -132,6 +151,23 @@ TRAPS = {
     "llama_gqa": {"heads of keys and values swapped": swapped_kv_heads},
     "llama_llama3": {"no scaling": unscaled_rope},
     "llama_linear": {"no scaling": unscaled_rope},
+    "llama_yarn": {"no scaling": unscaled_rope, "scores not multiplied": rope(attention_factor=1.0)},
+    "llama_yarn_scaled": {
+        "no scaling": unscaled_rope,
+        "scores by the factor alone": rope(mscale=None),
+        "another first pair": rope(beta_fast=32.0),
+        "another last pair": rope(beta_slow=1.0),
+    },
+    "smollm3": {
+        "positions in all layers": configured(no_rope_layers=(1, 1, 1)),
+        "positions in the wrong layer": configured(no_rope_layers=(0, 1, 1)),
+    },
+    "olmo2": {
+        "queries normalised by head": patched(llama.LlamaAttention, "_normalised", by_head),
+        "queries not normalised": lambda model, patch: eqx.tree_at(
+            lambda m: [x.self_attn.q_norm for x in m.layers], model, replace_fn=lambda norm: None
+        ),
+    },
     "llama_bias": {
         "no bias of the output": changed(lambda layer: layer.self_attn.o_proj.bias, jnp.zeros_like),
         "no bias in the MLP": changed(lambda layer: layer.mlp.up_proj.bias, jnp.zeros_like),

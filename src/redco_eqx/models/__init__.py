@@ -32,12 +32,14 @@ from redco_eqx.models._families.llama import (
     Qwen2Config,
     Qwen3Config,
 )
+from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
 )
+from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
@@ -83,6 +85,8 @@ __all__ = [
     "Model",
     "OPTConfig",
     "OPTForCausalLM",
+    "Olmo2Config",
+    "Olmo2ForCausalLM",
     "Options",
     "Qwen2Config",
     "Qwen3Config",
@@ -91,6 +95,7 @@ __all__ = [
     "RobertaForMaskedLM",
     "RobertaForSequenceClassification",
     "Rope",
+    "SmolLM3Config",
     "T5Config",
     "T5ForConditionalGeneration",
     "ViTConfig",

@@ -91,6 +91,7 @@ class Context:
     - `bias`: `(batch or 1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
         `relative_bias`; `None` for none.
     - `memory`: what `cross_attend` reads; `None` without an encoder.
+    - `layer`: the number of the layer that is at work, from 0.
     """
 
     positions: Int[Array, "b t"]
@@ -101,6 +102,7 @@ class Context:
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     bias: Float[Array, "_ h t s"] | None = None
     memory: Memory | None = None
+    layer: Int[Array, ""] | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""

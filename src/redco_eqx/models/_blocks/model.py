@@ -134,10 +134,8 @@ def run_layers(
     def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
         x, cached = flow
         own = None if memory is None else Memory(*given["memory"], mask=memory.mask)
-        x, piece = given["layer"](
-            x, dataclasses.replace(context, memory=own),
-            (*cached, given["index"]) if cached else None, given["key"],
-        )  # fmt: skip
+        own = dataclasses.replace(context, memory=own, layer=given["index"])
+        x, piece = given["layer"](x, own, (*cached, given["index"]) if cached else None, given["key"])
         return x, piece[:2] if piece else ()
 
     further = {

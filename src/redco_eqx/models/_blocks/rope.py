@@ -16,8 +16,14 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """The numbers that each type needs."""
+
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+}
+"""Those that it may have besides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,11 @@ class Rope:
     - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per position.
     - `rope_type`: `default`; `linear`, all frequencies divided by `factor`; `llama3`, those whose wavelength
         is beyond `original_max_position_embeddings / low_freq_factor` divided by `factor`, those within
-        `original_max_position_embeddings / high_freq_factor` kept, and a blend between.
+        `original_max_position_embeddings / high_freq_factor` kept, and a blend between; `yarn` (Peng et al.
+        2023), the pairs that turn less than `beta_slow` times in the original length divided by `factor`, those
+        that turn more than `beta_fast` times kept, a blend between, and all scores multiplied.
+    - `attention_factor`: of queries and keys each, with `yarn`; by default it follows from `factor`, `mscale`
+        and `mscale_all_dim`.
     """
 
     entries: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -38,6 +48,11 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def frequencies(self, size: int) -> np.ndarray:
         """Radians per position, for each of the `size / 2` pairs."""
@@ -49,7 +64,32 @@ class Rope:
             span = self.high_freq_factor - self.low_freq_factor
             kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
             return kept * base + (1 - kept) * base / self.factor
+        if self.rope_type == "yarn":
+            first = max(math.floor(self._pair_of(self.beta_fast, size)), 0)
+            last = min(math.ceil(self._pair_of(self.beta_slow, size)), size - 1)
+            divided = np.clip((np.arange(size // 2) - first) / max(last - first, 1e-3), 0, 1)
+            return (1 - divided) * base + divided * base / self.factor
         return base
+
+    def _pair_of(self, num_turns: float, size: int) -> float:
+        """Which pair turns so many times within the original length."""
+        length = self.original_max_position_embeddings
+        return size * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    @property
+    def score_factor(self) -> float:
+        """What the scores of attention are multiplied by."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor**2
+
+        def magnitude(scale: float) -> float:
+            return 0.1 * scale * math.log(max(self.factor, 1.0)) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return (magnitude(self.mscale) / magnitude(self.mscale_all_dim)) ** 2
+        return magnitude(1.0) ** 2
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "Rope":
@@ -81,17 +121,23 @@ class Rope:
                 f"config.json: the rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters or "
                 "rope_scaling, which is missing."
             )
-        numbers = {name: given[name] for name in ("rope_theta", *ROPE_TYPES[rope_type]) if name in given}
+        if given.get("truncate") not in (None, True):
+            raise ValueError("config.json: truncate of yarn is not supported, only true.")
+        known = ("rope_theta", *ROPE_TYPES[rope_type], *OPTIONAL.get(rope_type, ()))
+        numbers = {name: given[name] for name in known if given.get(name) is not None}
         for name, x in numbers.items():
             if isinstance(x, bool) or not isinstance(x, int | float) or x <= 0:
                 raise ValueError(f"config.json: {name}={x!r}, but it must be a positive number.")
         theta = float(numbers.pop("rope_theta", cls.theta))
-        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
-        return cls(theta, rope_type, **{name: kinds[name](x) for name, x in numbers.items()})
+        values: dict[str, Any] = {name: float(x) for name, x in numbers.items()}
+        if "original_max_position_embeddings" in values:
+            values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
+        return cls(theta, rope_type, **values)
 
     def to_json(self) -> dict[str, Json]:
         """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
-        numbers = {name: getattr(self, name) for name in ROPE_TYPES[self.rope_type]}
+        names = (*ROPE_TYPES[self.rope_type], *OPTIONAL.get(self.rope_type, ()))
+        numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         scaling = {"rope_type": self.rope_type, **numbers}
         return {
             "rope_theta": self.theta,

@@ -1,8 +1,8 @@
 """LLaMA (Touvron et al. 2023), and what is a LLaMA with a difference: Mistral, Qwen2, Qwen3."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Unpack
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -47,7 +47,8 @@ class LlamaConfig(Config):
 
     # What the variants change; not entries of the file.
     qkv_bias: ClassVar[bool | None] = None
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[Literal["head", "all"] | None] = None
+    """Over what queries and keys are normalised: the features of each head, or those of all of them."""
 
     def __post_init__(self) -> None:
         check_activation(self, "hidden_act")
@@ -59,6 +60,10 @@ class LlamaConfig(Config):
     @property
     def kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
+
+    def positions(self, context: Context) -> Int[Array, "b t"]:
+        """By what queries and keys of the layer at work are turned."""
+        return context.positions
 
     @property
     def head_size(self) -> int:
@@ -113,7 +118,7 @@ class Qwen3Config(LlamaConfig):
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     only: ClassVar[Mapping[str, Json]] = {"use_sliding_window": False}
-    qk_norm: ClassVar[bool] = True
+    qk_norm: ClassVar[Literal["head", "all"] | None] = "head"
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -144,23 +149,33 @@ class LlamaAttention(eqx.Module):
         self.k_proj = Linear(size, kv_heads, use_bias=bias, std=std, key=k_key)
         self.v_proj = Linear(size, kv_heads, use_bias=bias, std=std, key=v_key)
         self.o_proj = Linear(heads, size, use_bias=config.attention_bias, std=std, key=o_key)
-        self.q_norm = RMSNorm(head_size, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_size, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm is not None:
+            sizes = (head_size, head_size) if config.qk_norm == "head" else (heads, kv_heads)
+            self.q_norm, self.k_norm = (RMSNorm(size, eps=config.rms_norm_eps) for size in sizes)
         self.dropout = eqx.nn.Dropout(config.attention_dropout)
         self.config = config
 
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
-        size = self.config.head_size
-        qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
-        q, k, v = (split_heads(x, size) for x in qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = self.config.rope.frequencies(size)
-        q, k = (rotate(x, context.positions, frequencies) for x in (q, k))
-        heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
+        size, rope = self.config.head_size, self.config.rope
+        q, k, v = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
+        if self.config.qk_norm == "all":
+            q, k = self._normalised(q, k)
+        q, k, v = (split_heads(x, size) for x in (q, k, v))
+        if self.config.qk_norm == "head":
+            q, k = self._normalised(q, k)
+        frequencies, positions = rope.frequencies(size), self.config.positions(context)
+        q, k = (rotate(x, positions, frequencies) for x in (q, k))
+        scale = None if rope.score_factor == 1 else rope.score_factor / size**0.5
+        heads, cache = context.attend(q, k, v, cache, scale=scale, dropout=self.dropout, dropout_key=key)
         return context.row(heads, self.o_proj, unit=size), cache
+
+    def _normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 class LlamaMLP(eqx.Module):
@@ -215,11 +230,18 @@ class LlamaModel(eqx.Module):
     layers: PyTree
     norm: RMSNorm
 
-    def __init__(self, config: LlamaConfig, *, stacked: bool, key: Key):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        stacked: bool,
+        make_layer: Callable[..., eqx.Module] = LlamaDecoderLayer,
+        key: Key,
+    ):
         embed_key, layers_key = jax.random.split(key)
         size, std = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, size, std=std, key=embed_key)
-        self.layers = make_layers(LlamaDecoderLayer, config, stacked=stacked, key=layers_key)
+        self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         self.norm = RMSNorm(size, eps=config.rms_norm_eps)
 
 
@@ -235,11 +257,12 @@ class LlamaForCausalLM(DecoderLM):
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    layer: ClassVar[type[eqx.Module]] = LlamaDecoderLayer
 
     def __init__(self, config: LlamaConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
-        self.model = LlamaModel(config, stacked=stacked, key=model_key)
+        self.model = LlamaModel(config, stacked=stacked, make_layer=self.layer, key=model_key)
         self.lm_head = None
         if not config.tie_word_embeddings:
             size, std = config.hidden_size, config.initializer_range

@@ -21,12 +21,14 @@ from redco_eqx.models._families.llama import (
     Qwen2Config,
     Qwen3Config,
 )
+from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
 )
+from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
@@ -46,6 +48,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
         (MistralConfig, LlamaForCausalLM),
+        (Olmo2Config, Olmo2ForCausalLM),
         (OPTConfig, OPTForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
@@ -53,6 +56,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (T5Config, T5ForConditionalGeneration),
         (ViTConfig, ViTModel),
         (VisionEncoderDecoderConfig, VisionEncoderDecoderModel),
+        (SmolLM3Config, LlamaForCausalLM),
     )
 }
 """By `model_type`."""

@@ -81,6 +81,8 @@ def write_together(
 
 
 def _fetch(x: Any, piece: Piece) -> np.ndarray:
+    if isinstance(x, np.ndarray):
+        return (x if piece.layer is None else x[piece.layer]).reshape(piece.record.shape)
     # A host copy of an array is kept with it, so it is taken of a copy on the devices.
     x = jnp.copy(x) if piece.layer is None else _take(x, piece.layer)
     if not x.is_fully_addressable:
