@@ -62,14 +62,14 @@ DROPOUT: dict[str, tuple[str, ...]] = {
 NO_DROPOUT = {name: dict.fromkeys(entries, 0.0) for name, entries in DROPOUT.items()}
 
 
-def abstract(name: str, *, stacked: bool = False, **changes: Any) -> Any:
-    config, kind = read_family({**CONFIGS[name], **changes})
+def abstract(name: str, *, stacked: bool = False, changes: dict[str, Any] | None = None) -> Any:
+    config, kind = read_family({**CONFIGS[name], **(changes or {})})
     return eqx.filter_eval_shape(lambda key: kind(config, stacked=stacked, key=key), jax.random.key(0))
 
 
-def make(name: str, *, stacked: bool = False, **changes: Any) -> Any:
+def make(name: str, changes: dict[str, Any] | None = None, *, stacked: bool = False) -> Any:
     """A model with random numbers for its arrays, its layers in a list unless stacked."""
-    model = filled(abstract(name, **changes), jnp.float32, 0)
+    model = filled(abstract(name, changes=changes), jnp.float32, 0)
     return restack(model) if stacked else model
 
 
@@ -115,7 +115,7 @@ gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
 def test_stacked_and_rematerialised_equal_a_list_of_layers(name):
     # Dropout too: the same keys must reach the same layers.
     changes = dict.fromkeys(DROPOUT.get(name, ()), 0.3)
-    model, batch, key = make(name, **changes), inputs(name), jax.random.key(3)
+    model, batch, key = make(name, changes), inputs(name), jax.random.key(3)
     loss, gradient = gradient_of(model, batch, key)
     assert float(loss) > 0
     others = [(restack(model, remat="full"), restack(gradient))]
@@ -131,12 +131,12 @@ def test_stacked_and_rematerialised_equal_a_list_of_layers(name):
 @pytest.mark.parametrize("name", list(DROPOUT))
 def test_dropout_needs_a_key_and_training_mode(name):
     batch, key = inputs(name), jax.random.key(0)
-    plain = make(name, **NO_DROPOUT[name])(*batch, key=key)
-    every = make(name, **dict.fromkeys(DROPOUT[name], 0.3))
+    plain = make(name, NO_DROPOUT[name])(*batch, key=key)
+    every = make(name, dict.fromkeys(DROPOUT[name], 0.3))
     assert_close(every(*batch), plain, rtol=0)
     assert_close(eqx.nn.inference_mode(every)(*batch, key=key), plain, rtol=0)
     for entry in DROPOUT[name]:
-        model = make(name, **{**NO_DROPOUT[name], entry: 0.3})
+        model = make(name, {**NO_DROPOUT[name], entry: 0.3})
         dropped = model(*batch, key=key)
         assert np.abs(dropped - plain).max() > 0.003, entry
         assert_close(model(*batch, key=key), dropped, rtol=0)

@@ -43,7 +43,9 @@ class Decoder(Model):
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
 
-    def bias(self, query: Int[Array, " t"], key: Int[Array, " s"]) -> Float[Array, "1 h t s"] | None:
+    def bias(
+        self, query: Int[Array, " t"], key: Int[Array, " s"], batch_size: int
+    ) -> Float[Array, "n h t s"] | None:
         """What is added to the scores of self-attention in all layers, by the places of tokens: by default
         nothing. See `relative_bias`.
         """
@@ -98,7 +100,7 @@ class Decoder(Model):
         )  # fmt: skip
         slots = jnp.arange(input_ids.shape[1] if mask is None else mask.shape[1])
         own = slots if cache is None else cache.length + jnp.arange(input_ids.shape[1])
-        context = dataclasses.replace(context, bias=self.bias(own, slots), memory=memory)
+        context = dataclasses.replace(context, bias=self.bias(own, slots, len(input_ids)), memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)
         x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key)
