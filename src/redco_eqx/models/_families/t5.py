@@ -256,9 +256,9 @@ class T5Stack(eqx.Module):
     @property
     def layers(self) -> PyTree:
         """The layers, all alike."""
-        return (
-            [_with_table(self.block[0], None), *self.block[1:]] if isinstance(self.block, list) else self.block
-        )
+        if isinstance(self.block, list):
+            return [_with_table(self.block[0], None), *self.block[1:]]
+        return self.block
 
     @property
     def table(self) -> Embedding:
@@ -330,7 +330,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         x = encode_tokens(
             self, inputs, embed, self.encoder.layers,
             attention_mask=attention_mask, max_positions=None,
-            bias=self._bias(self.encoder, places, places, len(inputs)), key=body_key,
+            bias=self._bias(self.encoder, places, places, len(inputs), bidirectional=True), key=body_key,
         )  # fmt: skip
         return self.encoder.finish(x, finish_key)
 
@@ -339,14 +339,20 @@ class T5ForConditionalGeneration(EncoderDecoder):
         return attention.k, attention.v
 
     def bias(self, query: Int[Array, " t"], key: Int[Array, " s"], batch_size: int) -> Float[Array, "n h t s"]:
-        return self._bias(self.decoder, query, key, batch_size)
+        return self._bias(self.decoder, query, key, batch_size, bidirectional=False)
 
     def _bias(
-        self, stack: T5Stack, query: Int[Array, " t"], key: Int[Array, " s"], batch_size: int
+        self,
+        stack: T5Stack,
+        query: Int[Array, " t"],
+        key: Int[Array, " s"],
+        batch_size: int,
+        *,
+        bidirectional: bool,
     ) -> Float[Array, "n h t s"]:
         return relative_bias(
             stack.table, query, key,
-            bidirectional=stack is self.encoder,
+            bidirectional=bidirectional,
             max_distance=self.config.relative_attention_max_distance, batch_size=batch_size,
         )  # fmt: skip
 
