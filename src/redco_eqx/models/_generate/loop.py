@@ -71,7 +71,7 @@ def generate(
     """
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
-    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
+    ends, pad = special_tokens(model, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
     return _generate(model, prompt, key, options)
 
