@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py
 
-1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART, laid
-   out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and beside redco 0.4.23.
+1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART,
+   laid out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and redco 0.4.23.
 2. LLaMA on other meshes: memory and bytes, by what the backward pass recomputes, with the stream between layers
    whole and split along the tokens.
 3. The quickstart's model on other meshes.
@@ -12,10 +12,10 @@ Sizes are of results, in MiB per device and step, for one `train_step` with Adam
 of one activation [batch on a device, length, dim], the least of a Megatron layout is:
 
     tensor axis    2 U a layer forward and 2 U backward (1 U and 1 U where attention and MLP are side by side),
-                   1 U for the lookup in a split vocabulary, and backward 1 U for the head; of an encoder-decoder
-                   3 U a layer of the decoder each way, 1 U for the encoder's lookup, and backward 1 U for the
-                   gradient of what the encoder made: keys and values of all cross-attentions read the same, so
-                   their gradients are added before they are reduced
+                   1 U for the lookup in a split vocabulary, and backward 1 U for the head;
+                   with an encoder 3 U a layer of the decoder each way, 1 U for the encoder's lookup, and
+                   backward 1 U for the gradient of what the encoder made: keys and values of all
+                   cross-attentions read the same, so their gradients are added before they are reduced
     data axis      the gradient of each parameter once: the bytes of a device's parameters
 
 The reductions over a split vocabulary in the cross-entropy, [batch on a device, length] at most, and those of

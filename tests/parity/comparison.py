@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from references import TEXT, VOCABULARY, EncoderReference
+from transformers.core_model_loading import revert_weight_conversion
 
 from redco_eqx import from_arrays, to_arrays
 from redco_eqx.models._files.names import entries_of
@@ -16,9 +17,9 @@ TOLERANCE = 1e-4
 PADDING = ("none", "left", "right")
 
 
-def texts(padding: str = "none") -> tuple[np.ndarray, np.ndarray | None]:
+def texts(padding: str = "none", seed: int = 0) -> tuple[np.ndarray, np.ndarray | None]:
     """Three rows of tokens and their mask; with padding two of them are shorter."""
-    ids = np.random.default_rng(0).integers(3, VOCABULARY, (3, TEXT)).astype(np.int32)
+    ids = np.random.default_rng(seed).integers(3, VOCABULARY, (3, TEXT)).astype(np.int32)
     if padding == "none":
         return ids, None
     missing = np.asarray([0, 5, 11])[:, None]
@@ -27,14 +28,14 @@ def texts(padding: str = "none") -> tuple[np.ndarray, np.ndarray | None]:
     return np.where(mask, ids, 0), mask.astype(np.int32)
 
 
-def encoder_inputs(reference: EncoderReference, padding: str = "none") -> dict[str, np.ndarray]:
+def encoder_inputs(reference: EncoderReference, padding: str = "none", seed: int = 0) -> dict[str, np.ndarray]:
     """What a model that is not a decoder alone reads, by the names that transformers has for it."""
-    generator = np.random.default_rng(1)
+    generator = np.random.default_rng(seed + 1)
     found: dict[str, np.ndarray] = {}
     if "image" in reference.reads:
         found["pixel_values"] = generator.normal(size=(3, 3, 16, 16)).astype(np.float32)
     if "text" in reference.reads:
-        ids, mask = texts(padding)
+        ids, mask = texts(padding, seed)
         pad = 1 if reference.family in ("Roberta", "Bart") else 0
         found["input_ids"] = ids if mask is None else np.where(mask == 1, ids, pad)
         if mask is not None:
@@ -56,6 +57,11 @@ def torch_output(model: Any, inputs: dict[str, np.ndarray]) -> Any:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     found = model(**given)
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+
+def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def call(model: Any, inputs: dict[str, Any]) -> Any:

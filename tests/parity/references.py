@@ -139,7 +139,8 @@ class EncoderReference(Reference):
 
     - `head`: what the name of its class ends in.
     - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
-    - `padding`: on which sides of a text its reference is right.
+    - `padding`: on which sides of a text its reference is right: BART counts padding as positions, and a
+        classifier reads the first token, even where that is padding.
     """
 
     head: str = "ForConditionalGeneration"
@@ -182,12 +183,14 @@ ENCODERS = {
     "bert": EncoderReference("Bert", _BERT, head="Model", reads=_SEGMENTS),
     "bert_masked": EncoderReference("Bert", _BERT, head="ForMaskedLM", reads=_SEGMENTS),
     "bert_labels": EncoderReference(
-        "Bert", {**_BERT, "num_labels": 5}, head="ForSequenceClassification", reads=_SEGMENTS
+        "Bert", {**_BERT, "num_labels": 5},
+        head="ForSequenceClassification", reads=_SEGMENTS, padding=("none", "right"),
     ),
     "roberta": EncoderReference("Roberta", _BERT, head="Model", reads=_TEXT),
     "roberta_masked": EncoderReference("Roberta", _BERT, head="ForMaskedLM", reads=_TEXT),
     "roberta_regression": EncoderReference(
-        "Roberta", {**_BERT, "num_labels": 1}, head="ForSequenceClassification", reads=_TEXT
+        "Roberta", {**_BERT, "num_labels": 1},
+        head="ForSequenceClassification", reads=_TEXT, padding=("none", "right"),
     ),
     "vit": EncoderReference("ViT", _VIT, head="Model", reads=_IMAGE, padding=("none",)),
     "vit_labels": EncoderReference(

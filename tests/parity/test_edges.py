@@ -22,6 +22,7 @@ from redco_eqx.models import (
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    VisionEncoderDecoderConfig,
     load_pretrained,
     save_pretrained,
 )
@@ -32,7 +33,10 @@ WEIGHTS = "model.safetensors"
 
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_an_entry_that_is_left_out_means_the_same(model_type):
-    ours, theirs = FAMILIES[model_type][0](), transformers.AutoConfig.for_model(model_type)
+    ours = FAMILIES[model_type][0]()
+    if isinstance(ours, VisionEncoderDecoderConfig):
+        pytest.skip("transformers has no default encoder and decoder; those that are here are tested apart")
+    theirs = transformers.AutoConfig.for_model(model_type)
     for field in dataclasses.fields(ours):
         value = getattr(ours, field.name)
         # What is null follows from other entries, which `test_configurations_made_here_open_there` holds.

@@ -1,17 +1,19 @@
 """The paper's models in Equinox, with the field paths of Hugging Face's files. Bring their own loader.
 
 To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
-configuration and its model. The rest is what families are made of, for a model of your own: a `Config`, a
-`DecoderLM` (or, where the text is not read from left to right, a `Model`), whose layers are given a `Context`.
+configuration and its model. The rest is what families are made of, for a model of your own: a `Config`, and a
+`DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are given a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Labels
 from redco_eqx.models._blocks.context import Cache, Context, Memory
 from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder, shift_right
-from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm
+from redco_eqx.models._blocks.layers import Embedding, LayerNorm, Linear, RMSNorm, TiedHead, add_and_norm
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.multihead import MultiHeadAttention
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
@@ -77,6 +79,7 @@ __all__ = [
     "Memory",
     "MistralConfig",
     "Model",
+    "MultiHeadAttention",
     "OPTConfig",
     "OPTForCausalLM",
     "Options",
@@ -89,12 +92,15 @@ __all__ = [
     "Rope",
     "T5Config",
     "T5ForConditionalGeneration",
+    "TiedHead",
     "ViTConfig",
     "ViTForImageClassification",
     "ViTModel",
     "VisionEncoderDecoderConfig",
     "VisionEncoderDecoderModel",
+    "add_and_norm",
     "beam_search",
+    "encode_tokens",
     "generate",
     "load_image_processor",
     "load_pretrained",

@@ -25,7 +25,7 @@ def attend(
     value: Float[Array, "b s k d"],
     *,
     mask: Bool[Array, "b 1 #t s"] | None = None,
-    bias: Float[Array, "#b h t s"] | None = None,
+    bias: Float[Array, "n h t s"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -37,7 +37,8 @@ def attend(
     **Arguments:**
 
     - `mask`: which positions each query may see.
-    - `bias`: added to the scores once they are scaled.
+    - `bias`: added to the scores once they are scaled. Each of its rows is for as many neighbouring ones of the
+        batch.
     - `causal`: which those are without a mask: the ones up to its own (`t` equals `s`), or all.
     - `scale`: of the scores; `1 / sqrt(d)` by default.
     - `implementation`: of `jax.nn.dot_product_attention`.
@@ -45,6 +46,8 @@ def attend(
     """
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
+    if bias is not None:
+        bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(query.dtype)
     # On CPU, JAX's own does not run in float16.
     if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(

@@ -88,8 +88,8 @@ class Context:
     - `implementation`: of `jax.nn.dot_product_attention`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
     - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
-    - `bias`: `(batch or 1, heads, t, slots)`, added to the scores of self-attention in every layer, as by
-        `relative_bias`; `None` for none.
+    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer, each row for as many
+        neighbouring ones of the batch; from `relative_bias`, or `None` for none.
     - `memory`: what `cross_attend` reads; `None` without an encoder.
     """
 
@@ -99,7 +99,7 @@ class Context:
     implementation: Implementation | None = dataclasses.field(metadata={"static": True})
     sequence_parallel: bool = dataclasses.field(default=False, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
-    bias: Float[Array, "_ h t s"] | None = None
+    bias: Float[Array, "n h t s"] | None = None
     memory: Memory | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:

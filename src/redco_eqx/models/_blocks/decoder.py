@@ -43,7 +43,9 @@ class Decoder(Model):
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What the head reads, from what leaves the last layer."""
 
-    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"] | None:
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Float[Array, "n h t s"] | None:
         """What is added to the scores of self-attention in all layers, by the positions of tokens: by default
         nothing. See `relative_bias`.
         """
@@ -99,7 +101,7 @@ class Decoder(Model):
             sequence_parallel=self.sequence_parallel and cache is None,
         )  # fmt: skip
         own = context.positions if alike is None else alike
-        bias = self.bias(own, own if cache is None else cache.positions)
+        bias = self.bias(own, own if cache is None else cache.positions, len(input_ids))
         context = dataclasses.replace(context, bias=bias, memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)

@@ -20,7 +20,7 @@ def encode_tokens(
     attention_mask: Array | None,
     positions: Int[Array, "b s"] | None = None,
     max_positions: int | None,
-    bias: Float[Array, "1 h s s"] | None = None,
+    bias: Float[Array, "n h s s"] | None = None,
     key: Key | None,
 ) -> Float[Array, "b s size"]:
     """What leaves the last layer of an encoder of text.

@@ -1,15 +1,21 @@
 """Models that read something whole and write a text about it: an encoder, a decoder with cross-attention."""
 
 import abc
+import functools
 import itertools
 from typing import Unpack
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from redco_eqx._parallel.linear import column
+from redco_eqx._parallel.mesh import tensor_size, traced_mesh
+from redco_eqx._parallel.remat import keep_products_and_row_out
+from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Memory
 from redco_eqx.models._blocks.decoder import Decoder
@@ -58,16 +64,26 @@ class EncoderDecoder(Decoder):
     def memorise(self, hidden: Float[Array, "b s size"], mask: Bool[Array, "b s"]) -> Memory:
         """What the decoder reads of `encoder_states`."""
         layers, size = self.layers, self.config.head_size
-        if isinstance(layers, list):
-            projections = [self.cross_projections(layer) for layer in layers]
+        mesh = traced_mesh(layers, hidden)
+        project = functools.partial(column, unit=size, sequence_parallel=self.sequence_parallel)
+        if mesh is not None and axis_size(mesh, "fsdp") > 1:  # weights that were gathered are not kept
+            project = eqx.filter_checkpoint(project, policy=keep_products_and_row_out)
+        if not isinstance(layers, list) and tensor_size(mesh) == 1:
+            # With nothing to add up over `tensor`, one layer's weights after another are gathered.
+            arrays, static = eqx.partition(self.cross_projections(layers), eqx.is_array)
+            _, outputs = jax.lax.scan(
+                lambda _, own: (_, project(hidden, *eqx.combine(own, static))), None, arrays
+            )
         else:
-            projections = unstack(self.cross_projections(layers))
-        outputs = column(
-            hidden, *itertools.chain(*projections), unit=size, sequence_parallel=self.sequence_parallel
-        )
-        if len(projections[0]) == 1:
-            outputs = [x[:, :, i] for x in outputs for i in range(2)]
-        key, value = (jnp.stack([split_heads(x, size) for x in outputs[i::2]]) for i in range(2))
+            if isinstance(layers, list):
+                projections = [self.cross_projections(layer) for layer in layers]
+            else:
+                projections = unstack(self.cross_projections(layers))
+            found = project(hidden, *itertools.chain(*projections))
+            outputs = [jnp.stack(found[i :: len(projections[0])]) for i in range(len(projections[0]))]
+        if len(outputs) == 1:
+            outputs = [outputs[0][..., i, :] for i in range(2)]
+        key, value = (rearrange(x, "l b s (h d) -> l b s h d", d=size) for x in outputs)
         return Memory(key, value, mask)
 
     def decode(

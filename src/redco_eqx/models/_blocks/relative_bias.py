@@ -1,9 +1,13 @@
 """Relative positions as a bias of the scores, by buckets of distances (Raffel et al. 2020, T5, section 2.1)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from redco_eqx._parallel.mesh import batch_axes, traced_mesh
+from redco_eqx._sharding.mesh import axis_size
 from redco_eqx.models._blocks.layers import Embedding
 
 
@@ -23,24 +27,30 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
 def relative_bias(
     table: Embedding,
-    query: Int[Array, "b t"],
-    key: Int[Array, "b s"],
+    query: Int[Array, "r t"],
+    key: Int[Array, "r s"],
     *,
     bidirectional: bool,
     max_distance: int,
-) -> Float[Array, "b heads t s"]:
+    batch_size: int = 1,
+) -> Float[Array, "n heads t s"]:
     """What is added to the scores of each head, by how far apart the two tokens are.
 
     Compute it once, and give it to all layers as `Context.bias`.
 
+    On a mesh it has a row for each part that the batch is split into. So its gradients, which are as large as
+    scores, are added over the layers and brought to the table where they are: only the table's is reduced.
+
     **Arguments:**
 
     - `table`: a row for each bucket, a column for each head.
-    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. A
-        batch of 1 where they are those of all rows.
+    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. One row
+        where they are those of all.
     - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
         Otherwise all that comes after it has the bucket of distance 0.
     - `max_distance`: beyond it all distances share the last bucket.
+    - `batch_size`: of what is read. Of positions of one row there is one row of the bias for each part of the
+        batch on the mesh, and just one where it does not divide.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings
@@ -48,4 +58,17 @@ def relative_bias(
     buckets = jnp.asarray(distance_buckets(num_buckets, max_distance))[jnp.minimum(distance, max_distance)]
     if bidirectional:
         buckets = buckets + jnp.where(ahead > 0, num_buckets, 0)
-    return jnp.moveaxis(table(buckets), -1, 1)
+    if len(buckets) > 1:
+        return jnp.moveaxis(table(buckets), -1, 1)
+    weights = jnp.take(_for_each_part(table.weight, batch_size), buckets[0], axis=1)
+    return jnp.moveaxis(weights, -1, 1)
+
+
+def _for_each_part(weight: Float[Array, "buckets heads"], batch_size: int) -> Float[Array, "n buckets heads"]:
+    mesh = traced_mesh(weight)
+    axes = None if mesh is None else batch_axes(mesh, batch_size)
+    if mesh is None or not axes:
+        return weight[None]
+    parts = jnp.broadcast_to(weight, (axis_size(mesh, axes), *weight.shape))
+    spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * 2)
+    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))

@@ -104,7 +104,7 @@ class BertAttention(eqx.Module):
     self: SelfAttention
     output: BertOutput
 
-    def __init__(this, config: BertConfig, *, key: Key):
+    def __init__(this, config: BertConfig, *, key: Key):  # pyright: ignore[reportSelfClsParameterName]
         self_key, output_key = jax.random.split(key)
         this.self = SelfAttention(
             config.hidden_size, config.num_attention_heads,

@@ -256,21 +256,15 @@ class T5Stack(eqx.Module):
     @property
     def layers(self) -> PyTree:
         """The layers, all alike."""
-        return (
-            [_with_table(self.block[0], None), *self.block[1:]] if isinstance(self.block, list) else self.block
-        )
+        if isinstance(self.block, list):
+            return [_with_table(self.block[0], None), *self.block[1:]]
+        return self.block
 
-    def bias(
-        self, query: Int[Array, "b t"], key: Int[Array, "b s"], config: T5Config, *, bidirectional: bool
-    ) -> Float[Array, "b h t s"]:
-        """What all layers add to the scores of self-attention."""
+    @property
+    def table(self) -> Embedding:
+        """The bias of relative positions, of all layers."""
         table = self.relative_attention_bias
-        if table is None:
-            table = self.block[0].layer[0].SelfAttention.relative_attention_bias
-        return relative_bias(
-            table, query, key,
-            bidirectional=bidirectional, max_distance=config.relative_attention_max_distance,
-        )  # fmt: skip
+        return self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table
 
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
         """What comes after the last layer."""
@@ -336,7 +330,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         x = encode_tokens(
             self, inputs, embed, self.encoder.layers,
             attention_mask=attention_mask, max_positions=None,
-            bias=self.encoder.bias(places, places, self.config, bidirectional=True), key=body_key,
+            bias=self._bias(self.encoder, places, places, len(inputs), bidirectional=True), key=body_key,
         )  # fmt: skip
         return self.encoder.finish(x, finish_key)
 
@@ -344,8 +338,25 @@ class T5ForConditionalGeneration(EncoderDecoder):
         attention = layer.layer[1].EncDecAttention
         return attention.k, attention.v
 
-    def bias(self, query: Int[Array, "b t"], key: Int[Array, "b s"]) -> Float[Array, "b h t s"]:
-        return self.decoder.bias(query, key, self.config, bidirectional=False)
+    def bias(
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
+    ) -> Float[Array, "n h t s"]:
+        return self._bias(self.decoder, query, key, batch_size, bidirectional=False)
+
+    def _bias(
+        self,
+        stack: T5Stack,
+        query: Int[Array, "r t"],
+        key: Int[Array, "r s"],
+        batch_size: int,
+        *,
+        bidirectional: bool,
+    ) -> Float[Array, "n h t s"]:
+        return relative_bias(
+            stack.table, query, key,
+            bidirectional=bidirectional,
+            max_distance=self.config.relative_attention_max_distance, batch_size=batch_size,
+        )  # fmt: skip
 
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None

@@ -1,0 +1,77 @@
+"""Images are prepared as transformers prepares them, by the same file."""
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+import transformers
+
+from redco_eqx.models import load_image_processor
+
+IMAGES = [
+    np.random.default_rng(i).integers(0, 256, shape, dtype=np.uint8)
+    for i, shape in enumerate([(40, 60, 3), (33, 21, 3), (16, 16, 3)])
+]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {
+            "size": {"height": 20, "width": 30},
+            "resample": 3,
+            "image_mean": [0.1, 0.2, 0.3],
+            "image_std": [0.4, 0.5, 0.6],
+        },
+        {"do_normalize": False, "rescale_factor": 0.01},
+        {"do_rescale": False, "size": {"height": 16, "width": 16}},
+    ],
+)
+def test_images_equal_those_of_transformers(entries, tmp_path):
+    there = transformers.ViTImageProcessorPil(**entries)
+    there.save_pretrained(tmp_path)
+    ours = load_image_processor(tmp_path)
+    images = [PIL.Image.fromarray(x) for x in IMAGES]
+    expected = np.stack([there(x, return_tensors="np")["pixel_values"][0] for x in images])
+    for given in (images, IMAGES):
+        found = ours(given)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_shorter_side_and_a_crop_equal_those_of_transformers(tmp_path):
+    there = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 24}, crop_size={"height": 16, "width": 20}
+    )
+    there.save_pretrained(tmp_path)
+    ours = load_image_processor(tmp_path)
+    images = [PIL.Image.fromarray(x) for x in IMAGES]
+    expected = np.stack([there(x, return_tensors="np")["pixel_values"][0] for x in images])
+    np.testing.assert_allclose(ours(images), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"size": {"longest_edge": 9}}, "size={'longest_edge': 9} is not supported"),
+        ({"do_pad": True}, "do_pad=True is not supported"),
+        ({"image_mean": [0.5]}, "image_mean=.*must be three numbers"),
+    ],
+)
+def test_a_file_that_is_not_supported_is_refused(entries, message, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message):
+        load_image_processor(tmp_path)
+
+
+def test_bad_images_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="preprocessor_config"):
+        load_image_processor(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_resize": False}))
+    ours = load_image_processor(tmp_path)
+    with pytest.raises(ValueError, match="a batch has one shape"):
+        ours(IMAGES)
+    with pytest.raises(ValueError, match="must be uint8"):
+        ours([np.zeros((4, 4, 3))])
