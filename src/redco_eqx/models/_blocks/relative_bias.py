@@ -44,8 +44,8 @@ def relative_bias(
     **Arguments:**
 
     - `table`: a row for each bucket, a column for each head.
-    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. One row
-        where they are those of all.
+    - `query`, `key`: positions of the tokens, in one row where they are those of all; padding may be counted or
+        not, as only differences matter.
     - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
         Otherwise all that comes after it has the bucket of distance 0.
     - `max_distance`: beyond it all distances share the last bucket.
