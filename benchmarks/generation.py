@@ -96,15 +96,17 @@ def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, n
     return text[:, 0, length:]
 
 
-def seconds(function: Callable[[], Tokens], rounds: int) -> tuple[float, Tokens]:
-    """The median time of a call once it is compiled, and what it gives."""
-    output = jax.block_until_ready(function())
-    times = []
+def seconds(functions: Sequence[Callable[[], Tokens]], rounds: int) -> tuple[list[float], list[Tokens]]:
+    """The median time of a call of each once it is compiled, and what it gives. They are called in turn, so
+    that what else the machine does slows all of them."""
+    outputs = [jax.block_until_ready(function()) for function in functions]
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times), output
+        for function, own in zip(functions, times):
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times], outputs
 
 
 def report_generation(
@@ -121,9 +123,8 @@ def report_generation(
         else:
             ours = functools.partial(best_of, model, prompt, max_new_tokens=num, num_beams=num_beams)
             other = functools.partial(beam_search_uncached, model, prompt, num, num_beams)
-        cached, first = seconds(ours, rounds)
-        uncached, second = seconds(other, rounds)
-        rates = [batch_size * num / cached, batch_size * num / uncached]
+        times, (first, second) = seconds([ours, other], rounds)
+        rates = [batch_size * num / x for x in times]
         same = float(jnp.mean(first == second))
         rows.append([str(num), *[f"{r:,.0f}" for r in rates], f"{rates[0] / rates[1]:.1f}", f"{same:.1%}"])
     name = "Greedy" if num_beams == 1 else f"{num_beams} beams"
@@ -179,10 +180,9 @@ def report_against_transformers(
                     num_beams=beams, eos_token_id=None, pad_token_id=0,
                 )  # fmt: skip
 
-            here, first = seconds(ours, rounds)
-            elsewhere, second = seconds(theirs, rounds)
+            times, (first, second) = seconds([ours, theirs], rounds)
             same = float(jnp.mean(first == jnp.asarray(second[:, num_before:].tolist())))
-            rates = [batch_size * num / x for x in (here, elsewhere)]
+            rates = [batch_size * num / x for x in times]
             ratio = f"{rates[0] / rates[1]:.1f}"
             rows.append([name, str(beams), *[f"{r:,.1f}" for r in rates], ratio, f"{same:.1%}"])
     print(f"{num_layers} layers, dim {dim}, batch {batch_size}, {num} new tokens\n\n{table(rows, 1)}\n")

@@ -15,6 +15,7 @@ from test_generate import LLAMA, NEW, PROMPT, VOCAB, changed, forward, make_mode
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
+from redco_eqx._sharding.mesh import for_use
 from redco_eqx.models import LlamaConfig, LlamaForCausalLM, beam_search, generate
 from redco_eqx.models._generate.beam_search import _search, check_options
 from redco_eqx.models._generate.beams import Rules
@@ -259,7 +260,7 @@ def test_every_mesh_finds_the_same(vocabulary, num_rows):
     results = []
     with jax.enable_x64(True):
         model = filled(abstract_llama(vocab_size=vocabulary), jnp.float64, 0)
-        for mesh in [rx.make_mesh(**sizes) for sizes in ({"data": 1}, *MESHES.values())]:
+        for mesh in [rx.make_mesh(data=1), *(rx.make_mesh(**sizes) for sizes in MESHES.values())]:
             placed = eqx.filter_shard(model, rx.shard_rules(model, mesh))
             divides = num_rows % (mesh.size // mesh.shape["tensor"]) == 0
             sharding = rx.batch_sharding(mesh) if divides else NamedSharding(mesh, PartitionSpec())
@@ -273,6 +274,27 @@ def test_every_mesh_finds_the_same(vocabulary, num_rows):
         np.testing.assert_array_equal(other.tokens, results[0].tokens)
         # The softmax of `jax.nn.dot_product_attention` is in float32.
         np.testing.assert_allclose(other.scores, results[0].scores, rtol=1e-7)
+
+
+def test_it_is_a_predict_fn():
+    """Of 5 examples in batches of 4: the tail is as long as it is."""
+    rows = np.random.default_rng(1).integers(1, VOCAB, (5, PROMPT)).astype(np.int32)
+    mesh, model = rx.make_mesh(tensor=4), filled(abstract_llama(), jnp.float32, 0)
+    placed = eqx.filter_shard(model, rx.shard_rules(model, mesh))
+    options: Any = {"max_new_tokens": NEW, "num_beams": BEAMS}
+
+    def predict_fn(model: Any, batch: Any, key: Any) -> Any:
+        return beam_search(model, batch, **options)
+
+    found = rx.predict(
+        rx.init_state(placed, key=jax.random.key(5)), rows,
+        collate_fn=np.stack, predict_fn=predict_fn, batch_size=4,
+    )  # fmt: skip
+    expected = beam_search(model, rows, **options)
+    assert len(found) == 5
+    for row, own in enumerate(found):
+        np.testing.assert_array_equal(own.tokens, expected.tokens[row])
+        np.testing.assert_allclose(own.scores, expected.scores[row], rtol=1e-5)
 
 
 def collectives_of_a_step(model: Any, mesh: Any, num_rows: int, *, num_beams: int) -> Any:
@@ -320,13 +342,24 @@ def test_a_vocabulary_that_does_not_divide_costs_nothing_more():
 
 
 def test_over_fsdp_only_weights_are_gathered():
-    """Neither activations nor the cache, and what goes over `tensor` is as without it."""
+    """Neither activations nor the cache; and what goes over `tensor` is as without it."""
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     model = abstract_llama(vocab_size=1024, hidden_size=64, intermediate_size=96)
     found = collectives_of_a_step(model, mesh, 8, num_beams=5)
-    others = [c for c in found if c.axes != ("tensor",)]
-    print([(c.kind, c.axes, c.shapes) for c in found])
-    assert {c.kind for c in others} <= {"all-gather"}
+    placed = [x for x in jax.tree.leaves(on_mesh(model, mesh)) if isinstance(x, jax.ShapeDtypeStruct)]
+    weights = set()
+    for x in placed:
+        assert isinstance(x.sharding, NamedSharding)
+        shape = NamedSharding(mesh, for_use(x.sharding.spec)).shard_shape(x.shape)
+        weights.add((f"f32[{','.join(map(str, shape))}]",))
+    assert {(c.kind, c.axes) for c in found if c.axes != ("tensor",)} == {("all-gather", ("fsdp",))}
+    assert {c.shapes for c in found if c.axes == ("fsdp",)} <= weights
+    assert {(c.kind, c.shapes) for c in found if c.axes == ("tensor",)} == {
+        ("all-reduce", ("f32[2,5,64]",)),
+        ("all-reduce", ("f32[2,5]",)),
+        ("all-gather", ("f32[2,20]",)),
+        ("all-gather", ("s32[2,20]",)),
+    }
 
 
 def test_the_prompt_is_in_the_cache_once():

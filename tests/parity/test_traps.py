@@ -365,8 +365,8 @@ def test_every_distance_has_the_bucket_that_it_has_there(sizes, bidirectional):
     num_buckets, farthest = sizes
     table = Embedding(num_buckets, num_buckets, key=jax.random.key(0))
     table = eqx.tree_at(lambda t: t.weight, table, jnp.eye(num_buckets))
-    key = jnp.arange(401)
-    found = relative_bias(table, key[200:201], key, bidirectional=bidirectional, max_distance=farthest)
+    key = jnp.arange(401)[None]
+    found = relative_bias(table, key[:, 200:201], key, bidirectional=bidirectional, max_distance=farthest)
     expected = T5Attention._relative_position_bucket(
         torch.arange(401)[None] - 200,
         bidirectional=bidirectional, num_buckets=num_buckets, max_distance=farthest,

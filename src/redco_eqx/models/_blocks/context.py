@@ -243,16 +243,15 @@ def make_context(
             for old, new in ((cache.mask, given), (cache.positions, positions))
         )
         cache = Cache(cache.key, cache.value, valid, slot_positions, first + num_tokens)
-    if cache is None and attention_mask is None and window is None:
+    if attention_mask is not None and attention_mask.ndim == 3:
+        mask = attention_mask.astype(bool)[:, None]
+    elif cache is None and attention_mask is None and window is None:
         mask = None
     elif not causal:
         mask = valid[:, None, None, :]
     else:
-        if attention_mask is not None and attention_mask.ndim == 3:
-            mask = attention_mask.astype(bool)[:, None]
-        else:
-            before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
-            mask = before[None, None] & valid[:, None, None, :]
-        if window is not None:  # by position: padding may lie between two slots
-            mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
+        before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
+        mask = before[None, None] & valid[:, None, None, :]
+    if mask is not None and window is not None:  # by position: padding may lie between two slots
+        mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
     return Context(positions, mask, length, implementation, sequence_parallel, causal), cache

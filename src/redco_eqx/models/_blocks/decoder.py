@@ -45,7 +45,7 @@ class Decoder(Model):
         """What the head reads, from what leaves the last layer."""
 
     def bias(
-        self, query: Int[Array, "m t"], key: Int[Array, "m s"], batch_size: int
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
     ) -> Float[Array, "n h t s"] | None:
         """What is added to the scores of self-attention in all layers, by the positions of tokens: by default
         nothing. See `relative_bias`.

@@ -27,8 +27,8 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 
 def relative_bias(
     table: Embedding,
-    query: Int[Array, "m t"],
-    key: Int[Array, "m s"],
+    query: Int[Array, "r t"],
+    key: Int[Array, "r s"],
     *,
     bidirectional: bool,
     max_distance: int,
@@ -45,12 +45,13 @@ def relative_bias(
     **Arguments:**
 
     - `table`: a row for each bucket, a column for each head.
-    - `query`, `key`: positions of the tokens; padding may be counted or not, as only differences matter. A
-        batch of 1 where they are those of all rows.
+    - `query`, `key`: positions of the tokens, in one row where they are those of all; padding may be counted or
+        not, as only differences matter.
     - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
         Otherwise all that comes after it has the bucket of distance 0.
     - `max_distance`: beyond it all distances share the last bucket.
-    - `batch_size`: of what is read; where the mesh does not divide it, there is one row.
+    - `batch_size`: of what is read. Of positions of one row there is one row of the bias for each part of the
+        batch on the mesh, and just one where it does not divide.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings

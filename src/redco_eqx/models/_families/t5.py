@@ -339,15 +339,15 @@ class T5ForConditionalGeneration(EncoderDecoder):
         return attention.k, attention.v
 
     def bias(
-        self, query: Int[Array, "m t"], key: Int[Array, "m s"], batch_size: int
+        self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
     ) -> Float[Array, "n h t s"]:
         return self._bias(self.decoder, query, key, batch_size, bidirectional=False)
 
     def _bias(
         self,
         stack: T5Stack,
-        query: Int[Array, "m t"],
-        key: Int[Array, "m s"],
+        query: Int[Array, "r t"],
+        key: Int[Array, "r s"],
         batch_size: int,
         *,
         bidirectional: bool,

@@ -58,7 +58,7 @@ def beam_search(
     """
     check_options(num_beams, length_penalty, early_stopping)
     prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
-    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
+    ends, pad = special_tokens(model, eos_token_id, pad_token_id)
     early_stopping = True if num_beams == 1 else early_stopping
     rules = Rules(max_new_tokens, num_beams, early_stopping, ends, pad)
     return _search(model, prompt, jnp.asarray(length_penalty, float), rules)

@@ -37,13 +37,13 @@ def generate(
     default.
 
     Compiled once for each shape and each set of options, by itself or inside a `jax.jit` of yours. On a
-    sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["input_ids"], ...)`.
+    sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
     **Arguments:**
 
     - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
     - `inputs`: tokens, `(batch, prompt)`, integers; or images, `(batch, channels, height, width)`, for an
-        encoder that reads them. The encoder runs once, and so do its keys and values in the decoder.
+        encoder that reads them. The encoder runs once, and the decoder's keys and values of it are made once.
     - `attention_mask`: `(batch, prompt)`, 0 where a token is padding, on either side. The new tokens of a row
         follow its last real one, and are those of that row alone. A row with no real token gives padding.
     - `decoder_input_ids`: `(batch, length)`, with an encoder: what the text begins with, which is not in the
@@ -72,7 +72,7 @@ def generate(
     """
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)
-    ends, pad = special_tokens(model.config, eos_token_id, pad_token_id)
+    ends, pad = special_tokens(model, eos_token_id, pad_token_id)
     options = _Options(max_new_tokens, temperature, top_k, top_p, ends, pad)
     return _generate(model, prompt, key, options)
 

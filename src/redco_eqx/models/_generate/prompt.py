@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx.models._blocks.config import Config
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder, DecoderLM
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
@@ -119,10 +118,10 @@ def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
 
 
 def special_tokens(
-    config: Config, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+    model: Decoder, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
 ) -> tuple[tuple[int, ...], int]:
     """The tokens that end a text, and the one that follows the end."""
-    given = config.generation_tokens
+    given = model.config.generation_tokens
     ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
     ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
     pad = given["pad_token_id"] if pad_token_id is None else pad_token_id
