@@ -56,7 +56,7 @@ class Case:
 def compiled_bytes(
     model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
 ) -> int:
-    """Bytes that the loss and its gradient send, by the mesh's compiler; each gradient lies as its parameter."""
+    """Bytes that the loss and its gradient send, as compiled; each gradient lies as its parameter."""
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)

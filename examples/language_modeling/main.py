@@ -7,7 +7,6 @@
 The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
 """
 
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -52,10 +51,9 @@ def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
         initializer_range=0.06,
         pad_token_id=0,
     )
-    key, rows = jax.random.key(args.seed), jax.ShapeDtypeStruct((args.batch_size, args.length), jnp.int32)
-    batch = {"tokens": rows, "answer": rows, "num_bytes": jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)}
-    make: Any = functools.partial(models.LlamaForCausalLM, config)
-    model = rx.init_model(lambda key: make(key=key), mesh, key=key, loss_fn=loss_fn, batch=batch)
+    key, rows = jax.random.key(args.seed), np.zeros((args.batch_size, args.length), np.int32)
+    program: Any = {"loss_fn": loss_fn, "batch": {"tokens": rows, "answer": rows, "num_bytes": rows[:, 0]}}
+    model = rx.init_model(lambda key: models.LlamaForCausalLM(config, key=key), mesh, key=key, **program)
     return model, code_data.make_tokenizer(texts, 8 * size)
 
 

@@ -210,6 +210,24 @@ def test_a_budget_is_kept_or_refused():
         rx.explain(model, MESH, max_bytes_per_device=7 * 4096)
 
 
+def test_a_budget_counts_what_a_device_holds():
+    """What is whole for use and stored split takes a part of its bytes, and so is not split for a budget."""
+
+    def whole(model, batch, key):
+        return jnp.mean(jnp.sort(jax.vmap(model)(batch["x"]), axis=-1) ** 2)
+
+    mesh = abstract_mesh(data=1, fsdp=2, tensor=4)
+    model = abstract(lambda key: eqx.nn.Linear(63, 2**15, use_bias=False, key=key))
+    batch = {"x": jax.ShapeDtypeStruct((4096, 63), jnp.float32)}
+    free = rx.explain(model, mesh, loss_fn=whole, batch=batch)
+    assert free.decisions["weight"].spec == P(("fsdp", "tensor"))
+    assert free.bytes_per_device == 4 * 63 * 2**15 // 8
+    kept = rx.explain(model, mesh, loss_fn=whole, batch=batch, max_bytes_per_device=free.bytes_per_device)
+    assert kept.decisions == free.decisions
+    with pytest.raises(ValueError, match=f"{free.bytes_per_device} bytes, to {2**19} bytes"):
+        rx.explain(model, mesh, loss_fn=whole, batch=batch, max_bytes_per_device=2**19)
+
+
 def test_explain_says_what_is_sent_and_what_to_change():
     class Fused(eqx.Module):
         first: eqx.nn.Linear

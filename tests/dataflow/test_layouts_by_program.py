@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+import workloads
 from cases import (
     ROWS,
     abstract,
@@ -23,8 +24,9 @@ from layouts import compiled_bytes, family_cases
 from sharding.zoo import BY_NAME, ZOO, goldens, strip
 
 import redco_eqx as rx
+from redco_eqx._compiled.communication import communication
 from redco_eqx._dataflow.bound import lower_bound
-from redco_eqx._sharding.rules import decide
+from redco_eqx._sharding.rules import analysis_of, decide, decide_by
 
 # Where the program decides otherwise than the hand, with the bytes of both as compiled (8 rows, data 2 x
 # tensor 4).
@@ -89,12 +91,14 @@ def test_where_it_differs_from_the_hand_it_sends_less(name):
         "lora",
         "conv2d",
         "gru",
+        "vision",  # its first weight is smaller than what it makes: it is gathered, and nothing is summed
+        "stacked_llama_gqa_refused",  # keys and values are split by some of the shards
     ],
 )
 def test_prediction_is_what_the_compiled_program_sends(name):
     entry, mesh = BY_NAME[name], rx.make_mesh(tensor=4)
     compiled = compiled_bytes(abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs_of(name), mesh)
-    assert predicted_bytes(analysed(name)) == pytest.approx(compiled, rel=0.06)
+    assert predicted_bytes(analysed(name)) == pytest.approx(compiled, rel=0.03)
     assert 0 < bound_of(name) <= compiled
 
 
@@ -106,11 +110,57 @@ def bound_of(name):
 
 def test_most_layouts_are_near_the_bound():
     bounds = {entry.name: bound_of(entry.name) for entry in ZOO}
-    assert sum(bound == 0 for bound in bounds.values()) <= 2  # where the layout is that of the path rules
-    ratios = {name: predicted_bytes(analysed(name)) / bound for name, bound in bounds.items() if bound > 0}
+    assert min(bounds.values()) > 0
+    ratios = {name: predicted_bytes(analysed(name)) / bound for name, bound in bounds.items()}
     far = {name for name, ratio in ratios.items() if ratio > 1.25}
     # Borders of fused weights that are crossed, and recurrent cells, which would wait at each step.
     assert far <= {"gpt2", "stacked_gpt2", "gate_fused", "fused_in_proj", "fused_qkv", "gru", "lstm"}
+
+
+class Iterated(eqx.Module):
+    """One stream through the same square weights several times: a split of it leads both their dims."""
+
+    a: eqx.nn.Linear
+    b: eqx.nn.Linear
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.a, self.b = (eqx.nn.Linear(32, 32, key=keys[i]) for i in range(2))
+        self.out = eqx.nn.Linear(32, 1, use_bias=False, key=keys[2])
+
+    def __call__(self, x):
+        for _ in range(3):
+            source, target = jax.vmap(self.a)(x), jax.vmap(self.b)(x)
+            pairs = jax.nn.leaky_relu(source[:, None] + target[None])
+            x = jax.nn.softmax(jax.vmap(jax.vmap(self.out))(pairs)[..., 0], axis=1) @ target
+        return x
+
+
+def mean_square(model, batch, key):
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def test_one_index_along_both_dims_of_a_weight_is_predicted():
+    model, batch = abstract(Iterated), jax.ShapeDtypeStruct((ROWS, 16, 32), jnp.float32)
+    analysis = analysis_of(model, abstract_mesh(), mean_square, batch)
+    assert analysis is not None
+    specs = {path: d.spec for path, d in decide_by(analysis, model, abstract_mesh()).items()}
+    assert specs["a.weight"] == specs["b.weight"] == PartitionSpec("tensor")
+    compiled = compiled_bytes(model, mean_square, batch, specs, rx.make_mesh(tensor=4))
+    assert predicted_bytes(analysis) == pytest.approx(compiled, rel=0.03)
+
+
+def test_what_overrides_leave_goes_along_with_them():
+    """A table that is split along its features: the stream is, too, which sends less than to gather it."""
+    entry, mesh = BY_NAME["llama"], rx.make_mesh(tensor=4)
+    model, batch, chosen = abstract(entry.make), entry.inputs(ROWS), PartitionSpec(None, "tensor")
+    decisions = decide(model, mesh, [("embed_tokens.weight", chosen)], loss_of(entry), batch)
+    steered = {path: d.spec for path, d in decisions.items()}
+    overwritten = {**specs_of("llama"), "embed_tokens.weight": chosen}
+    assert steered["embed_tokens.weight"] == chosen
+    ours, theirs = (compiled_bytes(model, loss_of(entry), batch, s, mesh) for s in (steered, overwritten))
+    assert ours < 0.8 * theirs
 
 
 FAMILIES = {case.name: case for case in family_cases()}
@@ -123,6 +173,28 @@ def test_program_and_paths_agree_on_the_families(name):
         decide(case.model, abstract_mesh(), (), *given) for given in ((case.loss, case.batch), (None, None))
     )
     assert {path: d.spec for path, d in by_program.items()} == {path: d.spec for path, d in by_paths.items()}
+
+
+@pytest.mark.parametrize("name", ["LLaMA, stacked", "GPT-2"])
+def test_what_the_blocks_add_first_is_predicted(name):
+    case, mesh = FAMILIES[name], rx.make_mesh(tensor=4)
+    analysis = analysis_of(case.model, mesh, case.loss, case.batch)
+    assert analysis is not None
+    specs = {path: d.spec for path, d in decide_by(analysis, case.model, mesh).items()}
+    compiled = compiled_bytes(case.model, case.loss, case.batch, specs, mesh)
+    assert predicted_bytes(analysis) == pytest.approx(compiled, rel=0.01)
+
+
+def test_what_is_gathered_over_fsdp_is_predicted():
+    sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=256)
+    case, mesh = workloads.family_case("LLaMA", sizes, stacked=True), rx.make_mesh(fsdp=2, tensor=4)
+    model = abstract(case.make_model)
+    predicted = rx.explain(model, mesh, loss_fn=case.loss_fn, batch=case.batch).communication
+    assert predicted is not None
+    # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.
+    compiled = communication(workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh)
+    sent = sum(c.total_bytes for c in compiled)
+    assert predicted.num_bytes_unmerged == pytest.approx(sent, rel=0.05)
 
 
 # Two more layouts, which the program would not choose: everything whole, and everything by columns.
