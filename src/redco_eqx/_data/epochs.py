@@ -35,7 +35,7 @@ class Place(NamedTuple):
     @property
     def epochs_done(self) -> float:
         """With the fraction of the one in hand, if its length is known."""
-        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0)
+        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
 
 
 class Epochs:
