@@ -105,6 +105,12 @@ class Epochs:
         num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
 
+    def how_found(self, positions: Sequence[Sequence[Any]]) -> str:
+        """How a stream gets to a position, in words: by a state of its own, or by reading."""
+        position = Position(*positions[0])
+        is_read = isinstance(self._data, Stream) and self._data.replay
+        return str(position._replace(state=None) if is_read else position)
+
     def after(
         self, epoch: int, batch: int, *, key: Key, positions: Sequence[Sequence[Any]] | None = None
     ) -> Generator[tuple[Batch, Place]]:

@@ -14,7 +14,6 @@ from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._data.epochs import Epochs, Place
-from redco_eqx._data.position import Position
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
@@ -168,7 +167,7 @@ def fit(
         if source is not None:
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run")
             if run.positions is not None:
-                reporter.say(f"fit: {Position(*run.positions[0])}")
+                reporter.say(f"fit: {epochs.how_found(run.positions)}")
             reporter.rewind(run.step)
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
