@@ -110,6 +110,22 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert rows("cut")[-1] == rows("whole")[-1]
 
 
+def test_a_saved_state_need_not_be_used(tmp_path: pathlib.Path, capsys: Any) -> None:
+    def run(kind: str, num_steps: int) -> Any:
+        loggers = [rx.ConsoleLogger(progress=False)]
+        stream = KINDS[kind](EXAMPLES)
+        return fit(linear_state(), stream, num_steps=num_steps, checkpoints=tmp_path, loggers=loggers)
+
+    run("iterable with a state", 3)
+    (info,) = rx.list_checkpoints(tmp_path)
+    assert info.run is not None
+    assert info.run.positions is not None
+    assert info.run.positions[0][3] is not None
+    found = run("replayed", 7)
+    assert "is read again from its beginning: 12 items are left out" in capsys.readouterr().err
+    assert_same(found, fit(linear_state(), KINDS["replayed"](EXAMPLES), num_steps=7))
+
+
 def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
     rows = Rows()
     expected = fit(linear_state(), rx.Data([EXAMPLES[i] for i in order(22, 0)], shuffle=False), num_epochs=1)

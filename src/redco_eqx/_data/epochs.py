@@ -35,7 +35,7 @@ class Place(NamedTuple):
     @property
     def epochs_done(self) -> float:
         """With the fraction of the one in hand, if its length is known."""
-        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0)
+        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
 
 
 class Epochs:
@@ -104,6 +104,12 @@ class Epochs:
             return Place(epoch, batch, None)
         num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
+
+    def how_found(self, positions: Sequence[Sequence[Any]]) -> str:
+        """How a stream gets to a position, in words: by a state of its own, or by reading."""
+        position = Position(*positions[0])
+        is_read = isinstance(self._data, Stream) and self._data.replay
+        return str(position._replace(state=None) if is_read else position)
 
     def after(
         self, epoch: int, batch: int, *, key: Key, positions: Sequence[Sequence[Any]] | None = None

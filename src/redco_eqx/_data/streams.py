@@ -84,8 +84,10 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
             "Stream(sharded=True): on this mesh some processes hold a part of the rows of others, so none can "
             "read a shard of its own. Order the devices of the mesh by process, or use sharded=False."
         )
-    mine = rows[mesh.local_mesh.devices.flat[0].process_index]
-    return Position(shards.index(mine), len(shards))
+    process = jax.process_index()
+    if process not in rows:
+        raise ValueError(f"Stream: process {process} has no device in the mesh, so that it reads no shard.")
+    return Position(shards.index(rows[process]), len(shards))
 
 
 def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:

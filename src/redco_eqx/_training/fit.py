@@ -15,7 +15,6 @@ from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._data.epochs import Epochs, Place
-from redco_eqx._data.position import Position
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
@@ -198,7 +197,7 @@ def fit(
             stopped = ", where its hook ended it" if run.stopped else ""
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
             if run.positions is not None:
-                reporter.say(f"fit: {Position(*run.positions[0])}")
+                reporter.say(f"fit: {epochs.how_found(run.positions)}")
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
         del state  # `training` has it; a second name would keep the first one's memory
