@@ -67,7 +67,14 @@ def init_optimizer(
     if layout is None:
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values())
         return jax.eval_shape(init, params) if abstract else init(params)
-    shapes = jax.eval_shape(init, params)
+    try:
+        shapes = jax.eval_shape(init, params)
+    except Exception as error:
+        error.add_note(
+            "The optimizer's init was given the parameters as {path: array}. Masks and labels over a model are "
+            "given to optax by redco_eqx.by_path(tree)."
+        )
+        raise
     check_supported(shapes)
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
@@ -87,7 +94,7 @@ def update(
     params: dict[str, Array],
     value: Array,
     value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
-) -> tuple[dict[str, Array], PyTree]:
+) -> tuple[Any, PyTree]:
     """`optimizer.update`, with those further arguments that it takes.
 
     **Arguments:**
