@@ -122,7 +122,7 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         remedy = same if isinstance(mesh, Mesh) else "axis_types=(AxisType.Auto,) * number_of_axes"
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            "default), but layouts are propagated by the compiler here. Use {remedy}."
+            f"default), but layouts are propagated by the compiler here. Use {remedy}."
         )
 
 

@@ -1,5 +1,6 @@
 """Small pictures for notebooks, as SVG: the mesh, and which part of an array one device holds."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 _CELL, _GAP = 14, 2
@@ -9,9 +10,7 @@ _HELD, _OTHER = "#3b7dd8", "#e3e8ef"
 def mesh_svg(shape: Mapping[str, int]) -> str:
     """The devices as a grid: `tensor` from left to right, the other axes from top to bottom."""
     columns = shape.get("tensor", 1)
-    rows = 1
-    for axis, size in shape.items():
-        rows *= 1 if axis == "tensor" else size
+    rows = math.prod(shape.values()) // columns
     return _grid(rows, columns, held=lambda row, column: True, cell=(_CELL, _CELL))
 
 

@@ -28,8 +28,9 @@ class NonFiniteError(ArithmeticError):
     Under `jax_debug_nans` it says which metric, or the gradient of which parameter.
     """
 
-    def __init__(self, state: TrainState, step: int, where: str = ""):
-        where = where or 'jax.config.update("jax_debug_nans", True) says where'
+    def __init__(
+        self, state: TrainState, step: int, where: str = 'jax.config.update("jax_debug_nans", True) says where'
+    ):
         super().__init__(
             f"the loss or the gradient norm was not finite at step {step} (counted from 0): {where}. The last "
             'good state is in this error\'s `state`. fit(..., on_nonfinite="skip") leaves such steps out.'
