@@ -56,12 +56,12 @@ def test_an_interrupt_in_a_notebook() -> None:
     assert first.outputs == []
     (error,) = [output for output in interrupted.outputs if output.output_type == "error"]
     assert error.ename == "TrainingInterrupted"
-    assert "after step 4" in error.evalue
+    assert "after step 5" in error.evalue
     assert "sys.last_value.state" in "\n".join(error.traceback)
     assert len(error.traceback) < 4
     assert "To exit" not in json.dumps(interrupted.outputs)
-    assert shown(recovered, "text/plain").startswith("TrainState(step 4, 2 parameters of 8 B")
-    assert shown(further, "text/plain").startswith("TrainState(step 24, ")
+    assert shown(recovered, "text/plain").startswith("TrainState(step 5, 2 parameters of 8 B")
+    assert shown(further, "text/plain").startswith("TrainState(step 25, ")
     assert "<table>" in shown(explained, "text/html")
 
 
@@ -84,7 +84,7 @@ def test_what_is_shown_of_a_state_is_short() -> None:
 def test_what_is_shown_of_an_explanation() -> None:
     explanation = rx.explain(MODEL, rx.make_mesh(tensor=4))
     assert repr(explanation) == (
-        "Explanation(404 B per device, 4 arrays on data=2 x fsdp=1 x tensor=4; print it for the table)"
+        "Explanation(304 B per device, 4 arrays on data=2 x fsdp=1 x tensor=4; print it for the table)"
     )
     html: Any = explanation._repr_html_()
     # The mesh has a square for each device, an array one for each part, of which one is filled.
