@@ -21,7 +21,7 @@ SETUP = """
     import os, signal, sys
     import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
     import redco_eqx as rx
-    examples = [np.float32(i) for i in range(64)]
+    examples = [np.float32(i / 64) for i in range(64)]
     optimizer = optax.sgd(0.01)
     num_calls = 0
     def collate_fn(examples):

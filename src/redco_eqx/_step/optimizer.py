@@ -18,6 +18,13 @@ from redco_eqx._step.state import TrainState
 from redco_eqx._tree import describe, join, path_of
 
 
+def _may_have_tracer(optimizer: optax.GradientTransformation) -> bool:
+    try:
+        return Captured((optimizer,)).has_tracer
+    except OverflowError:
+        return True
+
+
 def check_is_optimizer(where: str, optimizer: object) -> None:
     """Raises `TypeError` for what is no optimizer of optax."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
@@ -81,7 +88,7 @@ def init_optimizer(
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
     # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
-    if any(isinstance(x, Tracer) for x in params.values()) or Captured((optimizer,)).has_tracer:
+    if any(isinstance(x, Tracer) for x in params.values()) or _may_have_tracer(optimizer):
         return jitted(params)
     key = "init_optimizer", signature(params)
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
