@@ -27,7 +27,7 @@ from redco_eqx._training.fit import fit, num_train_steps
 from redco_eqx._training.hook import Change
 from redco_eqx._training.interrupt import TrainingInterrupted
 from redco_eqx._training.run import NonFiniteError
-from redco_eqx._tree import cast, from_arrays, to_arrays
+from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
 from redco_eqx._types import Mean
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "TrainingInterrupted",
     "batch_sharding",
     "batches",
+    "by_path",
     "cast",
     "communication",
     "eval_step",

@@ -54,6 +54,15 @@ def describe(x: Shaped, *, leading: str = "") -> str:
     return f"{x.dtype}[{','.join(map(str, shape))}]"
 
 
+def size_text(num_bytes: int | float) -> str:
+    """A number of bytes for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
 def lack_of_value(x: object) -> str | None:
     """Why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); `None` if it has."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -173,6 +182,44 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
         raise ValueError(f"from_arrays: the arrays do not fit the tree.\n  {listed}")
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A mask, or labels, over a model, for optax, to which the parameters are a dict `{path: array}`.
+
+    ```python
+    is_matrix = jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, model)
+    optimizer = optax.adamw(1e-3, mask=rx.by_path(is_matrix))
+    ```
+
+    **Arguments:**
+
+    - `tree`: the mask or the labels, a tree like the model. A value in place of a part of it, such as a layer,
+        holds for all that is in there. What is not trained may be in it.
+
+    **Returns:**
+
+    A function of the parameters, as `optax.masked`, `optax.partition`, `mask=` and others take it. (optax calls
+    whatever can be called, and so most models.)
+
+    **Raises:**
+
+    The function raises `ValueError` for a parameter that has no value in `tree`.
+    """
+    values = dict(leaves_with_paths(tree))
+
+    def of(params: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for path in params:
+            parts = path.split(".")
+            above = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+            owner = next((name for name in above if name in values), None)
+            if owner is None:
+                raise ValueError(f"by_path: the tree has no value for the parameter {path}.")
+            found[path] = values[owner]
+        return found
+
+    return of
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
@@ -40,6 +41,9 @@ class Mean:
     batch is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`.
     A term that is not weighted by `n` joins a loss that is as `Mean(cross_entropy + auxiliary * n, n)`.
 
+    `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` are of its value; all metrics of a step are text by
+    `json.dumps(metrics, default=float)`.
+
     **Arguments:**
 
     - `total`: the weighted sum, a scalar. Kept in float32 or wider.
@@ -60,6 +64,14 @@ class Mean:
 
     def __float__(self) -> float:
         return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        """That of the number; under a trace, where there is none, that of the pair."""
+        value = self.value
+        return repr(self) if isinstance(value, Tracer) else format(float(value), spec)
+
+    def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype)
 
 
 Loss: TypeAlias = Mean | ArrayLike

@@ -34,6 +34,14 @@ def after(transform: Any) -> Any:
     return optax.chain(sgd(), transform)
 
 
+def first(step: Any, **_: Any) -> Any:
+    return step < 1
+
+
+def decayed(gradient: Any, param: Any) -> Any:
+    return gradient + 0.1 * param
+
+
 def by_muon(params: Any) -> Any:
     return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
@@ -49,8 +57,8 @@ HOW: dict[str, Callable[[], Any]] = {
     "optax.clip": lambda: then(optax.clip(1.0)),
     "optax.clip_by_block_rms": lambda: then(optax.clip_by_block_rms(1.0)),
     "optax.clip_by_global_norm": lambda: then(optax.clip_by_global_norm(1.0)),
-    "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step: step < 1),
-    "optax.conditionally_transform": lambda: optax.conditionally_transform(sgd(), lambda step: step < 1),
+    "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), first),
+    "optax.conditionally_transform": lambda: optax.conditionally_transform(sgd(), first),
     "optax.ema": lambda: then(optax.ema(0.9)),
     "optax.flatten": lambda: optax.flatten(sgd()),
     "optax.freeze": lambda: after(optax.freeze({"weight": False, "bias": True})),
@@ -74,7 +82,7 @@ HOW: dict[str, Callable[[], Any]] = {
     "optax.selective_transform": lambda: optax.selective_transform(sgd(), freeze_mask={"weight": 0, "bias": 1}),
     "optax.snapshot": lambda: then(optax.snapshot("gradient", lambda updates: updates)),
     "optax.stateless": lambda: then(optax.stateless(lambda updates, _: updates)),
-    "optax.stateless_with_tree_map": lambda: then(optax.stateless_with_tree_map(lambda g, p: g + 0.1 * p)),
+    "optax.stateless_with_tree_map": lambda: then(optax.stateless_with_tree_map(decayed)),
     "optax.trace": lambda: then(optax.trace(0.9)),
     "optax.with_extra_args_support": lambda: optax.with_extra_args_support(sgd()),
     "contrib.ademamix": lambda: contrib.ademamix(RATE),

@@ -3,8 +3,8 @@
 import jax
 from jax.sharding import Mesh
 
-from redco_eqx._bytes import readable
 from redco_eqx._compiled.communication import communication
+from redco_eqx._tree import size_text
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
@@ -29,10 +29,12 @@ def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     assert stats is not None
     peak = peak_bytes(compiled)
     running = peak - stats.argument_size_in_bytes
-    line = f"a step takes {readable(peak)} of each device, {readable(running)} of it while it runs, and sends "
+    line = (
+        f"a step takes {size_text(peak)} of each device, {size_text(running)} of it while it runs, and sends "
+    )
     try:
         found = communication(compiled, mesh).by_axes
     except ValueError:  # a form of the text that is not known here
         return line.removesuffix(", and sends ")
-    sent = [f"{readable(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
+    sent = [f"{size_text(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
     return line + (", ".join(sent) or "nothing")

@@ -24,6 +24,7 @@ _MOST = 20_000
 # What is installed does not change while a program runs: its global names are not looked at.
 _INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(pathlib.Path(jax.__file__).parents[1])}  # perhaps of a user alone, or of another environment
     | {str(pathlib.Path(__file__).parents[1]), "<frozen"}
 )
 

@@ -1,6 +1,8 @@
 """`explain`: the layout as a table that a person can check."""
 
 import dataclasses
+import html
+import math
 import re
 from collections.abc import Callable
 from types import MappingProxyType
@@ -9,10 +11,10 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from redco_eqx._bytes import readable
 from redco_eqx._dataflow.communication import Communication, Stored, communication
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._sharding.mesh import axis_size, stored_axes, tensor_dim
+from redco_eqx._sharding.picture import mesh_svg, split_svg
 from redco_eqx._sharding.rules import (
     Chosen,
     Decision,
@@ -22,12 +24,12 @@ from redco_eqx._sharding.rules import (
     decide_by,
     match_overrides,
 )
-from redco_eqx._tree import describe
+from redco_eqx._tree import describe, size_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The layout of a model and the reasons for it; `str()` is a table.
+    """The layout of a model and the reasons for it; `str()` is a table, and so is what a notebook shows.
 
     - `decisions`: one for each array, by path.
     - `communication`: what a step sends, if a program decided (and no override splits what it cannot follow).
@@ -42,21 +44,49 @@ class Explanation:
         """Bytes of all arrays that one device holds."""
         return sum(d.bytes_per_device for d in self.decisions.values())
 
+    def __repr__(self) -> str:
+        return f"Explanation({self._total}; print it for the table)"
+
     def __str__(self) -> str:
         header = ("path", "shape", "spec", "role", "per device", "reason")
-        rows: list[tuple[str, ...]] = [header]
-        for path, count, d in _collapse(self.decisions):
-            size = readable(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
-            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
-            spec = f"({', '.join(_entry(entry) for entry in entries)})"
-            rows.append((path, describe(d), spec, d.role, size, d.reason))
+        rows: list[tuple[str, ...]] = [header, *(row for row, _ in self._rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
+        return "\n".join([*lines, *self._below])
+
+    def _repr_html_(self) -> str:
+        """The table with pictures: the mesh, and of each array the part that one device holds."""
+        header = ("", "path", "shape", "spec", "role", "per device", "reason")
+        rows = ["".join(f"<th>{name}</th>" for name in header)]
+        for row, d in self._rows:
+            parts = [_num_parts(entry, self.mesh_shape) for entry in _entries(d)]
+            cells = [split_svg(d.shape, parts), *map(html.escape, row)]
+            rows.append("".join(f'<td style="text-align:left">{cell}</td>' for cell in cells))
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        below = "<br>".join(html.escape(line) for line in "\n".join(self._below).splitlines())
+        return f"{mesh_svg(self.mesh_shape)}<table>{table}</table><p>{below}</p>"
+
+    @property
+    def _rows(self) -> list[tuple[tuple[str, ...], Decision]]:
+        """The cells of each row of the table, and one of the arrays that it stands for."""
+        rows = []
+        for path, count, d in _collapse(self.decisions):
+            size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            spec = f"({', '.join(map(_entry, _entries(d)))})"
+            rows.append(((path, describe(d), spec, d.role, size, d.reason), d))
+        return rows
+
+    @property
+    def _total(self) -> str:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        total = f"{readable(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+        return f"{size_text(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+
+    @property
+    def _below(self) -> list[str]:
+        """What is said below the table."""
         is_gathered = any("fsdp" in _entry(entry) for d in self.decisions.values() for entry in d.spec)
         sent = [] if self.communication is None else [str(self.communication)]
-        return "\n".join([*lines, total, *([_GATHERS] if is_gathered else []), *sent])
+        return [self._total, *([_GATHERS] if is_gathered else []), *sent]
 
 
 _GATHERS = (
@@ -131,5 +161,15 @@ def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]
     return rows
 
 
+def _entries(d: Decision) -> tuple[Any, ...]:
+    """The spec's entry of each dim."""
+    return (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
+
+
 def _entry(entry: object) -> str:
     return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+
+
+def _num_parts(entry: str | tuple[str, ...] | None, mesh_shape: dict[str, int]) -> int:
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(mesh_shape.get(axis, 1) for axis in axes)

@@ -121,10 +121,11 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         )
     explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Auto]
     if explicit:
+        same = "make_mesh(mesh=mesh), which has the same devices"
+        remedy = same if isinstance(mesh, Mesh) else "axis_types=(AxisType.Auto,) * number_of_axes"
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            "default), but layouts are propagated by the compiler here. Use make_mesh(mesh=mesh), which has "
-            "the same devices."
+            f"default), but layouts are propagated by the compiler here. Use {remedy}."
         )
 
 

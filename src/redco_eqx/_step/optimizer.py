@@ -18,6 +18,13 @@ from redco_eqx._step.state import TrainState
 from redco_eqx._tree import describe, join, path_of
 
 
+def _may_have_tracer(optimizer: optax.GradientTransformation) -> bool:
+    try:
+        return Captured((optimizer,)).has_tracer
+    except OverflowError:
+        return True
+
+
 def check_is_optimizer(where: str, optimizer: object) -> None:
     """Raises `TypeError` for what is no optimizer of optax."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
@@ -67,14 +74,21 @@ def init_optimizer(
     if layout is None:
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values())
         return jax.eval_shape(init, params) if abstract else init(params)
-    shapes = jax.eval_shape(init, params)
+    try:
+        shapes = jax.eval_shape(init, params)
+    except Exception as error:
+        error.add_note(
+            "The optimizer's init was given the parameters as {path: array}. Masks and labels over a model are "
+            "given to optax by redco_eqx.by_path(tree)."
+        )
+        raise
     check_supported(shapes)
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
     # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
-    if any(isinstance(x, Tracer) for x in params.values()) or Captured((optimizer,)).has_tracer:
+    if any(isinstance(x, Tracer) for x in params.values()) or _may_have_tracer(optimizer):
         return jitted(params)
     key = "init_optimizer", signature(params)
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
@@ -87,7 +101,7 @@ def update(
     params: dict[str, Array],
     value: Array,
     value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
-) -> tuple[dict[str, Array], PyTree]:
+) -> tuple[Any, PyTree]:
     """`optimizer.update`, with those further arguments that it takes.
 
     **Arguments:**

@@ -6,13 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from redco_eqx._pytree import pytree_dataclass
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
-from redco_eqx._tree import describe, lack_of_value, path_of
+from redco_eqx._tree import describe, lack_of_value, path_of, size_text
 from redco_eqx._types import AnyArray, Key
 
 # Streams of randomness that one key gives, separated before any number is folded in.
@@ -47,6 +48,28 @@ class TrainState:
     step: Int[AnyArray, "..."]
     structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
     stored: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def __repr__(self) -> str:
+        def many(arrays: dict[str, AnyArray], name: str) -> str:
+            size = size_text(sum(x.size * x.dtype.itemsize for x in arrays.values()))
+            return f"{len(arrays)} {name} of {size}" if arrays else ""
+
+        step: Any = self.step
+        if isinstance(step, jax.ShapeDtypeStruct | Tracer) or getattr(step, "shape", None) != ():
+            when = "abstract"
+        else:
+            when = "deleted" if lack_of_value(step) else f"step {step_of(self)}"
+        sharding = getattr(step, "sharding", None)
+        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
+        parts = [
+            when,
+            many(self.params, "parameters"),
+            many(self.frozen, "frozen arrays"),
+            many(self.model_state, "arrays of the model's state"),
+            f"{len(jax.tree.leaves(self.opt_state))} arrays of the optimizer",
+            " x ".join(f"{axis}={size}" for axis, size in axes.items()),
+        ]
+        return f"TrainState({', '.join(part for part in parts if part)})"
 
     @property
     def model(self) -> Any:

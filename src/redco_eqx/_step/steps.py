@@ -100,7 +100,7 @@ def train_step(
         key: Key,
     ) -> Any:
         output = loss_fn(state.build(params, model_state, frozen), batch, key)
-        loss, metrics, new_model_state = _unpack_loss(state, output, 1.0)
+        loss, metrics, new_model_state = unpack_loss(state, output, 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
     parts = None if num_microbatches == 1 else _microbatches(batch, num_microbatches, layout)
@@ -171,7 +171,7 @@ def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: Py
     size = jax.tree.leaves(batch)[0].shape[0]
 
     def measure(model: Any, batch: Batch, key: Key) -> Metrics:
-        loss, metrics, _ = _unpack_loss(state, loss_fn(model, batch, key), size)
+        loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
     return _infer(state, batch, stream(state, EVALUATE), measure, shardings)
@@ -267,7 +267,7 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
         )
 
 
-def _unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
+def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
     """What `loss_fn` returned, as `(loss, metrics, model_state)`."""
     has_state = state.structure[1] is not None
     expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"

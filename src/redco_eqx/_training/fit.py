@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
+from redco_eqx._step.nonfinite import find_nonfinite
 from redco_eqx._step.optimizer import check_is_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
@@ -35,7 +37,7 @@ from redco_eqx._training.checks import (
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook
-from redco_eqx._training.interrupt import InterruptFlag, TrainingInterrupted
+from redco_eqx._training.interrupt import InterruptFlag, interruption
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
@@ -98,7 +100,8 @@ def fit(
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
         bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
-    - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out.
+    - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out. Under
+        `jax_debug_nans` or `jax_debug_infs` what ends the run comes from the line of `loss_fn` that made it.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
     - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
         long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
@@ -199,7 +202,17 @@ def fit(
             if run.positions is not None:
                 reporter.say(f"fit: {epochs.how_found(run.positions)}")
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
-        training = Training(state, run, programs=programs, reporter=reporter, saver=saver, watchdog=watchdog)
+        debugs: Any = jax.config
+        is_asked = (debugs.jax_debug_nans or debugs.jax_debug_infs) and on_nonfinite == "raise"
+        training = Training(
+            state,
+            run,
+            programs=programs,
+            reporter=reporter,
+            saver=saver,
+            watchdog=watchdog,
+            find_nonfinite=partial(find_nonfinite, loss_fn=loss_fn) if is_asked and step_fn is None else None,
+        )
         del state  # `training` has it; a second name would keep the first one's memory
         try:
             stop = _loop(training, places, plan, evaluation, hook, interrupt, Vote(mesh))
@@ -208,9 +221,9 @@ def fit(
             training.end_by(error)
             raise
         if stop:
-            interruption = TrainingInterrupted(training.state, training.run.step, stop, path)
-            reporter.say(f"fit: {interruption}")
-            raise interruption
+            error = interruption(training.state, training.run.step, stop, path)
+            reporter.say(f"fit: {error}")
+            raise error
         return training.state
 
 

@@ -1,14 +1,17 @@
 """Signals during a run: noticed at the next step boundary, with the state in hand."""
 
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
 
 
-class TrainingInterrupted(KeyboardInterrupt, SystemExit):
+class TrainingInterrupted(KeyboardInterrupt):
     """`fit` was ended by SIGINT (Ctrl-C) or SIGTERM (preemption). Uncaught, it ends the program with the exit
     code 128 + `signal`: 130 or 143.
+
+    In IPython and Jupyter Ctrl-C only ends the cell, and `sys.last_value` is this error.
 
     - `state`: that after the last whole step.
     - `step`: its number.
@@ -27,6 +30,22 @@ class TrainingInterrupted(KeyboardInterrupt, SystemExit):
         self.signal = signal.Signals(signum)
         self.checkpoint = checkpoint
         self.code = 128 + signum
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows."""
+        return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
+
+
+class _Exiting(TrainingInterrupted, SystemExit):
+    """The same as an exit: Python ends by its `code`, and prints no traceback."""
+
+
+def interruption(state: Any, step: int, signum: int, checkpoint: Any) -> TrainingInterrupted:
+    """The error to raise: one that ends the program, but for Ctrl-C in IPython, which would say how to exit."""
+    ipython = sys.modules.get("IPython")
+    is_interactive = ipython is not None and ipython.get_ipython() is not None
+    kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
+    return kind(state, step, signum, checkpoint)
 
 
 class InterruptFlag:

@@ -23,12 +23,17 @@ from redco_eqx._types import Batch
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`."""
+    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`.
 
-    def __init__(self, state: TrainState, step: int):
+    Under `jax_debug_nans` it says which metric, or the gradient of which parameter.
+    """
+
+    def __init__(
+        self, state: TrainState, step: int, where: str = 'jax.config.update("jax_debug_nans", True) says where'
+    ):
         super().__init__(
-            f"the loss or the gradient norm was not finite at step {step} (counted from 0). The last good "
-            'state is in this error\'s `state`. fit(..., on_nonfinite="skip") leaves such steps out.'
+            f"the loss or the gradient norm was not finite at step {step} (counted from 0): {where}. The last "
+            'good state is in this error\'s `state`. fit(..., on_nonfinite="skip") leaves such steps out.'
         )
         self.state = state
         self.step = step
@@ -51,12 +56,15 @@ class Training:
         reporter: Reporter,
         saver: Saver,
         watchdog: Watchdog,
+        find_nonfinite: Callable[[TrainState, Batch], str] | None = None,
     ):
         """**Arguments:**
 
         - `programs`: the compiled step for a state and a batch.
         - `watchdog`: is told of each step, of evaluations too.
+        - `find_nonfinite`: says of a step where it comes from that it is not finite. Each step is waited for.
         """
+        self._find_nonfinite = find_nonfinite
         self.state, self.run = state, run
         self._programs, self._reporter, self.saver = programs, reporter, saver
         self._shapes, self._throttle, self._watchdog = BatchShapes(), Throttle(), watchdog
@@ -77,7 +85,10 @@ class Training:
             self._empty = program.window
             if self._window is None or not is_like(self._window, program.window):  # saved by another program
                 self._window, self._num_in_window = program.window, 0
-        self.state, self._window = program.compiled(self.state, self._window, batch)
+        self.state, window = program.compiled(self.state, self._window, batch)
+        if self._find_nonfinite is not None and not jax.device_get(window.ok):
+            raise NonFiniteError(self.state, step_of(self.state), self._find_nonfinite(self.state, batch))
+        self._window = window
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._throttle(self._window)

@@ -1,0 +1,154 @@
+"""A notebook, executed: Ctrl-C ends the cell and not the kernel, and what is shown is short."""
+
+import json
+import textwrap
+from typing import Any
+
+import equinox as eqx
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import SGD, linear_state, mlp_state
+
+import redco_eqx as rx
+
+MODEL = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+
+SETUP = """
+    import os, signal, sys
+    import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+    import redco_eqx as rx
+    examples = [np.float32(i / 64) for i in range(64)]
+    optimizer = optax.sgd(0.01)
+    num_calls = 0
+    def collate_fn(examples):
+        global num_calls
+        num_calls += 1
+        if num_calls == 5:
+            os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's button does
+        return np.stack(examples)[:, None]
+    def loss_fn(model, batch, key):
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    explanation = rx.explain(model, rx.make_mesh())
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    def fit(state):
+        return rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
+                      batch_size=4, num_steps=20, prefetch=0, loggers=())
+"""
+CELLS = [SETUP, "state = fit(state)", "state = sys.last_value.state\nstate", "fit(state)", "explanation"]
+
+
+def shown(cell: Any, mime: str) -> str:
+    return "".join(output.data[mime] for output in cell.outputs if "data" in output and mime in output.data)
+
+
+def test_an_interrupt_in_a_notebook() -> None:
+    nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel are of the group `tests`")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are of the group `tests`")
+    v4 = nbformat.v4
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
+    first, interrupted, recovered, further, explained = notebook.cells
+    assert first.outputs == []
+    (error,) = [output for output in interrupted.outputs if output.output_type == "error"]
+    assert error.ename == "TrainingInterrupted"
+    assert "after step 5" in error.evalue
+    assert "sys.last_value.state" in "\n".join(error.traceback)
+    assert len(error.traceback) < 4
+    assert "To exit" not in json.dumps(interrupted.outputs)
+    assert shown(recovered, "text/plain").startswith("TrainState(step 5, 2 parameters of 8 B")
+    assert shown(further, "text/plain").startswith("TrainState(step 25, ")
+    assert "<table>" in shown(explained, "text/html")
+
+
+def test_what_is_shown_of_a_state_is_short() -> None:
+    mesh = rx.make_mesh(tensor=4)
+    state = mlp_state(optax.adam(1e-3), mesh)
+    expected = (
+        "TrainState(step 0, 4 parameters of 1.1 KiB, 9 arrays of the optimizer, data=2 x fsdp=1 x tensor=4)"
+    )
+    assert repr(state) == expected
+    assert repr(jax.eval_shape(lambda: state)).startswith("TrainState(abstract, 4 parameters of 1.1 KiB")
+    seen = []
+    jax.jit(lambda state: seen.append(repr(state)))(state)
+    assert seen[0].startswith("TrainState(abstract, ")
+    for x in jax.tree.leaves(state):
+        x.delete()
+    assert repr(state).startswith("TrainState(deleted, ")
+
+
+def test_what_is_shown_of_an_explanation() -> None:
+    explanation = rx.explain(MODEL, rx.make_mesh(tensor=4))
+    assert repr(explanation) == (
+        "Explanation(304 B per device, 4 arrays on data=2 x fsdp=1 x tensor=4; print it for the table)"
+    )
+    html: Any = explanation._repr_html_()
+    # The mesh has a square for each device, an array one for each part, of which one is filled.
+    mesh, *arrays = html.split("</svg>")[:-1]
+    assert mesh.count("<rect") == 8
+    counts = [(svg.count("<rect"), svg.count("#3b7dd8")) for svg in arrays]
+    assert counts == [(4, 1), (4, 1), (4, 1), (1, 1)]
+    for path, d in explanation.decisions.items():
+        assert path in html
+        assert d.reason.replace("'", "&#x27;") in html
+
+
+@pytest.mark.parametrize("under_jit", [False, True])
+def test_a_metric_reads_as_a_number(under_jit: bool) -> None:
+    def step() -> Any:
+        return {"loss": rx.Mean(jnp.float32(5.0), jnp.float32(2.0)), "empty": rx.Mean(0.0, 0.0)}
+
+    metrics = jax.jit(step)() if under_jit else step()
+    assert f"{metrics['loss']:.3f} {metrics['empty']:.1f}" == "2.500 0.0"
+    assert f"{metrics['loss']}" == "2.5"
+    assert json.loads(json.dumps(metrics, default=float)) == {"loss": 2.5, "empty": 0.0}
+    assert np.asarray(metrics["loss"]) == np.float32(2.5)
+    assert np.asarray(metrics["loss"], np.float64).dtype == np.float64
+    assert np.asarray(metrics["loss"]).shape == ()
+    texts = []
+    jax.jit(lambda mean: texts.append(f"{mean}"))(metrics["loss"])
+    assert texts[0].startswith("Mean(total=")
+
+
+# Masks and labels over the model
+
+
+def matrices(tree: Any) -> Any:
+    return jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, tree)
+
+
+def test_masks_and_labels_over_the_model_are_those_by_path() -> None:
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    params = rx.init_state(model, SGD, key=jax.random.key(1)).params
+    flat = {path: x.ndim == 2 for path, x in params.items()}
+    assert rx.by_path(matrices(model))(params) == flat
+    labels = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: "body", model), "head")
+    expected = {path: "head" if path.startswith("layers.1") else "body" for path in params}
+    assert rx.by_path(labels)(params) == expected
+    assert rx.by_path("all")(params) == dict.fromkeys(params, "all")
+    with pytest.raises(ValueError, match=r"no value for the parameter layers.0.bias"):
+        rx.by_path({"layers": [{"weight": True}]})(params)
+
+    for over_model, by_hand in (
+        (optax.masked(optax.sgd(1.0), rx.by_path(matrices(model))), optax.masked(optax.sgd(1.0), flat)),
+        (
+            optax.partition({"head": optax.adam(1.0), "body": SGD}, rx.by_path(labels)),
+            optax.partition({"head": optax.adam(1.0), "body": SGD}, expected),
+        ),
+    ):
+        states = [rx.init_state(model, tx, key=jax.random.key(1)).opt_state for tx in (over_model, by_hand)]
+        assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+        updates = [tx.update(params, s, params)[0] for tx, s in zip((over_model, by_hand), states)]
+        helpers.assert_identical(updates[0], updates[1])
+
+
+def test_a_mask_that_optax_cannot_use_is_told_how() -> None:
+    model = linear_state().model
+    for mask in (matrices(model), {"weight": True}):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            rx.init_state(model, optax.masked(optax.sgd(1.0), mask), key=jax.random.key(1))
+        assert "redco_eqx.by_path(tree)" in "".join(caught.value.__notes__)
