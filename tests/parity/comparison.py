@@ -71,6 +71,10 @@ def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
         else:
             rest = path[len(stack) + 1 :]
             found |= {f"{stack}.{i}.{rest}": np.asarray(piece) for i, piece in enumerate(x)}
+    for name, parts in model.joined.items():
+        for key in [key for key in found if f".{parts[0]}." in key]:
+            pieces = [found.pop(key.replace(f".{parts[0]}.", f".{part}.")) for part in parts]
+            found[key.replace(f".{parts[0]}.", f".{name}.")] = np.concatenate(pieces)
     return found
 
 

@@ -24,6 +24,7 @@ from redco_eqx.models._families.llama import (
 )
 from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.phi3 import Phi3Config, Phi3ForCausalLM
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.lora import load_lora, save_lora
@@ -53,6 +54,8 @@ __all__ = [
     "Olmo2Config",
     "Olmo2ForCausalLM",
     "Options",
+    "Phi3Config",
+    "Phi3ForCausalLM",
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",
