@@ -231,6 +231,12 @@ def test_what_is_not_of_one_kind_is_not_saved(tmp_path):
     mixed = models.add_lora(saved(tmp_path), targets=["up_proj"], rank=2, scale=2.0, key=KEY)
     with pytest.raises(ValueError, match=r"rank 2 with scale 2\.0, rank 4 with scale 2\.0"):
         models.save_lora(mixed, tmp_path / "new")
+    kind, config = models.Phi3ForCausalLM, models.Phi3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )  # fmt: skip
+    joined = models.add_lora(kind(config, key=KEY), targets=["q_proj"], rank=2, scale=2.0, key=KEY)
+    with pytest.raises(ValueError, match=r"q_proj have no place in peft's format, .* parts of qkv_proj"):
+        models.save_lora(joined, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -41,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "model_type": "qwen3"},
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "phi3": {**_LLAMA, "model_type": "phi3"},
     "smollm3": {
         **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,
     },
@@ -347,7 +348,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "lm_head.weight": COLUMN,
     },
 }
-for _variant in ("mistral", "qwen3", "olmo2", "smollm3"):
+for _variant in ("mistral", "qwen3", "olmo2", "phi3", "smollm3"):
     LAYOUTS[_variant] = LAYOUTS["llama"]
 LAYOUTS["opt_350m"] = {**LAYOUTS["opt_125m"], "project_in.weight": COLUMN, "project_out.weight": ROW}
 LAYOUTS["qwen2"] = {

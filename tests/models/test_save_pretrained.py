@@ -34,6 +34,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import redco_eqx as rx
+from redco_eqx import models
 from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.directory import config_file
 
@@ -232,6 +233,36 @@ def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, b
     assert num_calls < at
     assert (seen[0], seen[-1]) == ("old", "new")
     assert seen == sorted(seen, reverse=True)  # once the new one is in force it stays so
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_projections_that_files_hold_as_one(tmp_path, mesh, stacked):
+    """By another way to the same: the rows one under another, whatever the layout."""
+    config = models.Phi3Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_bias=True,
+    )  # fmt: skip
+    model = models.Phi3ForCausalLM(config, key=jax.random.key(0))
+    save_pretrained(model, tmp_path / "old")
+    stored = load_file(tmp_path / "old" / SINGLE)
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    qkv = attention.q_proj, attention.k_proj, attention.v_proj
+    for name, parts in (
+        (
+            "self_attn.qkv_proj.weight",
+            [x.weight for x in qkv],
+        ),
+        ("self_attn.qkv_proj.bias", [x.bias for x in qkv]),
+        ("mlp.gate_up_proj.weight", [mlp.gate_proj.weight, mlp.up_proj.weight]),
+    ):
+        np.testing.assert_array_equal(stored[f"model.layers.1.{name}"], np.concatenate(parts))
+    assert not any("q_proj" in key or "up_proj" in key.replace("gate_up_proj", "") for key in stored)
+    found = load_pretrained(tmp_path / "old", MESHES[mesh](), stacked=stacked)
+    save_pretrained(found, tmp_path / "new")
+    assert_same(load_file(tmp_path / "new" / SINGLE), stored)
+    if not stacked:
+        assert_same(in_file_form(found), in_file_form(model))
 
 
 def test_what_lies_beside_the_weights_is_carried_over(tmp_path):

@@ -115,10 +115,12 @@ def distance(got: np.ndarray, expected: np.ndarray, mask: np.ndarray | None = No
 def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
     """The arrays of `tree`, which is built like `model`, by the keys of an unstacked file."""
     arrays, found = to_arrays(tree), {}
-    for entry in entries_of(model):
+    for entry in sorted(entries_of(model), key=lambda entry: entry.start):
         if entry.path in arrays:  # not what is never trained
             pieces = [arrays[entry.path]] if entry.stack is None else arrays[entry.path]
-            found |= {key: np.asarray(x) for key, x in zip(entry.keys, pieces, strict=True)}
+            for key, x in zip(entry.keys, pieces, strict=True):
+                joined = [found[key], np.asarray(x)] if key in found else [np.asarray(x)]
+                found[key] = joined[0] if len(joined) == 1 else np.concatenate(joined)
     return found
 
 

@@ -259,5 +259,6 @@ REFERENCES = {
     "qwen2": Reference("Qwen2", {**_GQA, "tie_word_embeddings": True}),
     "qwen3": Reference("Qwen3", {**_GQA, "head_dim": 16}),
     "olmo2": Reference("Olmo2", _GQA),
+    "phi3": Reference("Phi3", {**_GQA, "sliding_window": 7}),
     "smollm3": Reference("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
 }

@@ -21,6 +21,7 @@ from redco_eqx.models import (
     MistralConfig,
     Olmo2Config,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -45,7 +46,11 @@ def test_an_entry_that_is_left_out_means_the_same(model_type):
         if value is not None and hasattr(theirs, field.name):
             assert value == getattr(theirs, field.name), field.name
     if hasattr(ours, "rope"):
-        assert theirs.rope_parameters == {"rope_type": ours.rope.rope_type, "rope_theta": ours.rope.theta}
+        expected = {"rope_type": ours.rope.rope_type, "rope_theta": ours.rope.theta}
+        assert {"partial_rotary_factor": 1.0, **theirs.rope_parameters} == {
+            "partial_rotary_factor": 1.0,
+            **expected,
+        }
 
 
 _GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -62,6 +67,7 @@ MADE_HERE = {
     "qwen2": lambda: Qwen2Config(**_LLAMA),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=8),
     "olmo2": lambda: Olmo2Config(**_LLAMA),
+    "phi3": lambda: Phi3Config(**_LLAMA, pad_token_id=0),
     "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None, pad_token_id=0),
 }
 

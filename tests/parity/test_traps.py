@@ -158,6 +158,14 @@ TRAPS = {
         "another first pair": rope(beta_fast=32.0),
         "another last pair": rope(beta_slow=1.0),
     },
+    "phi3": {
+        "gate and up exchanged": lambda model, patch: eqx.tree_at(
+            lambda m: [w for x in m.layers for w in (x.mlp.gate_proj, x.mlp.up_proj)],
+            model,
+            [w for x in model.layers for w in (x.mlp.up_proj, x.mlp.gate_proj)],
+        ),
+        "no window": configured(sliding_window=None),
+    },
     "smollm3": {
         "positions in all layers": configured(no_rope_layers=(1, 1, 1)),
         "positions in the wrong layer": configured(no_rope_layers=(0, 1, 1)),

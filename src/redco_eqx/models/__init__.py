@@ -36,6 +36,7 @@ from redco_eqx.models._families.llama import (
 )
 from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.phi3 import Phi3Config, Phi3ForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -91,6 +92,8 @@ __all__ = [
     "Olmo2Config",
     "Olmo2ForCausalLM",
     "Options",
+    "Phi3Config",
+    "Phi3ForCausalLM",
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",

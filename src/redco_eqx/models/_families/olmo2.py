@@ -1,7 +1,7 @@
 """OLMo 2 (OLMo team 2024): a LLaMA that is normalised after attention and MLP, and in all queries and keys."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.layers import RMSNorm
+from redco_eqx.models._blocks.model import Options
 from redco_eqx.models._families.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
 
 
@@ -55,3 +56,6 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
     """An OLMo 2."""
 
     layer: ClassVar[type[eqx.Module]] = Olmo2DecoderLayer
+
+    def __init__(self, config: Olmo2Config, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, stacked=stacked, key=key, **options)

@@ -23,6 +23,7 @@ from redco_eqx.models._families.llama import (
 )
 from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
+from redco_eqx.models._families.phi3 import Phi3Config, Phi3ForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (MistralConfig, LlamaForCausalLM),
         (Olmo2Config, Olmo2ForCausalLM),
         (OPTConfig, OPTForCausalLM),
+        (Phi3Config, Phi3ForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
         (RobertaConfig, BertModel),

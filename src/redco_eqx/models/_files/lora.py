@@ -63,8 +63,8 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
 
     **Raises:**
 
-    - `ValueError` if there are no branches, or of several ranks or scales, or arrays that are abstract, deleted
-        or not floating.
+    - `ValueError` if there are no branches, or of several ranks or scales, or beside projections that files
+        hold joined (Phi-3), or arrays that are abstract, deleted or not floating.
     - `OSError` if it cannot be written; `RuntimeError` on the other processes.
     """
     branches = _branches(model)
@@ -73,6 +73,13 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         found = ", ".join(f"rank {rank} with scale {scale}" for rank, scale in sorted(kinds)) or "none at all"
         raise ValueError(f"save_lora: the branches must be of one rank and scale, but there are: {found}.")
     ((rank, scale),) = kinds
+    parts = {part: name for name, parts in model.joined.items() for part in parts}
+    alone = [path for path in branches if path.rpartition(".")[2] in parts]
+    if alone:
+        raise ValueError(
+            f"save_lora: {first_few(alone, most=3)} have no place in peft's format, because elsewhere they are "
+            f"parts of {parts[alone[0].rpartition('.')[2]]}. Save them with the model, by merge_lora."
+        )
     entries = [entry for entry in entries_of(model) if _FACTOR.search(entry.path)]
     arrays = {entry.path: to_arrays(model)[entry.path] for entry in entries}
     check_arrays("save_lora", arrays)

@@ -1,4 +1,4 @@
-"""Leaf paths and the keys of files: equal, but for stacked layers, fused matrices and old spellings."""
+"""Leaf paths and the keys of files: equal, but for stacked layers, matrices held as one, and old spellings."""
 
 import dataclasses
 import re
@@ -21,7 +21,8 @@ class Entry:
     - `keys`: one, or one for each layer of a stack.
     - `stack`: the path of the stack, if the leaf's first dim numbers the layers.
     - `fused`: whether the last two dims are one in files.
-    - `num_rows`: how many of its rows files have, if it has others: of a vocabulary that was padded.
+    - `start`, `num_rows`: of an array that files hold joined with others, its first row there, and the number
+        of rows of all; of a vocabulary that was padded, 0 and the number of rows without padding.
     """
 
     path: str
@@ -29,40 +30,61 @@ class Entry:
     keys: tuple[str, ...]
     stack: str | None
     fused: bool
+    start: int = 0
     num_rows: int | None = None
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
         """The shape of the array without rows that pad it."""
-        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
+        if self.num_rows is None or self.stack is not None:
+            return self.shape
+        return (min(self.shape[0], self.num_rows), *self.shape[1:])
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of the array under each key."""
-        shape = self.unpadded_shape if self.stack is None else self.shape[1:]
+        shape = self.shape if self.stack is None else self.shape[1:]
+        if self.num_rows is not None:
+            return (self.num_rows, *shape[1:])
         return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
 
 
 def entries_of(model: Model) -> list[Entry]:
     """An entry for each array of a `Model`, abstract or not, in the model's order."""
-    entries = []
-    for path, x in to_arrays(model).items():
+    entries, arrays = [], to_arrays(model)
+    for path, x in arrays.items():
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
         rest = "" if stack is None else path.removeprefix(f"{stack}.")
         if rest.partition(".")[0].isdigit():
             stack = None  # a list of layers
-        keys = (
-            (_key(path, model),) if stack is None else tuple(f"{stack}.{i}.{rest}" for i in range(x.shape[0]))
-        )
         fused = any(re.search(pattern, path) for pattern in model.fused)
-        num_rows = model.config.vocab_size if is_vocabulary(model, path.rpartition(".")[0]) else None
-        entries.append(Entry(path, tuple(x.shape), keys, stack, fused, num_rows))
+        key, parts = _joined(path, model)
+        rows = (0, None)
+        if parts:
+            sizes = [arrays[part].shape[0 if stack is None else 1] for part in parts]
+            rows = sum(sizes[: parts.index(path)]), sum(sizes)
+        elif is_vocabulary(model, path.rpartition(".")[0]):
+            rows = 0, model.config.vocab_size
+        keys = (_key(key, model),)
+        if stack is not None:
+            keys = tuple(f"{stack}.{i}{key.removeprefix(stack)}" for i in range(x.shape[0]))
+        entries.append(Entry(path, tuple(x.shape), keys, stack, fused, *rows))
     return entries
 
 
 def _key(path: str, model: Model) -> str:
     module, _, array = path.rpartition(".")
     return join(model.in_first_layer[module], array) if module in model.in_first_layer else path
+
+
+def _joined(path: str, model: Model) -> tuple[str, list[str]]:
+    """The path as files have it, and those of all that are joined under it; none if it is alone."""
+    outer, _, kind = path.rpartition(".")
+    outer, _, own = outer.rpartition(".")
+    for name, parts in model.joined.items():
+        if own in parts and kind in ("weight", "bias"):
+            return f"{outer}.{name}.{kind}", [f"{outer}.{part}.{kind}" for part in parts]
+    return path, []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from redco_eqx.models._files.safetensors import NAMES, Record
 
 
 class Piece(NamedTuple):
-    """An array in a file, and the leaf (and layer of it) that it is."""
+    """An array in a file, and the leaf (and layer of it) that it is; or several, which files hold as one."""
 
     record: Record
-    path: str
+    paths: tuple[str, ...]
     layer: int | None
 
 
@@ -42,14 +42,19 @@ def common_dtype(arrays: dict[str, AnyArray]) -> str:
 
 def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
     """What is written, layer by layer also where layers are stacked."""
-    pieces = []
+    pieces: list[Piece] = []
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
         together = list(group)
         for layer in [None] if stack is None else range(len(together[0].keys)):
             for entry in together:
                 dtype = np.dtype(arrays[entry.path].dtype)
-                record = Record(entry.keys[layer or 0], dtype, entry.file_shape)
-                pieces.append(Piece(record, entry.path, layer))
+                piece = Piece(Record(entry.keys[layer or 0], dtype, entry.file_shape), (entry.path,), layer)
+                if pieces and pieces[-1].record.key == piece.record.key:
+                    before = pieces.pop()
+                    dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
+                    record = piece.record._replace(dtype=dtype)
+                    piece = Piece(record, (*before.paths, entry.path), layer)
+                pieces.append(piece)
     return pieces
 
 
@@ -64,7 +69,7 @@ def write_together(
 
     What it raises there is raised, on the others as a `RuntimeError`.
     """
-    fetched = (_fetch(arrays[piece.path], piece) for piece in pieces)
+    fetched = (_fetch(arrays, piece) for piece in pieces)
     error = None
     try:
         if jax.process_index() == 0:
@@ -80,15 +85,21 @@ def write_together(
         raise error
 
 
-def _fetch(x: Any, piece: Piece) -> np.ndarray:
+def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
+    found = [_fetch_one(arrays[path], piece.layer) for path in piece.paths]
+    whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
+    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without those that pad it
+    return whole[rows].reshape(piece.record.shape)
+
+
+def _fetch_one(x: Any, layer: int | None) -> np.ndarray:
     if isinstance(x, np.ndarray):
-        return (x if piece.layer is None else x[piece.layer]).reshape(piece.record.shape)
+        return x if layer is None else x[layer]
     # A host copy of an array is kept with it, so it is taken of a copy on the devices.
-    x = jnp.copy(x) if piece.layer is None else _take(x, piece.layer)
+    x = jnp.copy(x) if layer is None else _take(x, layer)
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
-    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without those that pad it
-    return np.asarray(x)[rows].reshape(piece.record.shape)
+    return np.asarray(x)
 
 
 @jax.jit

@@ -57,11 +57,11 @@ def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.d
     """A slice of a leaf, from each key that holds some of it."""
     size = entry.shape[-1] if entry.fused else None
     if entry.stack is None:
-        return _read_key(found[entry.keys[0]], bounds, size).astype(dtype, copy=False)
+        return _read_key(found[entry.keys[0]], _moved(bounds, entry), size).astype(dtype, copy=False)
     (first, last), *inner = bounds
     layers = np.empty([last - first, *(stop - start for start, stop in inner)], dtype)
     for layer, key in zip(layers, entry.keys[first:last]):
-        layer[...] = _read_key(found[key], tuple(inner), size)
+        layer[...] = _read_key(found[key], _moved(tuple(inner), entry), size)
     return layers
 
 
@@ -75,6 +75,14 @@ def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
         kept = stored.read((slice(first, stored.shape[0]), *(slice(*pair) for pair in inner)))
         rows[: len(kept)] = kept
     return rows
+
+
+def _moved(bounds: Bounds, entry: Entry) -> Bounds:
+    """Bounds in a leaf as those in the array of the file, where it may begin later."""
+    if entry.start == 0:
+        return bounds
+    (first, last), *others = bounds
+    return ((first + entry.start, last + entry.start), *others)
 
 
 def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
