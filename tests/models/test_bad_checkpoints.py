@@ -108,7 +108,7 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown model_type": (
         entries(model_type="bloom"),
         ValueError,
-        "model_type='bloom' is not known, only bart, bert, gpt2, gptj, llama, mistral, opt, qwen2, qwen3",
+        "model_type='bloom' is not known, only gpt2, gptj, llama, mistral, opt, qwen2, qwen3",
     ),
     "model_type not a string": (
         entries(model_type=["gpt2"]),
