@@ -111,7 +111,8 @@ def test_foreign_axes_are_refused_with_the_fix(axes):
     with pytest.raises(ValueError, match=r"at least one of \('data', 'fsdp', 'tensor'\) is needed") as error:
         check_mesh(mesh)
     assert repr(axes) in str(error.value)
-    assert "make_mesh(tensor=..., fsdp=...)" in str(error.value)
+    names = {("x",): '("data",)', ("dp", "tp"): '("data", "tensor")'}[axes]
+    assert f"make_mesh(mesh=mesh, names={names})" in str(error.value)
 
 
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("fsdp", "other"), ("tensor", "data")])
