@@ -71,9 +71,7 @@ def test_only_activations_cross_the_tensor_axis_and_only_gradients_the_data_axis
 def test_a_users_own_layers_reduce_twice_forward():
     # Backward the CPU compiler reduces for query, key and value apart; TPU's adds first (tests/aot).
     case = case_of("quickstart")
-    assert collectives.count(results("quickstart", train=False)) == {
-        ("all-reduce", TENSOR): 2 * case.num_layers + 1
-    }
+    assert collectives.count(results("quickstart", train=False)) == {("all-reduce", TENSOR): case.reductions}
     assert set(collectives.count(results("quickstart", train=True))) == {
         ("all-reduce", TENSOR),
         ("all-reduce", DATA),

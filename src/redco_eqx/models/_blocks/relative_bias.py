@@ -39,8 +39,8 @@ def relative_bias(
     Compute it once, and give it to all layers as `Context.bias`.
 
     Where positions are those of all rows, it has, on a mesh, a row for each part that the batch is split into.
-    So its gradients, which are as large as scores, are added over the layers and brought to the table where they
-    are: only the table's is reduced.
+    So its gradients, which are as large as scores, are added over the layers and brought to the table where
+    they are: only the table's is reduced.
 
     **Arguments:**
 
