@@ -24,7 +24,8 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
     def run(program: str) -> None:
         exec(compile(program, "README.md", "exec"), namespace)
 
-    example, program, functions, within, loop, streams, pretrained, by_orbax, by_tensorstore = blocks("python")
+    example, program, functions, within, loop, planned, streams, pretrained, *by_others = blocks("python")
+    by_orbax, by_tensorstore = by_others
     run(example)
     out, err = capfd.readouterr()
     table, by_program, sent = blocks("text")
@@ -58,6 +59,12 @@ def test_python_blocks_run_and_the_table_is_true(capfd, tmp_path, monkeypatch):
         == 2 * rx.num_train_steps(len(namespace["examples"]), batch_size=64, num_epochs=1)
     )
     assert jax.tree.leaves(namespace["state"].params)[0].sharding.mesh == namespace["mesh"]
+
+    run(planned)
+    out = capfd.readouterr().out
+    assert "fits: data=" in out
+    assert "MiB sent" in out
+    assert rx.make_mesh(**namespace["found"].mesh).size == 8
 
     run(streams)
     assert int(namespace["state"].step) == 2 * step + 100
