@@ -192,7 +192,7 @@ batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0
   separate query, key and value apart, where one sum would do. The compiler for TPU adds before it reduces
   (`nox -s aot`); with `column` every compiler does.
 - GPT-J's attention and MLP stand side by side: one reduction each way serves both.
-- A tied embedding has two gradients, of the lookup and of the head: the CPU compiler reduces them over data
+- A table has a gradient for each use, a lookup or a head: the CPU compiler reduces those of one over data
   apart, the one for TPU adds them first."""
 
 

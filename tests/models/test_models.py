@@ -283,7 +283,7 @@ class OwnLM(models.DecoderLM):
 def test_a_family_of_ones_own_is_saved_loaded_and_run(stacked, tmp_path):
     made = OwnLM(OwnConfig(vocab_size=64), stacked=stacked, key=jax.random.key(0))
     models.save_pretrained(made, tmp_path)
-    with pytest.raises(ValueError, match="model_type='own' is not known, only gpt2"):
+    with pytest.raises(ValueError, match="model_type='own' is not known, only bart"):
         models.load_pretrained(tmp_path)
     model = models.load_pretrained(
         tmp_path, mesh_of("data2xtensor4"), family=(OwnConfig, OwnLM), stacked=True, remat="full"

@@ -78,7 +78,8 @@ class BaseConfig:
         values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
         for field in dataclasses.fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, BaseConfig):
-                values[field.name] = _read_part(field.name, field.type, raw.get(field.name))
+                if field.name in raw:
+                    values[field.name] = _read_part(field.name, field.type, raw[field.name])
                 read.add(field.name)
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type

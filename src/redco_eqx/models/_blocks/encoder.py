@@ -28,11 +28,13 @@ def encode_tokens(
     **Arguments:**
 
     - `model`: says how it is run, by its `Options`.
-    - `embed`: gives what enters the first layer.
+    - `input_ids`: tokens.
+    - `embed`, `layers`: what gives the input of the first layer, and the layers.
     - `attention_mask`: `(batch, s)`, 0 where a token is padding, on either side.
     - `positions`: by default counted from 0 at the first token that is not padding.
     - `max_positions`: how many there are in a table; `None` for none.
     - `bias`: added to the scores in all layers.
+    - `key`: for dropout.
     """
     check_tokens(input_ids, attention_mask, max_positions)
     context, _ = make_context(

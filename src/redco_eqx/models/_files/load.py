@@ -85,8 +85,8 @@ def load_pretrained(
     directory = Path(directory)
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
-    stored = _open(directory)
-    config = _as_stored(config, stored, make_model)
+    if make_model.tied_by_file:
+        config = _as_stored(config, _open(directory), make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
@@ -98,7 +98,7 @@ def load_pretrained(
     )
     stored_leaves = entries_of(model)
     found = _find(
-        directory, stored, stored_leaves, make_model, may_lack=() if key is None else make_model.heads
+        directory, _open(directory), stored_leaves, make_model, may_lack=() if key is None else make_model.heads
     )
     arrays: dict[str, Array | np.ndarray] = {}
     lacking: dict[str, NamedSharding] = {}
@@ -146,8 +146,6 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
 
 def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:
     """The configuration, with the head tied or not as the files have it where they alone say so."""
-    if not family.tied_by_file:
-        return config
     head = "lm_head.weight"
     table = family.tied[head]
     is_own = head in stored and table in stored and not _equal(stored[head], stored[table])
