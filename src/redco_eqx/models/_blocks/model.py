@@ -49,7 +49,8 @@ class Model(eqx.Module):
     fused: ClassVar[tuple[str, ...]] = ()
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files hold as one, their outputs side by side: its name there, and of which."""
+    """Projections that files hold as one, their outputs side by side: its name there, and of which, in the
+    order of the fields."""
     prefixes: ClassVar[tuple[str, ...]] = ()
     """With what the keys of the bare model, as some files have them, become paths."""
     ignored: ClassVar[tuple[str, ...]] = ()
