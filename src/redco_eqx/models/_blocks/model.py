@@ -57,7 +57,8 @@ class Model(eqx.Module):
     vocabulary: ClassVar[tuple[str, ...]] = ()
     """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files hold as one, their outputs side by side: its name there, and of which."""
+    """Projections that files hold as one, their outputs side by side: its name there, and of which, in the
+    order of the fields."""
     prefixes: ClassVar[tuple[str, ...]] = ()
     """With what the keys of the bare model, as some files have them, become paths."""
     outer: ClassVar[tuple[str, ...]] = ()

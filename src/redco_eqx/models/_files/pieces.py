@@ -42,20 +42,17 @@ def common_dtype(arrays: dict[str, AnyArray]) -> str:
 
 def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
     """What is written, layer by layer also where layers are stacked."""
-    pieces: list[Piece] = []
+    pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
         together = list(group)
         for layer in [None] if stack is None else range(len(together[0].keys)):
             for entry in together:
-                dtype = np.dtype(arrays[entry.path].dtype)
-                piece = Piece(Record(entry.keys[layer or 0], dtype, entry.file_shape), (entry.path,), layer)
-                if pieces and pieces[-1].record.key == piece.record.key:
-                    before = pieces.pop()
+                key, dtype, paths = entry.keys[layer or 0], np.dtype(arrays[entry.path].dtype), (entry.path,)
+                if before := pieces.get(key):  # files hold both as one
                     dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
-                    record = piece.record._replace(dtype=dtype)
-                    piece = Piece(record, (*before.paths, entry.path), layer)
-                pieces.append(piece)
-    return pieces
+                    paths = (*before.paths, entry.path)
+                pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, layer)
+    return list(pieces.values())
 
 
 def write_together(
