@@ -62,8 +62,10 @@ class LoRA(eqx.Module):
         return eqx.tree_at(lambda base: base.weight, self.base, weight)
 
 
-def adapt(model: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
-    """The model with a branch beside each projection of these names.
+def adapt(
+    model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any, **program: Any
+) -> Any:
+    """The model with a branch beside each projection of these names, laid out on the mesh.
 
     Raises `ValueError` if a name is that of no projection.
     """
@@ -81,7 +83,7 @@ def adapt(model: Any, *, targets: tuple[str, ...], rank: int, scale: float, key:
     adapted = jax.tree_util.tree_map_with_path(wrap, model, is_leaf=is_projection)
     if missing := set(targets) - found:
         raise ValueError(f"--targets: the model has no projections named {sorted(missing)}.")
-    return adapted
+    return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
 
 
 def branches(model: Any) -> Any:
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     model, tokenizer = load_or_make(args, mesh, texts[0])
     key = jax.random.key(args.seed + 2)
     branch = {"targets": args.targets, "rank": args.rank, "scale": 2.0, "key": key}
-    adapt(model, **branch)  # refuses a wrong name before anything is trained
+    adapt(model, mesh, **branch)  # refuses a wrong name before anything is trained
     if not args.model:
         args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
@@ -140,9 +142,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         results["full"] = tune(args, "full", copy, train, test)[1]
 
     args.rate = rate
-    adapted = adapt(model, **branch)
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
-    adapted = eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
+    adapted = adapt(model, mesh, **branch, **program)
     print(rx.explain(adapted, mesh, **program))
     state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=branches(adapted))
 
