@@ -82,8 +82,8 @@ def test_what_the_program_is_predicted_to_send_is_what_this_compiler_makes_it_se
     assert 0.95 * sent <= predicted.at_least <= sent
 
 
-# Of the zoo, with what is predicted, in parts of what is sent. Of fused weights this compiler moves pieces across
-# borders in fewer steps; the sums of a low-rank branch and of its base it does not add first.
+# Of the zoo, with what is predicted, in parts of what is sent. Pieces of fused weights this compiler moves
+# across borders with less; the sums of a low-rank branch and of its base it does not add first.
 ZOO = {"t5": 1.0, "gate_narrow": 1.0, "conv2d": 1.0, "moe_mixtral": 1.0, "fused_qkv": 1.106, "lora": 0.741}
 
 
