@@ -69,7 +69,7 @@ def test_what_is_sent_is_four_activations_a_layer_and_each_gradient_once(name):
     assert 0 <= reduced - least["gradients"] <= 100
 
 
-@pytest.mark.parametrize("name", ["LLaMA"])
+@pytest.mark.parametrize("name", ["quickstart", *workloads.FAMILIES])
 def test_what_the_program_is_predicted_to_send_is_what_this_compiler_makes_it_send(name):
     options = {} if name == "quickstart" else {"remat": "row_out", "stacked": True}
     sizes = None if name == "quickstart" else SIZES
