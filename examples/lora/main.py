@@ -29,13 +29,15 @@ from language_modeling.main import RATES, collate_fn, load_or_make, loss_fn, tun
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def adapt(model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any) -> Any:
+def adapt(
+    model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any, **program: Any
+) -> Any:
     """The model with a branch beside each projection of these names, laid out on the mesh.
 
     Raises `ValueError` if a name is that of no projection.
     """
     adapted = models.add_lora(model, targets=targets, rank=rank, scale=scale, key=key)
-    return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))
+    return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
 
 
 def num_parameters(arrays: dict[str, Any]) -> int:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     model, tokenizer = load_or_make(args, mesh, texts[0])
     key = jax.random.key(args.seed + 2)
     branch = {"targets": args.targets, "rank": args.rank, "scale": 2.0, "key": key}
-    adapt(model, **branch)  # refuses a wrong name before anything is trained
+    adapt(model, mesh, **branch)  # refuses a wrong name before anything is trained
     if not args.model:
         args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
@@ -76,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         results["full"] = tune(args, "full", copy, train, test)[1]
 
     args.rate = rate
-    adapted = adapt(model, mesh, **branch)
-    print(rx.explain(adapted, mesh, loss_fn=loss_fn, batch=collate_fn(train[: args.batch_size])))
+    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    adapted = adapt(model, mesh, **branch, **program)
+    print(rx.explain(adapted, mesh, **program))
     state, (scores, bigram) = tune(args, "branches", adapted, train, test, trainable=models.lora_spec(adapted))
 
     merged = rx.init_state(models.merge_lora(state.model), key=key)
