@@ -1,10 +1,9 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
-from redco_eqx import layers, loop, types
+from redco_eqx import errors, layers, loop, types
 from redco_eqx._birth.init_model import init_model
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.directory import list_checkpoints
-from redco_eqx._checkpoint.record import CheckpointError
 from redco_eqx._checkpoint.restore import restore
 from redco_eqx._checkpoint.writer import save
 from redco_eqx._compiled.communication import communication
@@ -16,7 +15,7 @@ from redco_eqx._planning.largest import largest
 from redco_eqx._planning.plan import plan
 from redco_eqx._sharding.explain import explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
-from redco_eqx._sharding.rules import ShardingWarning, shard_rules
+from redco_eqx._sharding.rules import shard_rules
 from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
@@ -25,31 +24,26 @@ from redco_eqx._training.evaluate import evaluate, predict
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.fit import fit, num_train_steps
 from redco_eqx._training.hook import Change
-from redco_eqx._training.interrupt import TrainingInterrupted
-from redco_eqx._training.run import NonFiniteError
 from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
 from redco_eqx._types import Mean
 
 __all__ = [
     "Change",
-    "CheckpointError",
     "Checkpoints",
     "ConsoleLogger",
     "Data",
     "Evaluation",
     "JSONLLogger",
     "Mean",
-    "NonFiniteError",
-    "ShardingWarning",
     "Stream",
     "TensorBoardLogger",
     "TrainState",
-    "TrainingInterrupted",
     "batch_sharding",
     "batches",
     "by_path",
     "cast",
     "communication",
+    "errors",
     "eval_step",
     "evaluate",
     "explain",

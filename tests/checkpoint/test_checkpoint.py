@@ -68,7 +68,7 @@ def is_weight(x: Any) -> bool:
 def odd_state(optimizer: Any = ADAM, seed: int = 0, step: int = 0, mesh: Any = None, **arguments: Any) -> Any:
     mesh = mesh or rx.make_mesh(tensor=4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", rx.ShardingWarning)
+        warnings.simplefilter("ignore", rx.errors.ShardingWarning)
         model = rx.init_model(Odd, mesh, key=jax.random.key(seed))
     state = rx.init_state(
         model, optimizer, key=jax.random.key(seed + 1), **{"trainable": is_weight, **arguments}
@@ -427,7 +427,7 @@ def refusal(directory: pathlib.Path, state: Any) -> str | None:
     """What `restore` says of its only checkpoint; `None` if it gives exactly `state`."""
     try:
         found = rx.restore(directory, state)
-    except rx.CheckpointError as error:
+    except rx.errors.CheckpointError as error:
         return str(error)
     assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
     return None
@@ -467,7 +467,7 @@ def test_arrays_that_were_exchanged_unseen_by_orbax_are_found(tmp_path: pathlib.
     a, b = rx.save(tmp_path / "a", state), rx.save(tmp_path / "b", other)
     (a / "arrays").rename(tmp_path / "aside")
     (b / "arrays").rename(a / "arrays")
-    with pytest.raises(rx.CheckpointError, match="the checksum of"):
+    with pytest.raises(rx.errors.CheckpointError, match="the checksum of"):
         rx.restore(tmp_path / "a", state)
 
 
@@ -490,12 +490,12 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: Any, tmp_path: pat
         assert int(rx.restore(tmp_path, state).step) == 1
     with pytest.warns(UserWarning, match="It is left out"):
         assert [info.step for info in rx.list_checkpoints(tmp_path)] == [1]
-    with pytest.raises(rx.CheckpointError, match="damaged"):
+    with pytest.raises(rx.errors.CheckpointError, match="damaged"):
         rx.restore(tmp_path, state, step=2)
     damage(tmp_path / "1" / "record" / "record.json")
     with (
         pytest.warns(UserWarning, match=f"{tmp_path}/2"),
-        pytest.raises(rx.CheckpointError, match="no checkpoint can be restored"),
+        pytest.raises(rx.errors.CheckpointError, match="no checkpoint can be restored"),
     ):
         rx.restore(tmp_path, state)
 
@@ -577,7 +577,7 @@ def test_a_disk_that_is_full_reaches_the_caller(tmp_path: pathlib.Path) -> None:
     writer = rx.Checkpoints(tmp_path, keep_last=None).open()
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
     try:
-        with pytest.raises(rx.CheckpointError, match="could not be written"):
+        with pytest.raises(rx.errors.CheckpointError, match="could not be written"):
             save_and_wait(writer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -105,7 +105,7 @@ def main(options: dict[str, Any]) -> None:
             log_every=1,
             **evaluation,
         )
-    except rx.TrainingInterrupted as error:
+    except rx.errors.TrainingInterrupted as error:
         code, state = error.code, error.state
     print(json.dumps({"step": int(state.step), "digest": digest_of(state), "calls": num_calls}), flush=True)
     sys.exit(code)

@@ -247,7 +247,7 @@ def flips(base: pathlib.Path, tries: int) -> Iterator[str]:
         largest.write_bytes(data)
         try:
             assert_same(rx.restore(base, state), state)
-        except rx.CheckpointError:
+        except rx.errors.CheckpointError:
             num_refused += 1
         yield f"{num_refused} refused, the others bit-equal"
 
@@ -262,7 +262,7 @@ def all_damaged(base: pathlib.Path, tries: int) -> Iterator[str]:
             warnings.simplefilter("ignore")
             try:
                 small_run(base)
-            except rx.CheckpointError:
+            except rx.errors.CheckpointError:
                 yield ""
             else:
                 raise Lost("a fresh start")
@@ -296,7 +296,7 @@ def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
                 try:
                     small_run(directory, collate_fn=filling, checkpoints=rx.Checkpoints(directory, **keeping))
                     raise Lost("nothing was said")
-                except rx.CheckpointError as error:
+                except rx.errors.CheckpointError as error:
                     state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
                     require(int(state.step) >= 3, "the state is not the last one")
             assert_same(small_run(directory), expected)
@@ -362,7 +362,7 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
             try:
                 small_run(disk, collate_fn=locking)
                 raise Lost("nothing was said")
-            except (rx.CheckpointError, OSError) as error:
+            except (rx.errors.CheckpointError, OSError) as error:
                 state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
                 require(int(state.step) >= 3, "the state is not the last one")
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)

@@ -177,7 +177,7 @@ def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", rx.ShardingWarning)
+    warnings.simplefilter("ignore", rx.errors.ShardingWarning)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else is written among the answers
     for line in sys.stdin:

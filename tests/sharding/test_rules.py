@@ -83,7 +83,7 @@ def check_decision(d, mesh):
 
 def shard(model, mesh):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", rx.ShardingWarning)
+        warnings.simplefilter("ignore", rx.errors.ShardingWarning)
         return eqx.filter_shard(model, rx.shard_rules(model, mesh))
 
 
@@ -304,7 +304,7 @@ def replicated_share(model, mesh):
     decisions = decide(model, mesh).values()
     sizes = [int(np.prod(d.shape)) * d.dtype.itemsize for d in decisions]
     whole = [n for n, d in zip(sizes, decisions) if d.spec == P()]
-    return sum(whole) / sum(sizes), [str(w.message) for w in caught if w.category is rx.ShardingWarning]
+    return sum(whole) / sum(sizes), [str(w.message) for w in caught if w.category is rx.errors.ShardingWarning]
 
 
 @pytest.mark.parametrize("axis", ["tensor", "fsdp"])

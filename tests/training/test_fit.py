@@ -285,7 +285,7 @@ def test_a_step_of_ones_own_that_is_not_finite() -> None:
         params = jax.tree.map(lambda p: p + 1, state.params)
         return dataclasses.replace(state, params=params, step=state.step + 1), {"loss": loss}
 
-    with pytest.raises(rx.NonFiniteError) as caught:
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
         fit(linear_state(), EXAMPLES, num_epochs=2, step_fn=step)
     assert caught.value.step == 3
     np.testing.assert_array_equal(

@@ -96,7 +96,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     expected = run("whole", 3)
     # Made ahead by a thread: the stop comes when more has been read than was trained on.
     stopping = Stopping(at + 4)  # 2 calls for the rehearsal, and those ahead
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         run("cut", 2, collate_fn=stopping)
     assert 0 < caught.value.step < 13
     capsys.readouterr()

@@ -238,7 +238,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(at: int, tmp_path: pathlib
 
     expected = run("whole")
     assert int(expected.step) == 15
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         run("cut", Interrupting(at))
     assert_same(run("cut"), expected)
     assert log("cut") == log("whole")

@@ -44,7 +44,7 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
         if step == 2:
             interrupt()
 
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         fit(linear_state(), EXAMPLES, num_epochs=9, log_every=1, loggers=[logger])
     # The row of step 2 is there when step 3 is on its way, and the next boundary is that of step 4.
     stopped = caught.value.step
@@ -72,7 +72,7 @@ def interrupting_collate(at: int, times: int = 1) -> Any:
 @pytest.mark.parametrize("at", [1, 3, 5, 6])
 def test_an_interrupt_while_a_batch_is_made(at: int) -> None:
     rows = Rows()
-    with pytest.raises(rx.TrainingInterrupted, match=f"after step {at};") as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted, match=f"after step {at};") as caught:
         fit(
             linear_state(),
             EXAMPLES,
@@ -88,7 +88,7 @@ def test_an_interrupt_while_a_batch_is_made(at: int) -> None:
 
 
 def test_an_interrupt_from_the_thread_that_makes_batches() -> None:
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         fit(
             linear_state(),
             EXAMPLES,
@@ -107,7 +107,7 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
             interrupt()
         return {}
 
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         fit(
             linear_state(),
             EXAMPLES,
@@ -133,7 +133,7 @@ def test_a_second_interrupt_leaves_at_once() -> None:
 
 def test_an_interrupt_while_the_last_good_state_waits() -> None:
     examples, step = spoiled(np.nan)
-    with pytest.raises(rx.NonFiniteError) as caught:
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
         fit(
             linear_state(),
             examples,
@@ -193,7 +193,7 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
                 say = lambda step, row: print("step", step, file=sys.stdout, flush=True)
                 console = rx.ConsoleLogger(open(os.devnull, "w"), progress=True)
                 fit(linear_state(), examples, num_epochs=10**6, loggers=[say, console], **options)
-            except rx.TrainingInterrupted as error:
+            except rx.errors.TrainingInterrupted as error:
                 state = fit(error.state, examples, num_steps=5, **options)
                 print("went on", int(state.step) - error.step, flush=True)
             """

@@ -43,7 +43,7 @@ def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(kind: str, log_e
     examples, step = spoiled(value)
     assert step > 0
     rows = Rows()
-    with pytest.raises(rx.NonFiniteError, match=f"not finite at step {step} ") as caught:
+    with pytest.raises(rx.errors.NonFiniteError, match=f"not finite at step {step} ") as caught:
         fit(linear_state(), examples, num_epochs=2, loss_fn=loss, log_every=log_every, loggers=[rows])
     assert caught.value.step == step
     assert_same(caught.value.state, state_after(step, examples=examples, loss_fn=loss))
@@ -54,7 +54,7 @@ def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(kind: str, log_e
 def test_a_nonfinite_step_is_found_before_an_evaluation() -> None:
     examples, step = spoiled(np.nan)
     rows = Rows()
-    with pytest.raises(rx.NonFiniteError):
+    with pytest.raises(rx.errors.NonFiniteError):
         fit(
             linear_state(),
             examples,

@@ -132,7 +132,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(at: int, tmp_path: pathlib
     expected = run("whole", whole)
     # The first call is the rehearsal, and each evaluation has one.
     first, second = Collate(at=1 + at + (at - 1) // 4), Collate()
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         run("cut", first)
     assert caught.value.step == at
     assert_same(run("cut", second), expected)
@@ -362,7 +362,7 @@ def test_a_script_of_two_fits_that_is_cut_in_the_second(tmp_path: pathlib.Path) 
         state = counted(linear_state(), tmp_path, num_steps=6)
         return counted(state, tmp_path, num_steps=9, collate_fn=collate_fn)
 
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         script(Collate(5))
     assert caught.value.step == 11
     spy = Collate()
@@ -378,7 +378,7 @@ def test_a_finished_run_can_be_made_longer(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_state_of_an_interruption_goes_on_exactly(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         counted(linear_state(), tmp_path, collate_fn=Collate(3))
     spy = Collate()
     assert_counted(counted(caught.value.state, tmp_path, collate_fn=spy), 12, linear_state())
@@ -410,7 +410,7 @@ def test_another_model_is_refused(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("change", [{"batch_size": 2}, {"examples": EXAMPLES[:20]}], ids=["batch", "examples"])
 def test_changed_numbers_are_refused_unless_allowed(change: Any, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         counted(linear_state(), tmp_path, collate_fn=Collate(8))
     examples = change.get("examples", EXAMPLES)
     arguments: Any = {"batch_size": change.get("batch_size", 4), "num_epochs": 3, "step_fn": counting_step}
@@ -430,7 +430,7 @@ def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
     expected = fit(mlp_state(SGD, rx.make_mesh(tensor=4)), examples, **arguments)
     first, second, whole = Collate(4), Collate(), Collate()
     fit(mlp_state(SGD, rx.make_mesh(data=1)), examples, collate_fn=whole, **arguments)
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         fit(
             mlp_state(SGD, rx.make_mesh(tensor=4)),
             examples,
@@ -573,7 +573,7 @@ def test_an_evaluation_that_was_cut_short_is_made_again(
     counted(linear_state(), tmp_path / "whole", loggers=[whole], **arguments)
     # Two rehearsing calls, five of training, and three for each of the two.
     spy = Collate(2 + 5 + (2 if during == "evaluation" else 5))
-    with pytest.raises(rx.TrainingInterrupted) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         counted(linear_state(), tmp_path / "cut", loggers=[cut], collate_fn=spy, **arguments)
     assert caught.value.step == 5
     assert caught.value.checkpoint == tmp_path / "cut" / "5"
@@ -596,7 +596,7 @@ def test_a_signal_saves_at_the_next_step(number: Any, tmp_path: pathlib.Path) ->
     def act() -> None:
         os.kill(os.getpid(), number)
 
-    with pytest.raises(rx.TrainingInterrupted, match=number.name) as caught:
+    with pytest.raises(rx.errors.TrainingInterrupted, match=number.name) as caught:
         counted(linear_state(), tmp_path, collate_fn=Collate(3, act))
     error = caught.value
     assert (error.signal, error.step, error.checkpoint) == (number, 3, tmp_path / "3")
@@ -612,7 +612,7 @@ def test_a_signal_in_compilation(tmp_path: pathlib.Path) -> None:
             terminate()
         return counting_step(state, batch)
 
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         counted(linear_state(), tmp_path, step_fn=terminating_step)
     assert steps_in(tmp_path) == [1]
 
@@ -655,7 +655,7 @@ def test_the_exit_tells_what_it_was(name: str, times: int, code: int, tmp_path: 
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         counted(linear_state(), tmp_path, collate_fn=Collate(7))
     assert steps_in(tmp_path) == [6, 7]
     for path in (tmp_path / "7").rglob("d/*"):
@@ -674,7 +674,7 @@ def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.
         (tmp_path / str(step) / which).write_bytes(b"")
     spy = Collate()
     for _ in range(2):  # nor at the next try
-        with pytest.raises(rx.CheckpointError, match="damaged"):
+        with pytest.raises(rx.errors.CheckpointError, match="damaged"):
             counted(linear_state(), tmp_path, collate_fn=spy)
     assert spy.num_calls == 0
 
@@ -686,7 +686,7 @@ def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
 
     try:
-        with pytest.raises(rx.CheckpointError, match="could not be written") as caught:
+        with pytest.raises(rx.errors.CheckpointError, match="could not be written") as caught:
             counted(linear_state(), tmp_path, collate_fn=Collate(7, fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -749,7 +749,7 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
         state = counting_step(state, batch)[0]
         return state, {"loss": jnp.where(state.step == 6, jnp.inf, 1.0)}
 
-    with pytest.raises(rx.NonFiniteError) as caught:
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
         counted(linear_state(), tmp_path / "loss", step_fn=infinite)
     assert caught.value.step == 5
     assert steps_in(tmp_path / "loss") == [2, 4]
@@ -784,6 +784,6 @@ def test_a_model_with_a_state_and_keys_is_resumed(tmp_path: pathlib.Path) -> Non
 
     arguments: Any = {"loss_fn": loss, "step_fn": None, "num_steps": 6}
     expected = counted(make(), tmp_path / "whole", **arguments)
-    with pytest.raises(rx.TrainingInterrupted):
+    with pytest.raises(rx.errors.TrainingInterrupted):
         counted(make(), tmp_path / "cut", collate_fn=Collate(3), **arguments)
     assert_same(counted(make(), tmp_path / "cut", **arguments), expected)

@@ -39,7 +39,7 @@ def overflowing(model: Any, batch: Any, key: Any) -> Any:
 def test_a_nan_raises_from_its_line_with_the_last_good_state(mesh: str) -> None:
     state = mlp_state(SGD, rx.make_mesh(**MESHES[mesh]))
     arguments: Any = {"loss_fn": poisoned_loss, "num_epochs": 1, "donate": False}
-    with pytest.raises(rx.NonFiniteError, match=r"jax_debug_nans") as plain:
+    with pytest.raises(rx.errors.NonFiniteError, match=r"jax_debug_nans") as plain:
         fit(state, poisoned(-1.0, 3), **arguments)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in log") as caught:
         fit(state, poisoned(-1.0, 3), **arguments)
@@ -50,7 +50,7 @@ def test_a_nan_raises_from_its_line_with_the_last_good_state(mesh: str) -> None:
 
 def test_without_a_place_the_first_parameter_is_named() -> None:
     state = mlp_state(SGD, rx.make_mesh(data=1))
-    with jax.debug_infs(True), pytest.raises((FloatingPointError, rx.NonFiniteError)) as caught:
+    with jax.debug_infs(True), pytest.raises((FloatingPointError, rx.errors.NonFiniteError)) as caught:
         fit(state, EXAMPLES, loss_fn=overflowing, num_steps=2)
     assert "inf" in str(caught.value) or "layers.0.bias" in str(caught.value)
 
