@@ -36,8 +36,9 @@ SETUP = """
     explanation = rx.explain(model, rx.make_mesh())
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     def fit(state):
-        return rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
-                      batch_size=4, num_steps=20, prefetch=0, loggers=())
+        return rx.fit(state, rx.Data(examples, prefetch=0), collate_fn=collate_fn, loss_fn=loss_fn,
+                      optimizer=optimizer,
+                      batch_size=4, num_steps=20, loggers=())
 """
 CELLS = [SETUP, "state = fit(state)", "state = sys.last_value.state\nstate", "fit(state)", "explanation"]
 

@@ -88,7 +88,7 @@ REFUSED = {
             {"model_type": "llama", "rope_parameters": {"rope_type": kind, "factor": 2.0}},
             f"rope type '{kind}' is not supported, only default, linear, llama3",
         )
-        for kind in ("dynamic", "yarn", "longrope", "mrope")
+        for kind in ("dynamic", "longrope", "mrope")
     },
     "rope for each kind of layer": (
         {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_type": "default"}}},

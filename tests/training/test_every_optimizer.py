@@ -164,7 +164,7 @@ def test_it_trains_on_a_mesh_or_is_refused(name: str) -> None:
     layout = jax.tree.map(lambda x: x.sharding, state)
     before = jax.device_get(state.params)
     state = fit(
-        state, EXAMPLES, loss_fn=loss_fn, collate_fn=collate, optimizer=optimizer, batch_size=8, num_steps=2
+        state, EXAMPLES, loss_fn=loss_fn, collate_fn=collate, optimizer=optimizer, batch_size=8, num_steps=3
     )
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(layout), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -168,8 +169,9 @@ def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture
     fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=None, step_fn=counting_step)
     out, err = capfd.readouterr()
     assert out == ""
-    first, *rest = err.splitlines()
+    first, cost, *rest = err.splitlines()
     assert first == "fit: 22 examples, 5 steps of 4 per epoch, 2 dropped from each"
+    assert re.fullmatch(r"fit: a step takes .* of each device, .* while it runs, and sends nothing", cost)
     assert [line.split()[:3] for line in rest] == [["step", str(i), "train/loss"] for i in (1, 2, 3)]
     assert "\r" not in err
     assert "it/s" not in err

@@ -20,7 +20,7 @@ from redco_eqx._program.atoms import is_key, type_of
 from redco_eqx._sharding.mesh import check_mesh, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
-from redco_eqx._tree import leaves_with_paths
+from redco_eqx._tree import is_array, leaves_with_paths
 from redco_eqx._types import Key, as_key, check_function
 
 M = TypeVar("M")
@@ -71,7 +71,7 @@ def init_model(
     `ValueError` as `shard_rules` does, before anything is computed.
     """
     check_mesh(mesh)
-    if isinstance(make_model, eqx.Module) or is_pair(make_model):
+    if any(map(is_array, jax.tree.leaves(make_model))):  # what `eqx.filter_jit` makes has none
         raise TypeError(
             f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
             "lambda key: ... that makes the model; one that is made already is placed by "

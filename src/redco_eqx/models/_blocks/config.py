@@ -110,7 +110,8 @@ class BaseConfig:
                 read.add(field.name)
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
-                values[field.name] = part.from_json(raw)
+                if any(name in raw for name in part.entries):  # or else the family's own
+                    values[field.name] = part.from_json(raw)
                 read |= set(part.entries)
             elif field.name in raw and field.name not in OUTSIDE:
                 values[field.name] = _read(field, raw[field.name])
