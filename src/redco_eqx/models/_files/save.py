@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from redco_eqx._tree import first_few, to_arrays
-from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
 from redco_eqx.models._files.names import entries_of
@@ -118,7 +118,7 @@ def _into_files(pieces: list[Piece], max_bytes: int) -> list[list[Piece]]:
 
 
 def _write(
-    directory: Path, plan: list[list[Piece]], text: str, arrays: Iterator[np.ndarray], config: Config
+    directory: Path, plan: list[list[Piece]], text: str, arrays: Iterator[np.ndarray], config: BaseConfig
 ) -> None:
     """The whole directory; `text` is that of its `config.json`."""
     try:
