@@ -9,6 +9,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -86,7 +87,8 @@ class _Worker:
         self.process = context.Process(
             target=_serve, args=(theirs, payload), name=f"redco_eqx.collate-{number}", daemon=True
         )
-        self.process.start()
+        with _without_interrupts():
+            self.process.start()
         theirs.close()  # so that its death is the end of the pipe
 
     def collate(self, examples: Sequence[Any]) -> Batch:
@@ -112,9 +114,20 @@ class _Worker:
         )
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started in here never see a Ctrl-C, which is for their parent."""
+    # They inherit the mask. What tracks their resources unblocks the signal when it is started: so before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(connection: Connection, payload: bytes) -> None:
     """What a process does: collates what it is sent, until its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     jax.config.update("jax_platforms", "cpu")  # the accelerators are the parent's
     with contextlib.suppress(EOFError, ConnectionError):
         collate_fn = pickle.loads(payload)
