@@ -144,7 +144,7 @@ def report_against_transformers(
     num: int, rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
     """Table 4."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports] (of the group parity)
     import transformers
 
     torch.set_num_threads(1)
