@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import equinox as eqx
@@ -205,7 +205,7 @@ class _Space:
                 for variant, total in zip(options, flops):
                     shards = size["data"] * size["fsdp"]
                     choices = [Choice(size, variant, n) for n in counts if rows % (shards * n) == 0]
-                    found += [self._candidate(choice, analysis, total) for choice in choices]
+                    found += self._candidates_of(choices, analysis, total)
         if not found:
             raise ValueError(
                 f"plan: no mesh of {num_devices} devices splits a batch of {rows} evenly into "
@@ -220,20 +220,24 @@ class _Space:
         model = self._abstract(choice.options)
         return self._laid_out(model, explain_by(analysis, model, mesh).decisions, mesh)
 
-    def _candidate(self, choice: Choice, analysis: Analysis, flops: float) -> Candidate:
-        model = self._abstract(choice.options)
-        mesh = AbstractMesh(tuple(choice.mesh[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    def _candidates_of(
+        self, choices: Sequence[Choice], analysis: Analysis, flops: float
+    ) -> Iterator[Candidate]:
+        """Of choices that differ in the number of microbatches alone."""
+        if not choices:
+            return
+        sizes, model = choices[0].mesh, self._abstract(choices[0].options)
+        mesh = AbstractMesh(tuple(sizes[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         explained = explain_by(analysis, model, mesh)
         state = held(self._laid_out(model, explained.decisions, mesh), {})
         sent = 0.0 if explained.communication is None else explained.communication.num_bytes
-        chip, tensor = self._target.chip, choice.mesh["tensor"]
-        share = _share_split(explained.decisions, choice.mesh)
-        shards = choice.mesh["data"] * choice.mesh["fsdp"]
-        own = flops / shards * (share / tensor + 1 - share)
-        # Weights that are stored split are gathered for each microbatch.
-        sent *= choice.num_microbatches if choice.mesh["fsdp"] > 1 else 1
-        seconds = own / chip.flops + sent / chip.bandwidth
-        return Candidate(choice, state.parameters + state.optimizer_state, own, sent, seconds)
+        chip, share = self._target.chip, _share_split(explained.decisions, sizes)
+        own = flops / (sizes["data"] * sizes["fsdp"]) * (share / sizes["tensor"] + 1 - share)
+        for choice in choices:
+            # Weights that are stored split are gathered for each microbatch.
+            in_all = sent * (choice.num_microbatches if sizes["fsdp"] > 1 else 1)
+            seconds = own / chip.flops + in_all / chip.bandwidth
+            yield Candidate(choice, state.parameters + state.optimizer_state, own, in_all, seconds)
 
     def _laid_out(
         self, model: PyTree, decisions: Mapping[str, Decision], mesh: Mesh | AbstractMesh
