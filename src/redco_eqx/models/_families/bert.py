@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks import layers
 from redco_eqx.models._blocks.config import Config, Json, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
-from redco_eqx.models._blocks.encoder import encode_tokens
+from redco_eqx.models._blocks.encoder import EncoderLayers, encode_tokens
 from redco_eqx.models._blocks.layers import (
     ACTIVATIONS,
     Embedding,
@@ -167,17 +167,11 @@ class BertEmbeddings(eqx.Module):
         return dropout(self.dropout, self.LayerNorm(x), key)
 
 
-class BertEncoder(eqx.Module):
-    """The layers, under the name that they have in files."""
-
-    layer: PyTree
-
-
 class BertModel(Model):
     """BERT or RoBERTa without a head, by its configuration. `pooler` reads the first token."""
 
     embeddings: BertEmbeddings
-    encoder: BertEncoder
+    encoder: EncoderLayers
     pooler: Dense | None
     config: BertConfig = eqx.field(static=True)
 
@@ -199,7 +193,7 @@ class BertModel(Model):
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         size, std = config.hidden_size, config.initializer_range
         self.embeddings = BertEmbeddings(config, key=embeddings_key)
-        self.encoder = BertEncoder(make_layers(BertLayer, config, stacked=stacked, key=layers_key))
+        self.encoder = EncoderLayers(make_layers(BertLayer, config, stacked=stacked, key=layers_key))
         self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
 
     def hidden_states(

@@ -7,11 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.config import BaseConfig, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.encoder import EncoderLayers
 from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.multihead import Dense, SelfAttention
@@ -152,17 +153,11 @@ class ViTLayer(eqx.Module):
         return x + dropout(self.dropout, y, mlp_key), cache
 
 
-class ViTEncoder(eqx.Module):
-    """The layers, under the name that they have in files."""
-
-    layer: PyTree
-
-
 class ViTModel(Model):
     """ViT without a head: called, it gives the hidden states; `pool` reads the first of them."""
 
     embeddings: ViTEmbeddings
-    encoder: ViTEncoder
+    encoder: EncoderLayers
     layernorm: LayerNorm
     pooler: Dense | None
     config: ViTConfig = eqx.field(static=True)
@@ -185,7 +180,7 @@ class ViTModel(Model):
         embeddings_key, layers_key, pooler_key = jax.random.split(key, 3)
         size, std = config.hidden_size, config.initializer_range
         self.embeddings = ViTEmbeddings(config, key=embeddings_key)
-        self.encoder = ViTEncoder(make_layers(ViTLayer, config, stacked=stacked, key=layers_key))
+        self.encoder = EncoderLayers(make_layers(ViTLayer, config, stacked=stacked, key=layers_key))
         self.layernorm = LayerNorm(size, eps=config.layer_norm_eps)
         self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
 
