@@ -19,7 +19,7 @@ from redco_eqx._data.placement import Assembly, Rows
 from redco_eqx._data.position import Position
 from redco_eqx._data.streams import (
     Reading,
-    check_whole,
+    check_for_evaluation,
     first_position,
     items_per_batch,
     read_batches,
@@ -152,7 +152,7 @@ def stream_batches(
     """
     check_batch_size(batch_size, mesh)
     if remainder != "drop":
-        check_whole(stream)
+        check_for_evaluation(stream)
     tail_sizes(0, batch_size, remainder, 1)
     call = CallFacts(
         stream_facts(stream, position), batch_size, epoch, start, remainder, None, dict(mesh.shape)

@@ -111,7 +111,7 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
             return data
         few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
     else:
-        check_whole(data)
+        check_for_evaluation(data)
         few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
     return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, processes=data.processes)
 
@@ -167,7 +167,7 @@ def tail_sizes(num_examples: int, batch_size: int, remainder: str, num_shards: i
     return [size for size in sizes if size]
 
 
-def check_whole(stream: Stream) -> None:
+def check_for_evaluation(stream: Stream) -> None:
     """Raises `ValueError` if evaluation and prediction, which lose no example, cannot read a stream."""
     for name in ("sharded", "batched"):
         if getattr(stream, name):
