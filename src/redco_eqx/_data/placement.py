@@ -1,6 +1,7 @@
 """Batches on the mesh: which rows a process needs, what `collate_fn` may return, and where it goes."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -114,12 +115,14 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
 
 def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, " num_rows"]) -> Array:
     """The global array of `size` rows whose rows `rows` are `leaf`."""
-
-    def piece(index: tuple[slice, ...] | None) -> Any:
-        assert index is not None
-        first, stop, _ = index[0].indices(size)
-        local = int(np.searchsorted(rows, first))
-        return leaf[local : local + stop - first]
-
     # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
+    piece = partial(_piece, leaf, size, rows)
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, piece)
+
+
+def _piece(leaf: Any, size: int, rows: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
+    """What a device holds of it."""
+    assert index is not None
+    first, stop, _ = index[0].indices(size)
+    local = int(np.searchsorted(rows, first))
+    return leaf[local : local + stop - first]
