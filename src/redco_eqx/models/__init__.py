@@ -18,6 +18,10 @@ from redco_eqx.models._blocks.multihead import MultiHeadAttention
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._blocks.vocabulary import pad_vocabulary
+from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
+from redco_eqx.models._diffusion.pndm import PNDMScheduler
+from redco_eqx.models._diffusion.scheduler import Scheduler
+from redco_eqx.models._diffusion.trajectory import denoise
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -25,6 +29,7 @@ from redco_eqx.models._families.bert import (
     BertForSequenceClassification,
     BertModel,
 )
+from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -64,10 +69,14 @@ __all__ = [
     "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertModel",
+    "CLIPTextConfig",
+    "CLIPTextModel",
     "Cache",
     "Config",
     "Context",
     "Conv1D",
+    "DDIMScheduler",
+    "DDPMScheduler",
     "DecoderLM",
     "Embedding",
     "EncoderDecoder",
@@ -92,6 +101,7 @@ __all__ = [
     "Olmo2Config",
     "Olmo2ForCausalLM",
     "Options",
+    "PNDMScheduler",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Qwen2Config",
@@ -101,6 +111,7 @@ __all__ = [
     "RobertaForMaskedLM",
     "RobertaForSequenceClassification",
     "Rope",
+    "Scheduler",
     "SmolLM3Config",
     "T5Config",
     "T5ForConditionalGeneration",
@@ -113,6 +124,7 @@ __all__ = [
     "add_and_norm",
     "add_lora",
     "beam_search",
+    "denoise",
     "encode_tokens",
     "generate",
     "load_image_processor",

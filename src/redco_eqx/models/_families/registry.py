@@ -12,6 +12,7 @@ from redco_eqx.models._families.bert import (
     BertForSequenceClassification,
     BertModel,
 )
+from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -45,6 +46,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     for config, model in (
         (BartConfig, BartForConditionalGeneration),
         (BertConfig, BertModel),
+        (CLIPTextConfig, CLIPTextModel),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
@@ -62,6 +64,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     )
 }
 """By `model_type`."""
+FAMILIES["clip"] = FAMILIES["clip_text_model"]  # of a whole CLIP, its text half
 
 HEADS: dict[str | None, Any] = {
     model.architecture: model
