@@ -1,6 +1,7 @@
 """Schedulers as pure functions: closed forms, transformations, files, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def test_one_who_knows_the_clean_sample_is_led_to_it(scheduler):
 @pytest.mark.parametrize("scheduler", ALL, ids=lambda x: type(x).__name__)
 def test_a_scan_equals_a_loop_and_schedulers_are_static_arguments(scheduler):
     key, noise, clean = jax.random.key(1), normal(2), 0.3 * normal(0)
-    run = jax.jit(
+    run: Any = jax.jit(
         lambda noise, scheduler: denoise(scheduler, oracle(scheduler, clean), noise, num_steps=6, key=key),
         static_argnums=1,
     )

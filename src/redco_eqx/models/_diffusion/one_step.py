@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from redco_eqx.models._blocks.config import Json
-from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
+from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
 
 class Step(NamedTuple):
@@ -21,13 +21,13 @@ class Step(NamedTuple):
     - `deviation`: of new noise.
     """
 
-    timestep: Int[Array, ""]
-    signal: Float[Array, ""]
-    sigma: Float[Array, ""]
-    of_clean: Float[Array, ""]
-    of_sample: Float[Array, ""]
-    of_noise: Float[Array, ""]
-    deviation: Float[Array, ""]
+    timestep: Int[Column, ""]
+    signal: Float[Column, ""]
+    sigma: Float[Column, ""]
+    of_clean: Float[Column, ""]
+    of_sample: Float[Column, ""]
+    of_noise: Float[Column, ""]
+    deviation: Float[Column, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class OneStepScheduler(Scheduler):
         following = step.of_clean * clean + step.of_sample * sample + step.of_noise * predicted
         if noise is not None:
             following = following + step.deviation * noise
-        return Trajectory(following.astype(sample.dtype))
+        return Trajectory(jnp.asarray(following, sample.dtype))
 
     def _step(self, timesteps: Int[np.ndarray, " n"], alpha: np.ndarray, *factors: np.ndarray | float) -> Step:
         """Rows in float32, of what was computed more exactly."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
+from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
 ADAMS_BASHFORTH = (  # of the output and those before it, newest first, for each number of them
     (1, 0, 0, 0),
@@ -42,16 +42,16 @@ class Step(NamedTuple):
     - `is_kept`: whether the output is one of those that later steps use.
     """
 
-    timestep: Int[Array, ""]
-    signal: Float[Array, ""]
-    sigma: Float[Array, ""]
-    of_sample: Float[Array, ""]
-    of_noise: Float[Array, ""]
-    weights: Float[Array, "4"]
-    of_total: Float[Array, ""]
-    adds: Float[Array, ""]
-    goes_on: Bool[Array, ""]
-    is_kept: Bool[Array, ""]
+    timestep: Int[Column, ""]
+    signal: Float[Column, ""]
+    sigma: Float[Column, ""]
+    of_sample: Float[Column, ""]
+    of_noise: Float[Column, ""]
+    weights: Float[Column, "4"]
+    of_total: Float[Column, ""]
+    adds: Float[Column, ""]
+    goes_on: Bool[Column, ""]
+    is_kept: Bool[Column, ""]
 
 
 class _Call(NamedTuple):
@@ -138,7 +138,7 @@ class PNDMScheduler(Scheduler):
         predicted = sum(step.weights[i] * x for i, x in enumerate(outputs)) + step.of_total * memory.total
         if self.prediction_type == "v_prediction":
             predicted = step.signal * predicted + step.sigma * sample
-        following = (step.of_sample * sample + step.of_noise * predicted).astype(sample.dtype)
+        following = jnp.asarray(step.of_sample * sample + step.of_noise * predicted, sample.dtype)
         kept = jax.tree.map(lambda new, old: jnp.where(step.is_kept, new, old), outputs[:3], outputs[1:])
         total = jnp.where(step.adds == 0, 0, memory.total + step.adds * output)
         return Trajectory(following, Memory(kept, sample, total.astype(sample.dtype)))

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx.models._blocks.config import Json
 
 S = TypeVar("S", bound="Scheduler")
+
+Column: TypeAlias = Array | np.ndarray
+"""A number for each row of `steps`, or that of one of them."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 SPACINGS = ("leading", "linspace", "trailing")
@@ -202,7 +205,7 @@ class Scheduler(abc.ABC):
                     f"{cls.__name__}: {name}={raw[name]!r} is not supported, only {value!r}. Samples would be "
                     "wrong."
                 )
-        kinds = {x.name: x.type for x in dataclasses.fields(cls) if x.name not in cls.outside()}
+        kinds: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(cls) if x.name not in cls.outside()}
         values = {name: _read(cls.__name__, name, kinds[name], raw[name]) for name in kinds if name in raw}
         rest = {name: x for name, x in raw.items() if name not in kinds and name != "_class_name"}
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
@@ -218,7 +221,7 @@ class Scheduler(abc.ABC):
         return ("rest",)
 
 
-def _read(owner: str, name: str, kind: type, value: Json) -> Json:
+def _read(owner: str, name: str, kind: type, value: Json) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
