@@ -18,6 +18,7 @@ from redco_eqx.models._blocks.multihead import MultiHeadAttention
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._blocks.vocabulary import pad_vocabulary
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -44,6 +45,7 @@ from redco_eqx.models._families.roberta import (
 )
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
@@ -58,6 +60,8 @@ from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
 
 __all__ = [
+    "AutoencoderKL",
+    "AutoencoderKLConfig",
     "BartConfig",
     "BartForConditionalGeneration",
     "BertConfig",
@@ -105,6 +109,8 @@ __all__ = [
     "T5Config",
     "T5ForConditionalGeneration",
     "TiedHead",
+    "UNet2DConditionConfig",
+    "UNet2DConditionModel",
     "ViTConfig",
     "ViTForImageClassification",
     "ViTModel",
