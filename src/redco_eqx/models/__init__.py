@@ -22,6 +22,7 @@ from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
 from redco_eqx.models._diffusion.pndm import PNDMScheduler
 from redco_eqx.models._diffusion.scheduler import Scheduler
 from redco_eqx.models._diffusion.trajectory import denoise
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -49,6 +50,7 @@ from redco_eqx.models._families.roberta import (
 )
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
@@ -57,12 +59,17 @@ from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification,
 from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.lora import load_lora, save_lora
+from redco_eqx.models._files.pipeline import load_stable_diffusion, save_stable_diffusion
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
 from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
+from redco_eqx.models._text_to_image.sample import sample_images
+from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion, noise_losses, to_uint8
 
 __all__ = [
+    "AutoencoderKL",
+    "AutoencoderKLConfig",
     "BartConfig",
     "BartForConditionalGeneration",
     "BertConfig",
@@ -113,9 +120,12 @@ __all__ = [
     "Rope",
     "Scheduler",
     "SmolLM3Config",
+    "StableDiffusion",
     "T5Config",
     "T5ForConditionalGeneration",
     "TiedHead",
+    "UNet2DConditionConfig",
+    "UNet2DConditionModel",
     "ViTConfig",
     "ViTForImageClassification",
     "ViTModel",
@@ -130,15 +140,20 @@ __all__ = [
     "load_image_processor",
     "load_lora",
     "load_pretrained",
+    "load_stable_diffusion",
     "lora_spec",
     "make_layers",
     "merge_lora",
+    "noise_losses",
     "pad_vocabulary",
     "relative_bias",
     "rotate",
     "run_layers",
+    "sample_images",
     "save_lora",
     "save_pretrained",
+    "save_stable_diffusion",
     "shift_right",
     "split_heads",
+    "to_uint8",
 ]

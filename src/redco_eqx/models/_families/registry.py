@@ -1,10 +1,11 @@
-"""Which classes a `model_type` stands for."""
+"""Which classes a `model_type` stands for, or the `_class_name` of a part of a pipeline."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -32,6 +33,7 @@ from redco_eqx.models._families.roberta import (
 )
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
@@ -66,6 +68,15 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 """By `model_type`."""
 FAMILIES["clip"] = FAMILIES["clip_text_model"]  # of a whole CLIP, its text half
 
+PARTS: dict[str, tuple[Any, Any]] = {
+    config.model_type: (config, model)
+    for config, model in (
+        (AutoencoderKLConfig, AutoencoderKL),
+        (UNet2DConditionConfig, UNet2DConditionModel),
+    )
+}
+"""By `_class_name`, of a pipeline of diffusers."""
+
 HEADS: dict[str | None, Any] = {
     model.architecture: model
     for model in (
@@ -85,11 +96,14 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
     `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
     is not known, or an entry that is not supported.
     """
-    model_type = raw.get("model_type")
-    families = FAMILIES if family is None else {family[0].model_type: family}
+    entry = "_class_name" if "_class_name" in raw and "model_type" not in raw else "model_type"
+    families = PARTS if entry == "_class_name" else FAMILIES
+    if family is not None:
+        entry, families = family[0].type_entry, {family[0].model_type: family}
+    model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
         raise ValueError(
-            f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}. Pass "
+            f"config.json: {entry}={model_type!r} is not known, only {', '.join(families)}. Pass "
             "family=(its Config, its Model) to load_pretrained for one of your own."
         )
     if raw.get("quantization_config") is not None:

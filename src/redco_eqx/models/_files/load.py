@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def load_pretrained(
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
     if make_model.tied_by_file:
-        config = _as_stored(config, _open(directory), make_model)
+        config = _as_stored(config, _open(directory, config.weights), make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
@@ -105,7 +106,11 @@ def load_pretrained(
     )
     stored_leaves = entries_of(model)
     found = _find(
-        directory, _open(directory), stored_leaves, make_model, may_lack=() if key is None else make_model.heads
+        directory,
+        _open(directory, config.weights),
+        stored_leaves,
+        make_model,
+        may_lack=() if key is None else make_model.heads,
     )
     arrays: dict[str, Array | np.ndarray] = {}
     lacking: dict[str, NamedSharding] = {}
@@ -185,7 +190,10 @@ def _find(
     """What is stored for each key of the model."""
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
-    found = {key: stored[name] for key, name in match.found.items()}
+    found = {
+        key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
+        for key, name in match.found.items()
+    }
     problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
         ("missing", [
             f"{key} {list(shape)}" for key, shape in shapes.items()
@@ -220,9 +228,9 @@ def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -
     return stored if dtype is None else stored.astype(dtype)
 
 
-def _open(directory: Path) -> dict[str, Stored]:
+def _open(directory: Path, stem: str) -> dict[str, Stored]:
     """Everything stored in the directory's weights, by key."""
-    files = weight_files(directory)
+    files = weight_files(directory, stem)
     if isinstance(files, Path):
         return open_file(files)
     contents = {file: open_file(file) for file in sorted(set(files.values()))}
