@@ -41,8 +41,8 @@ def test_one_who_knows_the_clean_sample_is_led_to_it(scheduler):
     run = jax.jit(
         lambda noise: denoise(scheduler, oracle(scheduler, clean), noise, num_steps=20, key=jax.random.key(1))
     )
-    # Ancestral sampling ends with the clean sample itself; the others with no noise left.
-    np.testing.assert_allclose(run(normal(2)), clean, atol=2e-3)
+    # PNDM is led there by what it saw on the way, and so less exactly.
+    np.testing.assert_allclose(run(normal(2)), clean, atol=5e-3)
 
 
 @pytest.mark.parametrize("scheduler", ALL, ids=lambda x: type(x).__name__)
@@ -60,7 +60,7 @@ def test_a_scan_equals_a_loop_and_schedulers_are_static_arguments(scheduler):
         output = oracle(scheduler, clean)(trajectory.sample, timestep)
         drawn = jax.random.normal(keys[i], SHAPE) if scheduler.is_random else None
         trajectory = scheduler.step(step, output, trajectory, drawn)
-    np.testing.assert_allclose(found, trajectory.sample, atol=2e-6)
+    np.testing.assert_allclose(found, trajectory.sample, atol=2e-5)
     run(noise, dataclasses.replace(scheduler))
     assert run._cache_size() == 1
 

@@ -65,7 +65,7 @@ from redco_eqx.models._generate.beam_search import beam_search
 from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
 from redco_eqx.models._text_to_image.sample import sample_images
-from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion, noise_losses, to_uint8
+from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion, noise_losses, parts_spec, to_uint8
 
 __all__ = [
     "AutoencoderKL",
@@ -146,6 +146,7 @@ __all__ = [
     "merge_lora",
     "noise_losses",
     "pad_vocabulary",
+    "parts_spec",
     "relative_bias",
     "rotate",
     "run_layers",

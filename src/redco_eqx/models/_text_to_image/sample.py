@@ -58,12 +58,14 @@ def sample_images(
     if key is None and (latents is None or model.scheduler.is_random):
         why = "latents are not given" if latents is None else f"{type(model.scheduler).__name__} draws noise"
         raise ValueError(f"sample_images: {why}, and there is no key.")
-    shape = _latent_shape(model, len(input_ids))
-    if latents is not None and (latents.shape[0], latents.shape[1]) != shape[:2]:
+    first = (len(input_ids), model.unet.config.in_channels)
+    if latents is not None and latents.shape[:2] != first:
         raise ValueError(
-            f"sample_images: latents has shape {latents.shape}, but it must be {shape[:2]}, for each of the texts "
-            "and the channels, and then height and width."
+            f"sample_images: latents has shape {latents.shape}, but it must begin with {first}: a row for "
+            "each text, of so many channels."
         )
+    if latents is None:
+        _latent_shape(model, len(input_ids))  # refuses an unknown one
     model.scheduler.steps(num_steps)  # refuses what it cannot do
     return _sample(model, input_ids, negative_ids, num_steps, jnp.asarray(guidance_scale), latents, key)
 

@@ -30,8 +30,7 @@ class PipelineIndex:
 class StableDiffusion(eqx.Module):
     """A text encoder, a denoiser of latents, and an autoencoder between latents and images, as one PyTree.
 
-    Paths begin with the names of the folders (`unet.down_blocks...`), so that `init_state`'s `trainable` may
-    take one of them: `lambda path, x: path.startswith("unet.")`.
+    Paths begin with the names of the folders: `unet.down_blocks...`. `parts_spec` says which to train.
 
     - `scheduler`: how noise is added and taken away. Another one for the same weights:
         `dataclasses.replace(model, scheduler=DDIMScheduler.from_json(model.scheduler.to_json()))`.
@@ -69,6 +68,19 @@ class StableDiffusion(eqx.Module):
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c height width"]:
         """The images of latents as the unet has them, about from -1 to 1."""
         return self.vae.decode(latents / self.vae.config.scaling_factor)
+
+
+def parts_spec(model: StableDiffusion, *parts: str) -> StableDiffusion:
+    """Booleans, true for the arrays of some parts, as `init_state` takes them for `trainable`.
+
+    `parts_spec(model, "unet")` is how Stable Diffusion was trained, and is fine-tuned. Raises `ValueError` for
+    a name that is no part.
+    """
+    names = ("text_encoder", "unet", "vae")
+    if unknown := [part for part in parts if part not in names]:
+        raise ValueError(f"parts_spec: {unknown[0]!r} is no part, only {', '.join(names)}.")
+    trees = {name: jax.tree.map(lambda _, name=name: name in parts, getattr(model, name)) for name in names}
+    return dataclasses.replace(model, **trees)
 
 
 def noise_losses(

@@ -154,4 +154,5 @@ def test_files_are_those_of_diffusers(name, options, tmp_path):
     assert hash(scheduler) == hash(getattr(models, name).from_json(raw))
     (tmp_path / "scheduler_config.json").write_text(json.dumps(getattr(models, name)(**options).to_json()))
     again = getattr(diffusers, name).from_pretrained(tmp_path)
-    assert dict(again.config) == dict(reference.config)
+    for entry in scheduler.to_json():
+        assert entry.startswith("_") or again.config[entry] == reference.config[entry]
