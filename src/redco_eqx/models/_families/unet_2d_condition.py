@@ -86,8 +86,9 @@ class UNet2DConditionConfig(DiffusersConfig):
         for channels, num_heads in zip(self.block_out_channels, per_stage(self, "attention_head_dim")):
             if channels % num_heads:
                 raise ValueError(
-                    f"UNet2DConditionConfig: attention_head_dim={self.attention_head_dim} is the number of heads, "
-                    f"not their size, but {channels} of block_out_channels does not divide by {num_heads}."
+                    f"UNet2DConditionConfig: attention_head_dim={self.attention_head_dim} is the number of "
+                    f"heads, not their size, but {channels} of block_out_channels is not a multiple of"
+                    f" {num_heads}."
                 )
 
     @property
@@ -143,32 +144,21 @@ class UNet2DConditionModel(ImageModel):
         num_layers = per_stage(config, "layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
         self.time_embedding = TimeEmbedding(channels[0], time_size, key=time_key)
-        keys = jax.random.split(down_key, num_stages)
-        self.down_blocks = [
-            DownBlock(
-                [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)],
-                channels[i],
-                make_resnet,
-                attention_of(i) if kind == _DOWN[1] else None,
-                padding=None if i == num_stages - 1 else (1, 1),
-                key=key,
-            )
-            for i, (kind, key) in enumerate(
-                zip(config.down_block_types, jax.random.split(down_key, num_stages))
-            )
-        ]
+        self.down_blocks, skipped = [], [channels[0]]  # channels of what the way up reads
+        for i, key in enumerate(jax.random.split(down_key, num_stages)):
+            num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
+            attention = attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
+            padding = (1, 1) if i < num_stages - 1 else None
+            block = DownBlock(num_in, channels[i], make_resnet, attention, padding=padding, key=key)
+            self.down_blocks.append(block)
+            skipped += [channels[i]] * (num_layers[i] + (padding is not None))
         self.mid_block = MidBlock(channels[-1], make_resnet, attention_of(num_stages - 1), key=mid_key)
-        skipped = skipped_channels(channels, num_layers)
-        self.up_blocks = []
-        before = channels[-1]
-        for kind, key in zip(config.up_block_types, jax.random.split(up_key, num_stages)):
-            stage = num_stages - 1 - len(self.up_blocks)
-            num_in = []
-            for _ in range(num_layers[stage] + 1):
-                num_in.append(before + skipped.pop())
-                before = channels[stage]
-            attention = attention_of(stage) if kind == _UP[1] else None
-            block = UpBlock(num_in, before, make_resnet, attention, is_last=stage == 0, key=key)
+        self.up_blocks, before = [], channels[-1]
+        for i, key in zip(reversed(range(num_stages)), jax.random.split(up_key, num_stages)):
+            num_in = [x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])]
+            before = channels[i]
+            attention = attention_of(i) if config.up_block_types[num_stages - 1 - i] == _UP[1] else None
+            block = UpBlock(num_in, before, make_resnet, attention, is_last=i == 0, key=key)
             self.up_blocks.append(block)
         self.conv_norm_out = GroupNorm(num_groups, channels[0], eps=config.norm_eps)
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
@@ -218,12 +208,3 @@ class UNet2DConditionModel(ImageModel):
             taken = [skips.pop() for _ in block.resnets]
             x = block(x, taken, given, skips[-1].shape[2:] if skips else None, own)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
-
-
-def skipped_channels(channels: tuple[int, ...], num_layers: tuple[int, ...]) -> list[int]:
-    """The channels of the images on the way down that those on the way up read, from the first to the last."""
-    skipped = [channels[0]]
-    for i, num in enumerate(channels):
-        is_last = i == len(channels) - 1
-        skipped += [num] * (num_layers[i] + (not is_last))
-    return skipped

@@ -3,8 +3,8 @@
 Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers
 prefer `model.safetensors` to `model.safetensors.index.json` (diffusers the index, while it is there). So the
 weights change with one rename (or one removal) of either, after all files that the new one needs are there
-under names that the old one does not use. A configuration that changes with them waits beside as `config.json.<tag>.part`; it is in
-force as soon as the weights are, which carry its tag.
+under names that the old one does not use. A configuration that changes with them waits beside as
+`config.json.<tag>.part`; it is in force as soon as the weights are, which carry its tag.
 """
 
 import contextlib
