@@ -1,7 +1,6 @@
 """CLIP's text encoder (Radford et al. 2021), and OpenCLIP's, as Stable Diffusion reads texts."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
 import equinox as eqx
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._types import Key
-from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
+from redco_eqx.models._blocks.config import Config, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
@@ -22,10 +21,7 @@ UNSET_EOS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPTextConfig(Config):
-    """The text half of CLIP; that of Stable Diffusion 2 has OpenCLIP's 23 layers and exact `gelu`.
-
-    It is also read from the `text_config` of a whole CLIP's file.
-    """
+    """The text half of CLIP; that of Stable Diffusion 2 has OpenCLIP's 23 layers and exact `gelu`."""
 
     model_type: ClassVar[str] = "clip_text_model"
     architecture: ClassVar[str] = "CLIPTextModel"
@@ -51,13 +47,6 @@ class CLIPTextConfig(Config):
     @property
     def max_positions(self) -> int:
         return self.max_position_embeddings
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "CLIPTextConfig":
-        text = raw.get("text_config") if raw.get("model_type") == "clip" else raw
-        if not isinstance(text, Mapping):
-            raise ValueError(f"config.json: text_config={text!r}, but it must be an object.")
-        return super().from_json(text)
 
 
 class CLIPTextEmbeddings(eqx.Module):

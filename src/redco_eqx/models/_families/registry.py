@@ -66,7 +66,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     )
 }
 """By `model_type`."""
-FAMILIES["clip"] = FAMILIES["clip_text_model"]  # of a whole CLIP, its text half
+
+INSIDE = {"clip": ("text_config", CLIPTextConfig.model_type)}
+"""Of the `model_type` of a larger model: which entry describes the half that is here, and its `model_type`."""
 
 PARTS: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
@@ -96,6 +98,13 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
     `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
     is not known, or an entry that is not supported.
     """
+    whole = raw.get("model_type")
+    if family is None and isinstance(whole, str) and whole in INSIDE:
+        name, kind = INSIDE[whole]
+        half = raw.get(name)
+        if not isinstance(half, Mapping):
+            raise ValueError(f"config.json: {name}={half!r}, but it must be an object.")
+        raw = {**half, "model_type": kind}
     entry = "_class_name" if "_class_name" in raw and "model_type" not in raw else "model_type"
     families = PARTS if entry == "_class_name" else FAMILIES
     if family is not None:
