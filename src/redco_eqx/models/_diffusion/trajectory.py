@@ -25,6 +25,7 @@ def denoise(
 
     **Arguments:**
 
+    - `scheduler`: how the steps are taken.
     - `predict`: the model. PNDM calls it once more than there are steps, or nine times, with Runge-Kutta.
     - `noise`: normal, in the dtype in which the steps are taken.
     - `num_steps`: how many steps.

@@ -28,6 +28,7 @@ def sample_images(
 
     **Arguments:**
 
+    - `model`: of any layout; its scheduler takes the steps.
     - `input_ids`: the texts, as the tokenizer of the model's directory fills them up.
     - `negative_ids`: what to lead away from: the empty text, where there is nothing else.
     - `num_steps`: of the scheduler.

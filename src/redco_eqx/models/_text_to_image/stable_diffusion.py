@@ -92,11 +92,10 @@ def noise_losses(
 ) -> Float[Array, " b"]:
     """The squared error of what is predicted of each image, noisy at a timestep of its own; in float32.
 
-    With its parts frozen or not, as `init_state` is told by `trainable`: nothing is computed backwards for
-    what is not trained.
-
     **Arguments:**
 
+    - `model`: its parts frozen or not, as `init_state` is told by `trainable`; nothing is computed backwards
+        for what is not trained.
     - `images`: from -1 to 1.
     - `input_ids`: their texts; those of the empty text now and then, where `sample_images` is to be guided.
     - `key`: for latents, timesteps, noise, and dropout.
