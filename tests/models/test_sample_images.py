@@ -137,6 +137,14 @@ def test_a_rescaled_scheduler_and_other_sizes_are_taken():
     assert np.isfinite(found).all()
 
 
+def test_the_loss_in_half_precision_is_nearly_the_same():
+    batch, key = batch_of(4), jax.random.key(2)
+    exact = loss_fn(alone(), batch, key)
+    half = loss_fn(rx.cast(alone(), jnp.bfloat16), batch, key)
+    assert half.dtype == exact.dtype == jnp.float32
+    np.testing.assert_allclose(half, exact, rtol=0.05)
+
+
 def test_to_uint8():
     images = np.asarray([-1.0, 1.0, 0.0, 9.0, -9.0], np.float32).reshape(1, 1, 1, 5)
     assert models.to_uint8(images).ravel().tolist() == [0, 255, 128, 255, 0]

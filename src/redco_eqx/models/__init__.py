@@ -3,8 +3,8 @@
 To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
 configuration and its model. Images from texts: `load_stable_diffusion`, `save_stable_diffusion`,
 `sample_images`, `noise_losses`, and schedulers. The rest is what families are made of, for a model of your own:
-a `Config`, and a `DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are given
-a `Context`.
+a `Config`, and a `DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are
+given a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads

@@ -61,7 +61,7 @@ class StableDiffusion(eqx.Module):
 
     def encode(self, images: Float[Array, "b c height width"], *, key: Key) -> Float[Array, "b latent h w"]:
         """Latents as the unet has them, drawn from what the autoencoder finds in images of -1 to 1."""
-        mean, log_variance = self.vae.encode(images)
+        mean, log_variance = self.vae.encode(images.astype(self.vae.encoder.conv_in.weight.dtype))
         noise = jax.random.normal(key, mean.shape, mean.dtype)
         return self.vae.config.scaling_factor * (mean + jnp.exp(0.5 * log_variance) * noise)
 
