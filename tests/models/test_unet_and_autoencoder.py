@@ -1,6 +1,7 @@
-"""The UNet and the autoencoder of Stable Diffusion: configurations, bad input, files, layouts, meshes. Parity is in
-tests/parity."""
+"""The UNet and the autoencoder of Stable Diffusion: configurations, bad input, files, layouts, meshes. Parity
+is in tests/parity."""
 
+import functools
 import json
 import math
 import re
@@ -10,11 +11,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import assert_close, assert_identical, filled, mesh_of
+from helpers import QUICK_COMPILE, assert_close, assert_identical, filled, mesh_of, place
+from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
-from redco_eqx import models, to_arrays
+import redco_eqx as rx
+from redco_eqx import models, shard_rules, to_arrays
+from redco_eqx._tree import to_paths
 from redco_eqx.models import AutoencoderKL, AutoencoderKLConfig, UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.registry import PARTS, read_family
 
@@ -154,8 +159,8 @@ def test_options_that_are_not_supported_are_refused_by_name(kind, entry):
 
 REFUSED = {
     "another class": (
-        {"_class_name": "UNet3DConditionModel"},
-        "_class_name='UNet3DConditionModel' is not known",
+        {"_class_name": "UNet1DModel"},
+        "_class_name='UNet1DModel' is not known",
     ),
     "another kind of stage": (
         {**UNET, "down_block_types": ["AttnDownBlock2D", "DownBlock2D"]},
@@ -192,11 +197,11 @@ def test_wrong_input_is_refused():
     unet, autoencoder = abstract(UNET), abstract(VAE)
     with pytest.raises(ValueError, match=r"sample has shape \(8, 3, 16, 16\).* with 4 channels"):
         eqx.filter_eval_shape(unet, sample[:, :3], times, texts)
-    with pytest.raises(ValueError, match="encoder_hidden_states has shape .* cross_attention_dim=24"):
+    with pytest.raises(ValueError, match=r"encoder_hidden_states has shape .* cross_attention_dim=24"):
         eqx.filter_eval_shape(unet, sample, times, texts[..., :20])
     with pytest.raises(ValueError, match=r"images has shape \(8, 4, 16, 16\).* with 3 channels"):
         eqx.filter_eval_shape(autoencoder.encode, sample)
-    with pytest.raises(ValueError, match="images has shape .*15.* multiples of 2"):
+    with pytest.raises(ValueError, match=r"images has shape .*15.* multiples of 2"):
         eqx.filter_eval_shape(autoencoder.encode, batch_of("vae")[:, :, :15])
     with pytest.raises(ValueError, match=r"latents has shape \(8, 3, 16, 16\).* with 4 channels"):
         eqx.filter_eval_shape(autoencoder.decode, batch_of("vae"))
@@ -257,13 +262,11 @@ def test_a_model_takes_the_place_of_another_one_in_several_files(tmp_path):
 def test_weights_under_the_name_of_other_libraries_are_not_taken(tmp_path):
     models.save_pretrained(make("vae"), tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors").rename(tmp_path / "model.safetensors")
-    message = (
-        "neither diffusion_pytorch_model.safetensors nor .* rename it to diffusion_pytorch_model.safetensors"
-    )
+    message = "neither diffusion_pytorch_model.safetensors nor .* rename it to diffusion_pytorch_model"
     with pytest.raises(FileNotFoundError, match=message):
         models.load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match="only as a pickle.* diffusers"):
+    with pytest.raises(ValueError, match=r"only as a pickle.* diffusers"):
         models.load_pretrained(tmp_path)
 
 
@@ -277,3 +280,125 @@ def test_a_family_of_ones_own(tmp_path):
     assert isinstance(model, OwnUNet)
     with pytest.raises(ValueError, match="_class_name='UNet2DConditionModel' is not known, only AutoencoderKL"):
         models.load_pretrained(tmp_path, family=(AutoencoderKLConfig, AutoencoderKL))
+
+
+# Layouts.
+
+COLUMN, ROW, WHOLE = "column", "row", "whole"
+LAYOUT = {
+    r"down_blocks\.\d\.resnets\.\d\.conv1\.weight": COLUMN,
+    r"resnets\.\d\.conv2\.weight": ROW,
+    r"conv_shortcut\.weight": WHOLE,
+    r"proj_(in|out)\.weight": WHOLE,
+    r"attn\d\.to_[qkv]\.weight": COLUMN,
+    r"attn\d\.to_out\.0\.weight": ROW,
+    r"net\.0\.(value|gate)\.weight": COLUMN,
+    r"net\.2\.weight": ROW,
+}
+"""How a UNet is split: pairs, whose inner features stay split, around a stream that is whole."""
+
+
+def in_megatron_terms(spec: jax.sharding.PartitionSpec) -> str:
+    dims = [i for i, axis in enumerate(spec) if axis == "tensor"]
+    return {(): WHOLE, (0,): COLUMN, (1,): ROW}[tuple(dims)]
+
+
+LARGE = {
+    "unet": {**UNET, "block_out_channels": [320, 640], "cross_attention_dim": 768, "norm_num_groups": 32},
+    "vae": {**VAE, "block_out_channels": [128, 256], "norm_num_groups": 32},
+}
+"""Wide enough that weights count; nothing is computed."""
+LARGE["unet_linear"] = {**LARGE["unet"], "use_linear_projection": True}
+LARGE_BATCH = {
+    "unet": (
+        jax.ShapeDtypeStruct((BATCH, 4, 32, 32), jnp.float32),
+        jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+        jax.ShapeDtypeStruct((BATCH, 77, 768), jnp.float32),
+    ),
+    "vae": jax.ShapeDtypeStruct((BATCH, 3, 64, 64), jnp.float32),
+}
+LARGE_BATCH["unet_linear"] = LARGE_BATCH["unet"]
+
+
+@functools.cache
+def large(name: str, engine: str) -> tuple[Any, Any]:
+    """The abstract model and its layout on data 2 x tensor 4."""
+    model, mesh = abstract(LARGE[name]), mesh_of("data2xtensor4")
+    options: dict[str, Any] = {"loss_fn": loss_fn, "batch": LARGE_BATCH[name]} if engine == "program" else {}
+    return model, shard_rules(model, mesh, **options)
+
+
+ENGINES = ["names", "program"]
+SHARE = {("unet", "names"): 1.05, ("unet", "program"): 1.0, ("vae", "names"): 1.05, ("vae", "program"): 1.2}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["unet", "unet_linear"])
+def test_pairs_are_split_and_the_stream_is_whole(name, engine):
+    layout = to_paths(large(name, engine)[1], is_leaf=lambda x: isinstance(x, NamedSharding))
+    for pattern, expected in LAYOUT.items():
+        found = {path: in_megatron_terms(x.spec) for path, x in layout.items() if re.search(pattern, path)}
+        assert found, pattern
+        assert {path: x for path, x in found.items() if x != expected} == {}
+
+
+def least(name: str) -> int:
+    """Bytes of images that cross `tensor` in a step of this layout, on one device, as results of collectives.
+
+    Each residual block sums what leaves it forward, and the gradient of what enters it backward; each part of a
+    transformer block (self-attention, attention over the text, MLP) does both, too. A convolution that changes
+    the size of images stands alone: what leaves it is gathered, and the gradient of what enters it summed.
+    """
+    model, total = abstract(LARGE[name]), 0
+    sides = [LARGE_BATCH["vae"].shape[-1] if name == "vae" else LARGE_BATCH[name][0].shape[-1]]
+    sides.append(sides[0] // 2)
+    parts = [model.encoder, model.decoder] if name == "vae" else [model]
+    stages = [
+        *[pair for part in parts for pair in zip(getattr(part, "down_blocks", []), sides)],
+        *[(part.mid_block, sides[-1]) for part in parts],
+        *[pair for part in parts for pair in zip(getattr(part, "up_blocks", []), sides[::-1])],
+    ]
+    for stage, side in stages:
+        for resnet in stage.resnets:
+            total += sum(resnet.conv1.weight.shape[:2]) * side**2
+        for attention in (stage.attentions or []) if name != "vae" else []:
+            total += 6 * attention.norm.weight.size * len(attention.transformer_blocks) * side**2
+        for smaller in getattr(stage, "downsamplers", None) or []:
+            total += smaller.conv.weight.shape[0] * (side**2 + (side // 2) ** 2)
+        for larger in getattr(stage, "upsamplers", None) or []:
+            total += 2 * larger.conv.weight.shape[0] * (2 * side) ** 2
+    return 4 * (BATCH // 2) * total
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["unet", "vae"])
+def test_a_step_sends_the_least_of_its_layout(name, engine):
+    mesh, optimizer = mesh_of("data2xtensor4"), optax.sgd(1e-3)
+    model, shardings = large(name, engine)
+
+    def laid_out(x: Any, sharding: Any) -> Any:
+        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = rx.init_state(jax.tree.map(laid_out, model, shardings), optimizer, key=jax.random.key(0))
+    batch = jax.tree.map(lambda x: laid_out(x, rx.batch_sharding(mesh)), LARGE_BATCH[name])
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    compiled = jax.jit(step).lower(state, batch).compile(compiler_options=QUICK_COMPILE)
+    found = [x for x in rx.communication(compiled, mesh) if x.axes != ("data",)]
+    total = sum(x.total_bytes for x in found)
+    assert total <= SHARE[name, engine] * least(name)
+
+
+@pytest.mark.parametrize("mesh_name", ["2x2x2", "tensor8"])
+@pytest.mark.parametrize("name", ["unet", "vae"])
+def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
+    # The new parameters of SGD with step 1 are the gradient. Over 8 shards, 4 heads and 8 groups divide or not.
+    model, batch, optimizer = make(name), batch_of(name), optax.sgd(1.0)
+    updated = []
+    for mesh in (mesh_of("one"), mesh_of(mesh_name)):
+        placed, shardings = place(model, mesh)
+        state = rx.init_state(placed, optimizer, key=jax.random.key(0))
+        step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+        rows = jax.device_put(batch, rx.batch_sharding(mesh))
+        new, metrics = jax.jit(step).lower(state, rows).compile(compiler_options=QUICK_COMPILE)(state, rows)
+        updated.append((to_arrays(new.model), metrics["loss"].value))
+    assert_close(updated[1], updated[0], rtol=1e-3, atol=2e-5)

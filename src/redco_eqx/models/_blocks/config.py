@@ -225,11 +225,7 @@ def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> J
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
         found = float(found)
     if not any(_fits(found, kind) for kind in kinds):
-        names: dict[Any, str] = {type(None): "null"}
-        expected = " or ".join(
-            names.get(kind) or (f"list of {get_args(kind)[0].__name__}" if get_args(kind) else kind.__name__)
-            for kind in kinds
-        )
+        expected = " or ".join(map(_name_of, kinds))
         raise ValueError(f"{file}: {field.name}={value!r}, but it must be: {expected}.")
     if isinstance(found, float) and not math.isfinite(found):
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
@@ -240,6 +236,13 @@ def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> J
             f"{file}: {field.name}={value}, but it must be {'positive' if least else '0 or more'}."
         )
     return found
+
+
+def _name_of(kind: Any) -> str:
+    """What a kind is called in an error."""
+    if get_origin(kind) is tuple:
+        return f"list of {_name_of(get_args(kind)[0])}"
+    return "null" if kind is type(None) else kind.__name__
 
 
 def _fits(value: Json | tuple, kind: Any) -> bool:

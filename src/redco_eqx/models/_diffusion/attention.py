@@ -50,7 +50,8 @@ class Attention(eqx.Module):
         if memory is None:
             projected = column(x, self.to_q, self.to_k, self.to_v, unit=unit)
         else:
-            projected = column(x, self.to_q, unit=unit) + column(memory, self.to_k, self.to_v, unit=unit)
+            # A text is short, so that a layout may split keys and values by its features alone: it is followed.
+            projected = self.to_q(x), self.to_k(memory), self.to_v(memory)
         q, k, v = (split_heads(y, unit) for y in projected)
         heads = attend(q, k, v, causal=False, implementation=implementation)
         return row(rearrange(heads, "b t h d -> b t (h d)"), self.to_out[0], unit=unit)

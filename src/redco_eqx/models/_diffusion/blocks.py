@@ -56,6 +56,12 @@ class Given:
 
         return scan_layers(one, [(resnet, attention, skip)], x, remat=self.remat)
 
+    def resize(
+        self, layer: Downsample | Upsample, x: Float[Array, "b c _ _"], *size: tuple[int, int]
+    ) -> Float[Array, "b c _ _"]:
+        """A smaller image, or a larger one of this size, whole over its channels: others read it too."""
+        return scan_layers(lambda layer, x: layer(x, *size), [layer], x, remat=self.remat)
+
 
 class DownBlock(eqx.Module):
     """Residual blocks, each with an attention if there are any, then half the size but in the last stage."""
@@ -88,7 +94,7 @@ class DownBlock(eqx.Module):
             x = given.run(resnet, attention, x, own)
             outputs.append(x)
         if self.downsamplers is not None:
-            outputs.append(self.downsamplers[0].conv(x))
+            outputs.append(given.resize(self.downsamplers[0], x))
         return outputs
 
 
@@ -147,7 +153,8 @@ class UpBlock(eqx.Module):
             x = given.run(resnet, attention, x, own, skip)
         if self.upsamplers is None:
             return x
-        return self.upsamplers[0](x, (2 * x.shape[2], 2 * x.shape[3]) if size is None else size)
+        size = (2 * x.shape[2], 2 * x.shape[3]) if size is None else size
+        return given.resize(self.upsamplers[0], x, size)
 
 
 def _make(

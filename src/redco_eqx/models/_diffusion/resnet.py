@@ -64,6 +64,9 @@ class Downsample(eqx.Module):
     def __init__(self, channels: int, *, padding: tuple[int, int], key: Key):
         self.conv = Conv(channels, channels, 3, stride=2, padding=padding, key=key)
 
+    def __call__(self, x: Float[Array, "b c _ _"]) -> Float[Array, "b c _ _"]:
+        return self.conv(x)
+
 
 class Upsample(eqx.Module):
     """A larger image, each pixel of the nearest one, and a convolution."""

@@ -206,5 +206,6 @@ class UNet2DConditionModel(ImageModel):
         x = self.mid_block(x, given, mid_key)
         for block, own in zip(self.up_blocks, split_key(up_key, len(self.up_blocks))):
             taken = [skips.pop() for _ in block.resnets]
-            x = block(x, taken, given, skips[-1].shape[2:] if skips else None, own)
+            size = (skips[-1].shape[2], skips[-1].shape[3]) if skips else None
+            x = block(x, taken, given, size, own)
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))

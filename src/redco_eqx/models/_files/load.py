@@ -47,23 +47,26 @@ def load_pretrained(
     key: Key | None = None,
     pad_vocabulary_to: int = 1,
 ) -> Any:
-    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
+    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`; or in a folder of one
+    part of a pipeline of diffusers.
 
     Nothing is computed, and no array is ever whole on the host unless a device holds it whole: each slice is
     read once in each process, straight for the devices that need it. Weights lie in `model.safetensors`, or in
-    the files that `model.safetensors.index.json` names.
+    the files that `model.safetensors.index.json` names; of a part of a pipeline, whose `config.json` has a
+    `_class_name` instead of a `model_type`, in `diffusion_pytorch_model.safetensors`.
 
     Accepted besides: files of the bare model, norms with `gamma` and `beta`, masks and frequencies among the
     keys (which are ignored), and a head that the configuration ties to the embedding table, instead of the
-    table or beside it; then it must be equal to it bit for bit, and is not kept.
+    table or beside it; then it must be equal to it bit for bit, and is not kept; and the attention of an
+    autoencoder under its old names, also as convolutions of one pixel.
 
     **Arguments:**
 
     - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which
         tokens end a text of `generate`.
     - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
-    - `family`: the classes of the configuration and of the model, for a `model_type` of your own. By default
-        the family of this library that `config.json` names.
+    - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of
+        your own. By default the family of this library that `config.json` names.
     - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
     - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
         (compile time does not grow with depth), instead of a list.

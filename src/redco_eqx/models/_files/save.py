@@ -24,7 +24,8 @@ from redco_eqx.models._files.safetensors import write_file
 def save_pretrained(
     model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are.
+    """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are;
+    `diffusers`, if the model is a part of one of its pipelines.
 
     A list of layers and stacked layers give the same files. What lay beside the weights in the directory that
     the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories) is
