@@ -93,6 +93,17 @@ VIT_KEYS = (
         "weight bias",
     ),
 )
+CLIP_TEXT_KEYS = (
+    *_expand("text_model.embeddings.", "token_embedding position_embedding", "weight"),
+    "text_model.final_layer_norm.weight",
+    "text_model.final_layer_norm.bias",
+    *_expand(
+        "text_model.encoder.layers.{i}.",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj layer_norm1 layer_norm2 "
+        "mlp.fc1 mlp.fc2",
+        "weight bias",
+    ),
+)
 _T5_11B = {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128}
 _FLAN_XL = {
     "model_type": "t5", "d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32,
@@ -119,6 +130,14 @@ def _opt(size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
     }
 
 
+_SD1_TEXT = {
+    "model_type": "clip_text_model", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+}  # fmt: skip
+_SD2_TEXT = {
+    "model_type": "clip_text_model", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_hidden_layers": 23, "hidden_act": "gelu",
+}  # fmt: skip
+
 GPT2_LARGE = {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20}
 
 PUBLISHED = {
@@ -132,5 +151,7 @@ PUBLISHED = {
     "BART-Large": Published({"model_type": "bart"}, 12, 406_291_456, BART_KEYS),
     "RoBERTa-Large": Published(_ROBERTA_LARGE, 24, 355_359_744, ROBERTA_KEYS),
     "ViT-Large": Published(_VIT_LARGE, 24, 304_326_632, VIT_KEYS),
+    "Stable Diffusion 1.5, text": Published(_SD1_TEXT, 12, 123_060_480, CLIP_TEXT_KEYS),
+    "Stable Diffusion 2.1, text": Published(_SD2_TEXT, 23, 340_387_840, CLIP_TEXT_KEYS),
     "OPT-66B": Published(_opt(9216, 64, 72), 64, 65_719_701_504, OPT_KEYS),
 }

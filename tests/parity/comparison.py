@@ -61,6 +61,8 @@ def torch_output(model: Any, inputs: dict[str, np.ndarray]) -> Any:
 
 def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
+    if model.config.model_type == "clip_text_model":  # as published; saved anew, some versions leave it out
+        return {f"text_model.{key}": x for key, x in tensors.items()}
     return dict(revert_weight_conversion(model, tensors))
 
 

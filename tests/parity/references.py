@@ -131,6 +131,7 @@ _HIDDEN = {
     "layer_norm_eps": 1e-2,
 }
 _BERT = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48}
+_CLIP = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48, "eos_token_id": 2}
 _VIT = {**_HIDDEN, "image_size": 16, "patch_size": 4}
 
 
@@ -192,6 +193,10 @@ ENCODERS = {
     "roberta_regression": EncoderReference(
         "Roberta", {**_BERT, "num_labels": 1},
         head="ForSequenceClassification", reads=_TEXT, padding=("none", "right"),
+    ),
+    "clip_text": EncoderReference("CLIPText", _CLIP, head="Model", reads=_TEXT),
+    "clip_text_gelu": EncoderReference(
+        "CLIPText", {**_CLIP, "hidden_act": "gelu", "eos_token_id": 95}, head="Model", reads=_TEXT
     ),
     "vit": EncoderReference("ViT", _VIT, head="Model", reads=_IMAGE, padding=("none",)),
     "vit_labels": EncoderReference(

@@ -16,8 +16,20 @@ _LAST = re.compile(rf"(to_|w_?|c_|{_KIND}_)?(o|out|output|down|merge|second|last
 def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
     """The chains that the matrices of one module make; one that feeds no other is a chain of its own."""
     if isinstance(scope.value, list | tuple):
-        return _by_position([Link(m.in_size, m.out_size, [m]) for m in matrices])
+        return _by_position(_elements(scope, matrices))
     return _by_shape(_links(scope, matrices))
+
+
+def _elements(scope: Node, matrices: list[Matrix]) -> list[Link]:
+    """Matrices of a list as links. Those of one shape in one element are parallel siblings; square ones, which
+    could follow one another, are not taken for such.
+    """
+    links: dict[tuple[object, ...], Link] = {}
+    for i, matrix in enumerate(matrices):
+        shape = (matrix.in_size, matrix.out_size)
+        key = (i,) if matrix.in_size == matrix.out_size else (matrix.name_in(scope)[0], *shape)
+        links.setdefault(key, Link(*shape, [])).members.append(matrix)
+    return list(links.values())
 
 
 def _by_position(links: list[Link]) -> list[list[Link]]:

@@ -55,6 +55,7 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
 
 
 _HEAD_NAMES = re.compile(r"^(lm_head|embed_out|unembed\w*|vocab_proj)$")
+_SHORTCUT_NAMES = re.compile(r"shortcut")
 _ROUTER_NAMES = re.compile(r"^(router|gate|gating|gate_network|wg)$")
 _SMALL_TABLES = re.compile(r"pos|wpe|relative_attention_bias|token_type|segment")
 _EXPERTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
@@ -243,6 +244,7 @@ class _Resolver:
 
     def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
         """Splits each run of two or more consecutive matrices; returns the single ones."""
+        matrices = self._shortcuts(matrices)
         grouped = [m for m in matrices if m.groups > 1]
         taken: set[int] = set()
         for chain in find_chains(scope, [m for m in matrices if m.groups == 1 and not self._is_head(m)]):
@@ -260,6 +262,19 @@ class _Resolver:
             if grouped:
                 self._follow(grouped, chain, matrices)
         return [m for m in matrices if id(m) not in taken]
+
+    def _shortcuts(self, matrices: list[Matrix]) -> list[Matrix]:
+        """Decides what stands beside other matrices, from their input to their output; returns the rest.
+
+        Split, it would have to be gathered where its output is added to theirs.
+        """
+        left = [m for m in matrices if not _SHORTCUT_NAMES.search(m.node.name)]
+        for m in matrices:
+            if m in left:
+                continue
+            if any(a.in_size == m.in_size for a in left) and any(a.out_size == m.out_size for a in left):
+                self._whole(m, "a shortcut from stream to stream, which stays whole")
+        return [m for m in matrices if m.weight.path not in self.roles]
 
     def _follow(self, grouped: list[Matrix], chain: list[Link], matrices: list[Matrix]) -> None:
         """A grouped convolution between a column and a row split keeps its channels split."""
@@ -279,8 +294,9 @@ class _Resolver:
     def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
         """Decides the ends of a residual stream so that it stays whole; returns the rest.
 
-        What feeds the blocks from outside is whole: every shard needs its output. A narrow head is not cut
-        along its input, which comes whole from the last block.
+        What feeds the blocks from outside is whole: every shard needs its output. So are two that keep its
+        width, one before all blocks and one behind. A narrow head is not cut along its input, which comes whole
+        from the last block.
         """
         walk = list(scope.walk())
         blocks = [node for node in walk if node is not scope and (node.is_block or _is_residual(node))]
@@ -295,13 +311,23 @@ class _Resolver:
             start, end = place[id(a.node)], place[id(b.node)]
             return a.out_size == b.in_size and start < end and not any(start < x < end for x in borders)
 
+        def precedes(a: Matrix, b: Matrix) -> bool:
+            return a.out_size == b.in_size and place[id(a.node)] < place[id(b.node)]
+
+        inside = [place[id(below)] for node in blocks for below in node.walk()]
+        square = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
+        before = [m for m in square if place[id(m.node)] < min(inside)]
+        behind = [m for m in square if place[id(m.node)] > max(inside)]
+        around = before + behind if before and behind else []
         left = []
         for m in matrices:
             others = [other for other in matrices if other is not m]
             is_open = not any(m.out_size == other.in_size for other in others)
-            if self._is_vocabulary(m) or m.groups > 1 or (m.in_size in streams) == (m.out_size in streams):
+            if m in around:
+                self._whole(m, "before or behind the blocks, whose stream stays whole", name="input")
+            elif self._is_vocabulary(m) or m.groups > 1 or (m.in_size in streams) == (m.out_size in streams):
                 left.append(m)
-            elif m.out_size in streams and not any(other.out_size == m.in_size for other in others):
+            elif m.out_size in streams and not any(precedes(other, m) for other in others):
                 self._whole(m, "feeds the blocks, whose stream stays whole", name="input")
             elif m.in_size > m.out_size and is_open and not any(follows(other, m) for other in others):
                 if self._divides(m.out_size):

@@ -1,8 +1,10 @@
 """The paper's models in Equinox, with the field paths of Hugging Face's files. Bring their own loader.
 
 To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
-configuration and its model. The rest is what families are made of, for a model of your own: a `Config`, and a
-`DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are given a `Context`.
+configuration and its model. Images from texts: `load_stable_diffusion`, `save_stable_diffusion`,
+`sample_images`, `noise_losses`, and schedulers. The rest is what families are made of, for a model of your own:
+a `Config`, and a `DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are
+given a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads
@@ -18,6 +20,11 @@ from redco_eqx.models._blocks.multihead import MultiHeadAttention
 from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._blocks.rope import Rope, rotate
 from redco_eqx.models._blocks.vocabulary import pad_vocabulary
+from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
+from redco_eqx.models._diffusion.pndm import PNDMScheduler
+from redco_eqx.models._diffusion.scheduler import Scheduler
+from redco_eqx.models._diffusion.trajectory import denoise
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -25,6 +32,7 @@ from redco_eqx.models._families.bert import (
     BertForSequenceClassification,
     BertModel,
 )
+from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
 from redco_eqx.models._families.gpt2 import Conv1D, GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -44,6 +52,7 @@ from redco_eqx.models._families.roberta import (
 )
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
@@ -52,22 +61,31 @@ from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification,
 from redco_eqx.models._files.images import ImageProcessor, load_image_processor
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.lora import load_lora, save_lora
+from redco_eqx.models._files.pipeline import load_stable_diffusion, save_stable_diffusion
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
 from redco_eqx.models._generate.beams import Hypotheses
 from redco_eqx.models._generate.loop import generate
+from redco_eqx.models._text_to_image.sample import sample_images
+from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion, noise_losses, parts_spec, to_uint8
 
 __all__ = [
+    "AutoencoderKL",
+    "AutoencoderKLConfig",
     "BartConfig",
     "BartForConditionalGeneration",
     "BertConfig",
     "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertModel",
+    "CLIPTextConfig",
+    "CLIPTextModel",
     "Cache",
     "Config",
     "Context",
     "Conv1D",
+    "DDIMScheduler",
+    "DDPMScheduler",
     "DecoderLM",
     "Embedding",
     "EncoderDecoder",
@@ -92,6 +110,7 @@ __all__ = [
     "Olmo2Config",
     "Olmo2ForCausalLM",
     "Options",
+    "PNDMScheduler",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Qwen2Config",
@@ -101,10 +120,14 @@ __all__ = [
     "RobertaForMaskedLM",
     "RobertaForSequenceClassification",
     "Rope",
+    "Scheduler",
     "SmolLM3Config",
+    "StableDiffusion",
     "T5Config",
     "T5ForConditionalGeneration",
     "TiedHead",
+    "UNet2DConditionConfig",
+    "UNet2DConditionModel",
     "ViTConfig",
     "ViTForImageClassification",
     "ViTModel",
@@ -113,20 +136,27 @@ __all__ = [
     "add_and_norm",
     "add_lora",
     "beam_search",
+    "denoise",
     "encode_tokens",
     "generate",
     "load_image_processor",
     "load_lora",
     "load_pretrained",
+    "load_stable_diffusion",
     "lora_spec",
     "make_layers",
     "merge_lora",
+    "noise_losses",
     "pad_vocabulary",
+    "parts_spec",
     "relative_bias",
     "rotate",
     "run_layers",
+    "sample_images",
     "save_lora",
     "save_pretrained",
+    "save_stable_diffusion",
     "shift_right",
     "split_heads",
+    "to_uint8",
 ]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 
 from redco_eqx.models._blocks.layers import ACTIVATIONS
@@ -34,6 +35,10 @@ class BaseConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    type_entry: ClassVar[str] = "model_type"
+    """Where a file says what it is: `model_type` as in transformers, or `_class_name` as in diffusers."""
+    weights: ClassVar[str] = "model"
+    """What the files of weights are called: this, and `.safetensors`."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """The names that most families use, under which an entry may be found in a file too: its own name."""
     only: ClassVar[Mapping[str, Json]] = {}
@@ -98,11 +103,11 @@ class BaseConfig:
         for name, value in cls.only.items():
             if name in raw and raw[name] != value:
                 raise ValueError(
-                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. Logits would be "
-                    "wrong."
+                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. What the model "
+                    "computes would be wrong."
                 )
         raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
-        values, read, missing = {}, {*cls.aliases, "model_type", "architectures"}, []
+        values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
         for field in dataclasses.fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, BaseConfig):
                 if field.name in raw:
@@ -135,7 +140,16 @@ class BaseConfig:
                 entries |= part.to_json()
             elif field.name not in OUTSIDE:
                 entries[field.name] = list(x) if isinstance(x, tuple) else x
-        return {**entries, "model_type": self.model_type, "architectures": [self.architecture]}
+        named = {"architectures": [self.architecture]} if self.type_entry == "model_type" else {}
+        return {**entries, self.type_entry: self.model_type, **named}
+
+    def to_file(self, *, dtype: str, architecture: str | None) -> dict[str, Json]:
+        """`to_json`, with what transformers says there of the arrays and of one of several architectures."""
+        entries = self.to_json()
+        if self.type_entry == "model_type":
+            entries |= {"dtype": dtype, "torch_dtype": dtype}
+            entries |= {} if architecture is None else {"architectures": [architecture]}
+        return entries
 
 
 def _read_part(name: str, kind: type[C], raw: Json) -> C:
@@ -206,22 +220,36 @@ def _read_count(value: Json) -> int:
 
 def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> Json | tuple:
     """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
-    kinds: tuple[Any, ...] = tuple(get_origin(k) or k for k in get_args(field.type) or (field.type,))
+    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     found = tuple(value) if isinstance(value, list) else value
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
         found = float(found)
-    items = found if isinstance(found, tuple) else ()
-    fits = isinstance(found, kinds) and not (isinstance(found, bool) and bool not in kinds)
-    if not fits or not all(isinstance(x, int) and not isinstance(x, bool) for x in items):
-        names: dict[Any, str] = {type(None): "null", tuple: "list of int"}
-        expected = " or ".join(names.get(kind) or kind.__name__ for kind in kinds)
+    if not any(_fits(found, kind) for kind in kinds):
+        expected = " or ".join(map(_name_of, kinds))
         raise ValueError(f"{file}: {field.name}={value!r}, but it must be: {expected}.")
     if isinstance(found, float) and not math.isfinite(found):
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
-    is_token = field.name.endswith("token_id")
-    if isinstance(found, int) and not isinstance(found, bool) and found < 1 and not is_token:
-        raise ValueError(f"{file}: {field.name}={found}, but it must be positive.")
+    least = 0 if field.default == 0 else 1
+    counts = [x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int]
+    if not field.name.endswith("token_id") and any(x < least for x in counts):
+        raise ValueError(
+            f"{file}: {field.name}={value}, but it must be {'positive' if least else '0 or more'}."
+        )
     return found
+
+
+def _name_of(kind: Any) -> str:
+    """What a kind is called in an error."""
+    if get_origin(kind) is tuple:
+        return f"list of {_name_of(get_args(kind)[0])}"
+    return "null" if kind is type(None) else kind.__name__
+
+
+def _fits(value: Json | tuple, kind: Any) -> bool:
+    """Whether a value is of a kind that a field may have; `True` is no number."""
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(x, get_args(kind)[0]) for x in value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def check_divides(config: BaseConfig, size: str, heads: str) -> None:

@@ -14,6 +14,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": jax.nn.gelu,  # the tanh approximation
     "gelu_pytorch_tanh": jax.nn.gelu,
     "gelu_fast": jax.nn.gelu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,

@@ -63,6 +63,10 @@ class Model(eqx.Module):
     """With what the keys of the bare model, as some files have them, become paths."""
     outer: ClassVar[tuple[str, ...]] = ()
     """What stands before the keys of this model in files of a larger one."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Patterns of what parts of keys are called in old files, and what they are called now."""
+    windowed: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the keys of matrices that old files have as convolutions of one pixel."""
     ignored: ClassVar[tuple[str, ...]] = ()
     """Patterns of keys that old files have and that are no parameters."""
     tied: ClassVar[Mapping[str, str]] = {}

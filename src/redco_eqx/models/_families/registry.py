@@ -1,10 +1,11 @@
-"""Which classes a `model_type` stands for."""
+"""Which classes a `model_type` stands for, or the `_class_name` of a part of a pipeline."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
 from redco_eqx.models._families.bert import (
     BertConfig,
@@ -12,6 +13,7 @@ from redco_eqx.models._families.bert import (
     BertForSequenceClassification,
     BertModel,
 )
+from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
 from redco_eqx.models._families.llama import (
@@ -31,6 +33,7 @@ from redco_eqx.models._families.roberta import (
 )
 from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
@@ -45,6 +48,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     for config, model in (
         (BartConfig, BartForConditionalGeneration),
         (BertConfig, BertModel),
+        (CLIPTextConfig, CLIPTextModel),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
@@ -62,6 +66,18 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     )
 }
 """By `model_type`."""
+
+INSIDE = {"clip": ("text_config", CLIPTextConfig.model_type)}
+"""Of the `model_type` of a larger model: which entry describes the half that is here, and its `model_type`."""
+
+PARTS: dict[str, tuple[Any, Any]] = {
+    config.model_type: (config, model)
+    for config, model in (
+        (AutoencoderKLConfig, AutoencoderKL),
+        (UNet2DConditionConfig, UNet2DConditionModel),
+    )
+}
+"""By `_class_name`, of a pipeline of diffusers."""
 
 HEADS: dict[str | None, Any] = {
     model.architecture: model
@@ -82,11 +98,21 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
     `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
     is not known, or an entry that is not supported.
     """
-    model_type = raw.get("model_type")
-    families = FAMILIES if family is None else {family[0].model_type: family}
+    whole = raw.get("model_type")
+    if family is None and isinstance(whole, str) and whole in INSIDE:
+        name, kind = INSIDE[whole]
+        half = raw.get(name)
+        if not isinstance(half, Mapping):
+            raise ValueError(f"config.json: {name}={half!r}, but it must be an object.")
+        raw = {**half, "model_type": kind}
+    entry = "_class_name" if "_class_name" in raw and "model_type" not in raw else "model_type"
+    families = PARTS if entry == "_class_name" else FAMILIES
+    if family is not None:
+        entry, families = family[0].type_entry, {family[0].model_type: family}
+    model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
         raise ValueError(
-            f"config.json: model_type={model_type!r} is not known, only {', '.join(families)}. Pass "
+            f"config.json: {entry}={model_type!r} is not known, only {', '.join(families)}. Pass "
             "family=(its Config, its Model) to load_pretrained for one of your own."
         )
     if raw.get("quantization_config") is not None:

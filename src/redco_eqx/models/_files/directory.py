@@ -1,9 +1,10 @@
 """The files of a checkpoint directory: which are in force, and how one checkpoint takes another's place.
 
-Readers prefer `model.safetensors` to `model.safetensors.index.json`. So the weights change with one rename
-(or one removal) of either, after all files that the new one needs are there under names that the old one
-does not use. A configuration that changes with them waits beside as `config.json.<tag>.part`; it is in
-force as soon as the weights are, which carry its tag.
+Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers
+prefer `model.safetensors` to `model.safetensors.index.json` (diffusers the index, while it is there). So the
+weights change with one rename (or one removal) of either, after all files that the new one needs are there
+under names that the old one does not use. A configuration that changes with them waits beside as
+`config.json.<tag>.part`; it is in force as soon as the weights are, which carry its tag.
 """
 
 import contextlib
@@ -21,17 +22,27 @@ from redco_eqx.models._files.safetensors import read_metadata
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")
 
-_OURS = r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors"
-_SHARD = re.compile(_OURS)
+_SHARD = r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 _TAG = re.compile(r"[0-9a-f]{16}")
 _WRITTEN = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|npz|part)(\.index\.json)?|(generation_)?config\.json"
 )
 """What is not carried over to another directory: weights of whatever form, and what is written anyway."""
-_PART = re.compile(rf"({_OURS}|model\.safetensors(\.index\.json)?|config\.json(\.[0-9a-f]{{16}})?)\.part")
+_PART = re.compile(
+    rf"(({'|'.join(STEMS)})({_SHARD}|\.safetensors(\.index\.json)?)|config\.json(\.[0-9a-f]{{16}})?)\.part"
+)
+
+
+def single(stem: str) -> str:
+    """The name of weights in one file."""
+    return f"{stem}.safetensors"
+
+
+def index(stem: str) -> str:
+    """The name of the index of weights in several files."""
+    return f"{stem}.safetensors.index.json"
 
 
 def part(file: Path) -> Path:
@@ -52,12 +63,12 @@ def read_json(file: Path) -> dict[str, Json]:
 
 def config_file(directory: Path) -> Path:
     """The configuration in force."""
-    tag = _tag(directory)
-    waiting = directory / f"{CONFIG}.{tag}.part"
-    return waiting if tag and waiting.exists() else directory / CONFIG
+    tags = filter(None, (_tag(directory, stem) for stem in STEMS))
+    waiting = (directory / f"{CONFIG}.{tag}.part" for tag in tags)
+    return next((file for file in waiting if file.exists()), directory / CONFIG)
 
 
-def weight_files(directory: Path) -> Path | dict[str, Path]:
+def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
     """The one file of weights, or the file of each key as the index says.
 
     **Raises:**
@@ -65,10 +76,10 @@ def weight_files(directory: Path) -> Path | dict[str, Path]:
     - `FileNotFoundError` if there are none, or the index names an absent file.
     - `ValueError` if there are only pickles, or the index is not one.
     """
-    source = _source(directory)
+    source = _source(directory, stem)
     if source is None:
-        raise _no_weights(directory)
-    if source.name == SINGLE:
+        raise _no_weights(directory, stem)
+    if source.name == single(stem):
         return source
     weight_map = read_json(source).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -84,13 +95,14 @@ def weight_files(directory: Path) -> Path | dict[str, Path]:
     return files
 
 
-def _no_weights(directory: Path) -> Exception:
+def _no_weights(directory: Path, stem: str) -> Exception:
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
     if pickles:
+        kind = "transformers.AutoModelForCausalLM" if stem == "model" else "diffusers.AutoModel"
         return ValueError(
             f"{directory} holds weights only as a pickle, {pickles[0]}. It is not opened, because that could "
             "run any code that its author put in. Convert it once where you trust it: "
-            "transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)."
+            f"{kind}.from_pretrained(old).save_pretrained(new)."
         )
     gguf = sorted(file.name for file in directory.glob("*.gguf"))
     if gguf:
@@ -101,23 +113,24 @@ def _no_weights(directory: Path) -> Exception:
     others = sorted(file.name for file in directory.glob("*.safetensors*"))
     if others:
         return FileNotFoundError(
-            f"{directory} has neither {SINGLE} nor {INDEX}, but {', '.join(others[:5])}. If that is the "
-            f"variant you want, rename it to {SINGLE} (an index to {INDEX})."
+            f"{directory} has neither {single(stem)} nor {index(stem)}, but {', '.join(others[:5])}. If that "
+            f"is the variant you want, rename it to {single(stem)} (an index to {index(stem)})."
         )
-    return FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}.")
+    return FileNotFoundError(f"{directory} has neither {single(stem)} nor {index(stem)}.")
 
 
-def _source(directory: Path) -> Path | None:
+def _source(directory: Path, stem: str) -> Path | None:
     """Which file says what the weights are."""
-    return next((directory / name for name in (SINGLE, INDEX) if (directory / name).is_file()), None)
+    files = (directory / name for name in (single(stem), index(stem)))
+    return next((file for file in files if file.is_file()), None)
 
 
-def _tag(directory: Path) -> str:
-    source = _source(directory)
+def _tag(directory: Path, stem: str) -> str:
+    source = _source(directory, stem)
     if source is None:
         return ""
     metadata: Json = None
-    if source.name == SINGLE:
+    if source.name == single(stem):
         metadata = dict(read_metadata(source))
     else:
         with contextlib.suppress(ValueError):
@@ -127,7 +140,7 @@ def _tag(directory: Path) -> str:
     return tag if isinstance(tag, str) and _TAG.fullmatch(tag) else ""
 
 
-def prepare(directory: Path, num_files: int, config: str) -> tuple[list[Path], str]:
+def prepare(directory: Path, stem: str, num_files: int, config: str) -> tuple[list[Path], str]:
     """Makes room for a new checkpoint: names for its files, and the tag of its configuration.
 
     The files are to be written as `part(file)`; the tag, if there is one, into their metadata.
@@ -145,38 +158,40 @@ def prepare(directory: Path, num_files: int, config: str) -> tuple[list[Path], s
         tag = secrets.token_hex(8)
         _write(directory / f"{CONFIG}.{tag}", config)
     if num_files == 1:
-        return [directory / SINGLE], tag
-    used = _files_in_force(directory)
-    for stem in itertools.chain(["model"], (f"model-{i}" for i in itertools.count(2))):
-        files = [directory / f"{stem}-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+        return [directory / single(stem)], tag
+    used = _files_in_force(directory, stem)
+    for own in itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2))):
+        files = [directory / f"{own}-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
         if not used.intersection(files):
             return files, tag
     raise AssertionError
 
 
-def commit(directory: Path, files: list[Path], tag: str, weight_map: Mapping[str, str], num_bytes: int) -> None:
+def commit(
+    directory: Path, stem: str, files: list[Path], tag: str, weight_map: Mapping[str, str], num_bytes: int
+) -> None:
     """Puts the files that were written in force, then removes those of the checkpoint before."""
-    old = _files_in_force(directory)
-    index = directory / INDEX
+    old = _files_in_force(directory, stem)
+    named = directory / index(stem)
     if len(files) > 1:
         metadata = {"total_size": num_bytes, **({"config": tag} if tag else {})}
-        _write(index, json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2) + "\n")
+        _write(named, json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2) + "\n")
         for file in files:
             os.replace(part(file), file)
         _sync(directory)  # what the index names is there before it
-        os.replace(part(index), index)
+        os.replace(part(named), named)
         _sync(directory)
-        if (directory / SINGLE).exists():
-            os.unlink(directory / SINGLE)
+        if (directory / single(stem)).exists():
+            os.unlink(directory / single(stem))
     else:
         os.replace(part(files[0]), files[0])
     _sync(directory)
     if tag:
         os.replace(directory / f"{CONFIG}.{tag}.part", directory / CONFIG)
         _sync(directory)
-    stale = {file for file in directory.iterdir() if _SHARD.fullmatch(file.name)} | old
-    if len(files) == 1 and index.exists():
-        os.unlink(index)
+    stale = {file for file in directory.iterdir() if re.fullmatch(stem + _SHARD, file.name)} | old
+    if len(files) == 1 and named.exists():
+        os.unlink(named)
     for file in sorted(stale.difference(files)):
         os.unlink(file)
 
@@ -210,10 +225,10 @@ def tidy(directory: Path) -> None:
             os.unlink(file)
 
 
-def _files_in_force(directory: Path) -> set[Path]:
+def _files_in_force(directory: Path, stem: str) -> set[Path]:
     """The files that the index in force names; none if there is a single file, or a broken index."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        files = weight_files(directory)
+        files = weight_files(directory, stem)
         return set() if isinstance(files, Path) else set(files.values())
     return set()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,26 @@ def load_pretrained(
     key: Key | None = None,
     pad_vocabulary_to: int = 1,
 ) -> Any:
-    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`.
+    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`; or in a folder of one
+    part of a pipeline of diffusers.
 
     Nothing is computed, and no array is ever whole on the host unless a device holds it whole: each slice is
     read once in each process, straight for the devices that need it. Weights lie in `model.safetensors`, or in
-    the files that `model.safetensors.index.json` names.
+    the files that `model.safetensors.index.json` names; of a part of a pipeline, whose `config.json` has a
+    `_class_name` instead of a `model_type`, in `diffusion_pytorch_model.safetensors`.
 
     Accepted besides: files of the bare model, norms with `gamma` and `beta`, masks and frequencies among the
     keys (which are ignored), and a head that the configuration ties to the embedding table, instead of the
-    table or beside it; then it must be equal to it bit for bit, and is not kept.
+    table or beside it; then it must be equal to it bit for bit, and is not kept; and the attention of an
+    autoencoder under its old names, also as convolutions of one pixel.
 
     **Arguments:**
 
     - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which
         tokens end a text of `generate`.
     - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
-    - `family`: the classes of the configuration and of the model, for a `model_type` of your own. By default
-        the family of this library that `config.json` names.
+    - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of
+        your own. By default the family of this library that `config.json` names.
     - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
     - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
         (compile time does not grow with depth), instead of a list.
@@ -91,7 +95,7 @@ def load_pretrained(
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
     if make_model.tied_by_file:
-        config = _as_stored(config, _open(directory), make_model)
+        config = _as_stored(config, _open(directory, config.weights), make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
     model = eqx.filter_eval_shape(
         lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
@@ -105,7 +109,11 @@ def load_pretrained(
     )
     stored_leaves = entries_of(model)
     found = _find(
-        directory, _open(directory), stored_leaves, make_model, may_lack=() if key is None else make_model.heads
+        directory,
+        _open(directory, config.weights),
+        stored_leaves,
+        make_model,
+        may_lack=() if key is None else make_model.heads,
     )
     arrays: dict[str, Array | np.ndarray] = {}
     lacking: dict[str, NamedSharding] = {}
@@ -185,7 +193,10 @@ def _find(
     """What is stored for each key of the model."""
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
-    found = {key: stored[name] for key, name in match.found.items()}
+    found = {
+        key: stored[name].as_matrix() if any(re.search(x, key) for x in family.windowed) else stored[name]
+        for key, name in match.found.items()
+    }
     problems = [f"{len(names)} {what}: {_shorten(names)}" for what, names in (
         ("missing", [
             f"{key} {list(shape)}" for key, shape in shapes.items()
@@ -220,9 +231,9 @@ def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -
     return stored if dtype is None else stored.astype(dtype)
 
 
-def _open(directory: Path) -> dict[str, Stored]:
+def _open(directory: Path, stem: str) -> dict[str, Stored]:
     """Everything stored in the directory's weights, by key."""
-    files = weight_files(directory)
+    files = weight_files(directory, stem)
     if isinstance(files, Path):
         return open_file(files)
     contents = {file: open_file(file) for file in sorted(set(files.values()))}

@@ -128,6 +128,7 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
 
 
 def _spellings(key: str, family: type[Model]) -> list[str]:
-    names = [key, *(re.sub(old, new, key) for old, new in OLD_SPELLINGS if re.search(old, key))]
+    old_spellings = (*OLD_SPELLINGS, *family.renamed.items())
+    names = [key, *(re.sub(old, new, key) for old, new in old_spellings if re.search(old, key))]
     names += [name.removeprefix(outer) for outer in family.outer for name in names if name.startswith(outer)]
     return [prefix + name for prefix in ("", *family.prefixes) for name in names]

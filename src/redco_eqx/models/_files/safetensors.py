@@ -43,6 +43,12 @@ class Stored:
         assert self.view is not None
         return self.view[index]
 
+    def as_matrix(self) -> "Stored":
+        """The kernel of a convolution of one pixel without its window."""
+        if self.view is None or self.shape[2:] != (1, 1):
+            return self
+        return dataclasses.replace(self, shape=self.shape[:2], view=self.view.reshape(self.shape[:2]))
+
     def release(self) -> None:
         """Lets go of the memory that what was read of the file takes, where the system can do so."""
         if hasattr(mmap, "MADV_DONTNEED"):

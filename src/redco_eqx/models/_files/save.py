@@ -24,7 +24,8 @@ from redco_eqx.models._files.safetensors import write_file
 def save_pretrained(
     model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are.
+    """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are;
+    `diffusers`, if the model is a part of one of its pipelines.
 
     A list of layers and stacked layers give the same files. What lay beside the weights in the directory that
     the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories) is
@@ -63,9 +64,7 @@ def save_pretrained(
     directory = Path(directory).expanduser()
     plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
     dtype = common_dtype(arrays)
-    config = {**model.config.to_json(), "dtype": dtype, "torch_dtype": dtype}
-    if model.architecture is not None:
-        config["architectures"] = [model.architecture]
+    config = model.config.to_file(dtype=dtype, architecture=model.architecture)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     write_together(
         "save_pretrained",
@@ -122,7 +121,7 @@ def _write(
 ) -> None:
     """The whole directory; `text` is that of its `config.json`."""
     try:
-        files, tag = prepare(directory, len(plan), text)
+        files, tag = prepare(directory, config.weights, len(plan), text)
         if config.source is not None:
             carry_over(Path(config.source), directory)
         metadata = {"format": "pt", **({"config": tag} if tag else {})}
@@ -131,7 +130,8 @@ def _write(
             write_file(part(file), records, itertools.islice(arrays, len(records)), metadata)
         written = [(piece.record, file) for file, pieces in zip(files, plan) for piece in pieces]
         weight_map = {record.key: file.name for record, file in written}
-        commit(directory, files, tag, weight_map, sum(record.num_bytes for record, _ in written))
+        num_bytes = sum(record.num_bytes for record, _ in written)
+        commit(directory, config.weights, files, tag, weight_map, num_bytes)
         if config.generation != "{}":
             generation = json.dumps(json.loads(config.generation), indent=2)
             write_beside(directory / GENERATION, generation + "\n")

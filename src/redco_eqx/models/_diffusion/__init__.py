@@ -1,0 +1,1 @@
+"""What latent diffusion models are made of."""

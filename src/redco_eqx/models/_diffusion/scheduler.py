@@ -1,0 +1,230 @@
+"""What the schedulers of diffusion have in common: how much noise a timestep has, and their files."""
+
+import abc
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from redco_eqx.models._blocks.config import Json
+
+S = TypeVar("S", bound="Scheduler")
+
+Column: TypeAlias = Array | np.ndarray
+"""A number for each row of `steps`, or that of one of them."""
+
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+SPACINGS = ("leading", "linspace", "trailing")
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
+class Trajectory(NamedTuple):
+    """What goes from step to step: `sample`, and what else a scheduler remembers."""
+
+    sample: Float[Array, "b *dims"]
+    memory: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduler(abc.ABC):
+    """How noise is added to what a model is trained on, and taken away step by step.
+
+    Field names are those of diffusers' `scheduler_config.json`. A scheduler holds no array and changes nothing:
+    it is a static argument of a compiled function, and all of a trajectory is one `lax.scan`:
+
+    ```python
+    steps = scheduler.steps(50)
+    trajectory, _ = jax.lax.scan(
+        lambda trajectory, step: (
+            scheduler.step(step, model(trajectory.sample, step.timestep), trajectory), None
+        ),
+        scheduler.start(noise),
+        steps,
+    )
+    ```
+
+    With `a` the product of `1 - beta` up to a timestep, a noisy sample is `sqrt(a) clean + sqrt(1 - a) noise`.
+
+    - `num_train_timesteps`: how many degrees of noise there are, from 0 on.
+    - `beta_schedule`: of the variances: `linear` or `scaled_linear` (linear in the root) from `beta_start` to
+        `beta_end`, or `squaredcos_cap_v2` (Nichol and Dhariwal 2021).
+    - `prediction_type`: what the model gives: the noise (`epsilon`); `v_prediction`, see `target`; or the
+        clean `sample`.
+    - `timestep_spacing`, `steps_offset`: which timesteps a trajectory goes through (Lin et al. 2024, table 2).
+    - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
+    """
+
+    only: ClassVar[Mapping[str, Json]] = {"trained_betas": None}
+    """The one value that is supported, of entries of which another one would change the numbers."""
+    predictions: ClassVar[tuple[str, ...]] = PREDICTIONS
+
+    num_train_timesteps: int = 1000
+    beta_start: float = 0.0001
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+    prediction_type: str = "epsilon"
+    timestep_spacing: str = "leading"
+    steps_offset: int = 0
+    rest: str = "{}"
+
+    def __post_init__(self) -> None:
+        self._check("beta_schedule", BETA_SCHEDULES)
+        self._check("timestep_spacing", SPACINGS)
+        self._check("prediction_type", self.predictions)
+        if self.num_train_timesteps < 1 or self.steps_offset < 0:
+            raise ValueError(
+                f"{type(self).__name__}: num_train_timesteps={self.num_train_timesteps} and "
+                f"steps_offset={self.steps_offset}, but they must be at least 1 and 0."
+            )
+
+    def _check(self, name: str, supported: tuple[str, ...]) -> None:
+        if getattr(self, name) not in supported:
+            raise ValueError(
+                f"{type(self).__name__}: {name}={getattr(self, name)!r} is not supported, only "
+                f"{', '.join(supported)}."
+            )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a step adds noise."""
+        return False
+
+    @property
+    def betas(self) -> Float[np.ndarray, " t"]:
+        """The variance of what each timestep adds. In float32, as everyone computes them."""
+        num = self.num_train_timesteps
+        if self.beta_schedule == "squaredcos_cap_v2":
+            alphas = np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * math.pi / 2) ** 2
+            betas = np.minimum(1 - alphas[1:] / alphas[:-1], 0.999)
+        elif self.beta_schedule == "scaled_linear":
+            betas = np.linspace(self.beta_start**0.5, self.beta_end**0.5, num, dtype=np.float32) ** 2
+        else:
+            betas = np.linspace(self.beta_start, self.beta_end, num)
+        return betas.astype(np.float32)
+
+    @property
+    def alphas_cumprod(self) -> Float[np.ndarray, " t"]:
+        """The share of the clean sample in the variance at each timestep."""
+        return np.cumprod(1 - self.betas, dtype=np.float64).astype(np.float32)
+
+    def timesteps(self, num_steps: int) -> Int[np.ndarray, " steps"]:
+        """The timesteps of so many steps, falling.
+
+        Raises `ValueError` for more steps than timesteps, or where `steps_offset` leads out of the table.
+        """
+        num = self.num_train_timesteps
+        if not 1 <= num_steps <= num:
+            raise ValueError(
+                f"{type(self).__name__}: num_steps={num_steps}, but there are {num} timesteps to choose from."
+            )
+        if self.timestep_spacing == "linspace":
+            found = np.linspace(0, num - 1, num_steps).round()
+        elif self.timestep_spacing == "leading":
+            found = np.arange(num_steps) * (num // num_steps) + self.steps_offset
+        else:
+            found = np.round(np.arange(num, 0, -num / num_steps))[::-1] - 1
+        timesteps = found.astype(np.int32)[::-1]
+        if timesteps[0] >= num:
+            raise ValueError(
+                f"{type(self).__name__}: steps_offset={self.steps_offset} leads {num_steps} steps to timestep "
+                f"{timesteps[0]}, but the last of num_train_timesteps={num} is {num - 1}. Take fewer steps."
+            )
+        if self.prediction_type == "epsilon" and self.alphas_cumprod[timesteps[0]] == 0:
+            raise ValueError(
+                f"{type(self).__name__}: timestep {timesteps[0]} is pure noise, from which "
+                "prediction_type='epsilon' tells nothing. Take 'v_prediction' with rescale_betas_zero_snr."
+            )
+        return timesteps
+
+    @abc.abstractmethod
+    def steps(self, num_steps: int) -> PyTree:
+        """What a trajectory of so many steps needs: a row for each call of the model, its `timestep` in it."""
+
+    def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
+        """Where a trajectory begins; `noise` is normal."""
+        return Trajectory(noise)
+
+    @abc.abstractmethod
+    def step(
+        self,
+        step: PyTree,
+        output: Float[Array, "b *dims"],
+        trajectory: Trajectory,
+        noise: Float[Array, "b *dims"] | None = None,
+    ) -> Trajectory:
+        """The trajectory after a row of `steps`.
+
+        **Arguments:**
+
+        - `output`: of the model, for `trajectory.sample` and `step.timestep`.
+        - `noise`: normal, where the scheduler `is_random`.
+        """
+
+    def add_noise(
+        self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
+    ) -> Float[Array, "b *dims"]:
+        """The samples as they are at their timesteps."""
+        alpha, sigma = self._scales(clean, timesteps)
+        return (alpha * clean + sigma * noise).astype(clean.dtype)
+
+    def target(
+        self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
+    ) -> Float[Array, "b *dims"]:
+        """What the model must give for `add_noise` of the same, by `prediction_type`.
+
+        `v_prediction` is `sqrt(a) noise - sqrt(1 - a) clean` (Salimans and Ho 2022, section 4).
+        """
+        if self.prediction_type == "epsilon":
+            return noise
+        if self.prediction_type == "sample":
+            return clean
+        alpha, sigma = self._scales(clean, timesteps)
+        return (alpha * noise - sigma * clean).astype(clean.dtype)
+
+    def _scales(self, like: Array, timesteps: Int[Array, " b"]) -> tuple[Array, Array]:
+        """The factors of the clean sample and of the noise, for each of the batch."""
+        dims = (-1,) + (1,) * (like.ndim - 1)
+        share = jnp.asarray(self.alphas_cumprod)[timesteps].reshape(dims)
+        return jnp.sqrt(share), jnp.sqrt(1 - share)
+
+    @classmethod
+    def from_json(cls: type[S], raw: Mapping[str, Json]) -> S:
+        """The scheduler in a parsed `scheduler_config.json`.
+
+        Entries that are none of this scheduler's are kept, and count for nothing, as in diffusers. Raises
+        `ValueError` naming an entry whose value is not supported.
+        """
+        for name, value in cls.only.items():
+            if raw.get(name, value) != value:
+                raise ValueError(
+                    f"{cls.__name__}: {name}={raw[name]!r} is not supported, only {value!r}. Samples would be "
+                    "wrong."
+                )
+        kinds: dict[str, Any] = {x.name: x.type for x in dataclasses.fields(cls) if x.name not in cls.outside()}
+        values = {name: _read(cls.__name__, name, kinds[name], raw[name]) for name in kinds if name in raw}
+        rest = {name: x for name, x in raw.items() if name not in kinds and name != "_class_name"}
+        return cls(**values, rest=json.dumps(rest, sort_keys=True))
+
+    def to_json(self) -> dict[str, Json]:
+        """The entries of `scheduler_config.json`."""
+        own = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in self.outside()}
+        return {**json.loads(self.rest), **own, "_class_name": type(self).__name__}
+
+    @classmethod
+    def outside(cls) -> tuple[str, ...]:
+        """Fields that are no entries of the file."""
+        return ("rest",)
+
+
+def _read(owner: str, name: str, kind: type, value: Json) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{owner}: {name}={value!r}, but it must be: {kind.__name__}.")
+    return value

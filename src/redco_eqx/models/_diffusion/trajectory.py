@@ -1,0 +1,48 @@
+"""The whole way from noise to a sample."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+from jaxtyping import Array, Float, Int, PyTree
+
+from redco_eqx._types import Key
+from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
+
+Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]
+"""What a model gives for samples that are all at one timestep."""
+
+
+def denoise(
+    scheduler: Scheduler,
+    predict: Predict,
+    noise: Float[Array, "b *dims"],
+    *,
+    num_steps: int,
+    key: Key | None = None,
+) -> Float[Array, "b *dims"]:
+    """The samples that noise becomes, step by step, in one `lax.scan`.
+
+    **Arguments:**
+
+    - `scheduler`: how the steps are taken.
+    - `predict`: the model. PNDM calls it once more than there are steps, or nine times, with Runge-Kutta.
+    - `noise`: normal, in the dtype in which the steps are taken.
+    - `num_steps`: how many steps.
+    - `key`: for the noise that a step adds, where the scheduler `is_random`.
+
+    Raises `ValueError` without a key where one is needed, or for a number of steps that the scheduler refuses.
+    """
+    if scheduler.is_random and key is None:
+        raise ValueError(f"denoise: {type(scheduler).__name__} draws noise in each step, and needs a key.")
+    steps = scheduler.steps(num_steps)
+
+    def one(trajectory: Trajectory, given: tuple[PyTree, Key | None]) -> tuple[Trajectory, None]:
+        step, key = given
+        output = predict(trajectory.sample, step.timestep).astype(noise.dtype)
+        drawn = None if key is None else jax.random.normal(key, noise.shape, noise.dtype)
+        return scheduler.step(step, output, trajectory, drawn), None
+
+    keys = jax.random.split(key, len(steps.timestep)) if scheduler.is_random and key is not None else None
+    trajectory, _ = jax.lax.scan(one, scheduler.start(noise), (steps, keys))
+    return trajectory.sample

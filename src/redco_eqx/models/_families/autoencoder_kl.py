@@ -1,0 +1,218 @@
+"""The autoencoder of Stable Diffusion (Rombach et al. 2022): images to small latents, and back."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import Json
+from redco_eqx.models._blocks.model import Options
+from redco_eqx.models._diffusion.attention import PixelAttention
+from redco_eqx.models._diffusion.blocks import DownBlock, Given, MidBlock, UpBlock
+from redco_eqx.models._diffusion.config import DiffusersConfig, check_stages
+from redco_eqx.models._diffusion.layers import Conv, GroupNorm
+from redco_eqx.models._diffusion.model import ImageModel, check_image
+from redco_eqx.models._diffusion.resnet import ResnetBlock
+
+EPS = 1e-6
+"""Of all norms; not in the configuration."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoencoderKLConfig(DiffusersConfig):
+    """By default an autoencoder of one stage, as in diffusers; Stable Diffusion's has four.
+
+    - `scaling_factor`: what latents are multiplied by before they are diffused. Neither `encode` nor `decode`
+        does it.
+    """
+
+    model_type: ClassVar[str] = "AutoencoderKL"
+    only: ClassVar[Mapping[str, Json]] = {
+        "act_fn": "silu",
+        "latents_mean": None,
+        "latents_std": None,
+        "shift_factor": None,
+    }
+
+    sample_size: int | tuple[int, ...] = 32
+    in_channels: int = 3
+    out_channels: int = 3
+    latent_channels: int = 4
+    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
+    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
+    block_out_channels: tuple[int, ...] = (64,)
+    layers_per_block: int = 1
+    norm_num_groups: int = 32
+    scaling_factor: float = 0.18215
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    def __post_init__(self) -> None:
+        kinds = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+        check_stages(self, kinds)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of stages."""
+        return len(self.block_out_channels)
+
+    @property
+    def downscale(self) -> int:
+        """How many pixels of an image are one of its latents, in height and in width."""
+        return 2 ** (self.num_layers - 1)
+
+
+class Encoder(eqx.Module):
+    """Images to the mean and logarithm of the variance of their latents, side by side."""
+
+    conv_in: Conv
+    down_blocks: list[DownBlock]
+    mid_block: MidBlock
+    conv_norm_out: GroupNorm
+    conv_out: Conv
+
+    def __init__(self, config: AutoencoderKLConfig, *, key: Key):
+        in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
+        channels, last = config.block_out_channels, config.num_layers - 1
+        self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
+        self.down_blocks = [
+            DownBlock(
+                [channels[max(i - 1, 0)], *[channels[i]] * (config.layers_per_block - 1)],
+                channels[i],
+                partial(_make_resnet, config),
+                None,
+                padding=None if i == last else (0, 1),
+                key=key,
+            )
+            for i, key in enumerate(keys)
+        ]
+        self.mid_block = _make_mid_block(config, mid_key)
+        self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
+        self.conv_out = Conv(channels[-1], 2 * config.latent_channels, 3, key=out_key)
+
+    def __call__(self, images: Float[Array, "b c h w"], given: Given) -> Float[Array, "b moments _ _"]:
+        x = self.conv_in(images)
+        for block in self.down_blocks:
+            x = block(x, given, None)[-1]
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(self.mid_block(x, given, None))))
+
+
+class Decoder(eqx.Module):
+    """Latents to images."""
+
+    conv_in: Conv
+    mid_block: MidBlock
+    up_blocks: list[UpBlock]
+    conv_norm_out: GroupNorm
+    conv_out: Conv
+
+    def __init__(self, config: AutoencoderKLConfig, *, key: Key):
+        in_key, mid_key, out_key, *keys = jax.random.split(key, 3 + config.num_layers)
+        channels, last = config.block_out_channels[::-1], config.num_layers - 1
+        self.conv_in = Conv(config.latent_channels, channels[0], 3, key=in_key)
+        self.mid_block = _make_mid_block(config, mid_key)
+        self.up_blocks = [
+            UpBlock(
+                [channels[max(i - 1, 0)], *[channels[i]] * config.layers_per_block],
+                channels[i],
+                partial(_make_resnet, config),
+                None,
+                is_last=i == last,
+                key=key,
+            )
+            for i, key in enumerate(keys)
+        ]
+        self.conv_norm_out = GroupNorm(config.norm_num_groups, channels[-1], eps=EPS)
+        self.conv_out = Conv(channels[-1], config.out_channels, 3, key=out_key)
+
+    def __call__(self, latents: Float[Array, "b c h w"], given: Given) -> Float[Array, "b _ _ _"]:
+        x = self.mid_block(self.conv_in(latents), given, None)
+        for block in self.up_blocks:
+            x = block(x, [None] * len(block.resnets), given, None, None)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+
+class AutoencoderKL(ImageModel):
+    """A variational autoencoder. Nothing in it is random: the caller draws from what `encode` gives."""
+
+    encoder: Encoder
+    decoder: Decoder
+    quant_conv: Conv | None
+    post_quant_conv: Conv | None
+    config: AutoencoderKLConfig = eqx.field(static=True)
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        r"\.query\.": ".to_q.",
+        r"\.key\.": ".to_k.",
+        r"\.value\.": ".to_v.",
+        r"\.proj_attn\.": ".to_out.0.",
+    }
+    windowed: ClassVar[tuple[str, ...]] = (r"\.attentions\.0\.to_(q|k|v|out\.0)\.weight$",)
+
+    def __init__(
+        self,
+        config: AutoencoderKLConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
+        super().__init__(config, stacked=stacked, **options)
+        encoder_key, decoder_key, after_key, before_key = jax.random.split(key, 4)
+        latent = config.latent_channels
+        self.encoder = Encoder(config, key=encoder_key)
+        self.decoder = Decoder(config, key=decoder_key)
+        self.quant_conv = Conv(2 * latent, 2 * latent, 1, key=after_key) if config.use_quant_conv else None
+        self.post_quant_conv = Conv(latent, latent, 1, key=before_key) if config.use_post_quant_conv else None
+
+    @property
+    def _given(self) -> Given:
+        return Given(None, None, self.attention, self.remat)
+
+    def encode(
+        self, images: Float[Array, "b c h w"]
+    ) -> tuple[Float[Array, "b latent _ _"], Float[Array, "b latent _ _"]]:
+        """The mean and the logarithm of the variance of each latent; the latter is cut to -30 and 20.
+
+        **Arguments:**
+
+        - `images`: from -1 to 1.
+
+        **Raises:** `ValueError` for another number of channels, or a height or width that is no multiple of
+        `config.downscale`.
+        """
+        check_image("images", images, self.config.in_channels, self.config.downscale)
+        x = self.encoder(images, self._given)
+        x = x if self.quant_conv is None else self.quant_conv(x)
+        mean, log_variance = jnp.split(x, 2, axis=1)
+        return mean, jnp.clip(log_variance, -30, 20)
+
+    def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c _ _"]:
+        """The images of some latents, about from -1 to 1.
+
+        **Raises:** `ValueError` for another number of channels.
+        """
+        check_image("latents", latents, self.config.latent_channels)
+        x = latents if self.post_quant_conv is None else self.post_quant_conv(latents)
+        return self.decoder(x, self._given)
+
+
+def _make_resnet(config: AutoencoderKLConfig, num_in: int, num_out: int, key: Key) -> ResnetBlock:
+    return ResnetBlock(num_in, num_out, time_size=None, num_groups=config.norm_num_groups, eps=EPS, key=key)
+
+
+def _make_mid_block(config: AutoencoderKLConfig, key: Key) -> MidBlock:
+    channels = config.block_out_channels[-1]
+    attention = partial(_make_attention, config) if config.mid_block_add_attention else None
+    return MidBlock(channels, partial(_make_resnet, config), attention, key=key)
+
+
+def _make_attention(config: AutoencoderKLConfig, key: Key) -> PixelAttention:
+    return PixelAttention(config.block_out_channels[-1], num_groups=config.norm_num_groups, eps=EPS, key=key)

@@ -1,0 +1,175 @@
+"""CLIP's text encoder (Radford et al. 2021), and OpenCLIP's, as Stable Diffusion reads texts."""
+
+import dataclasses
+from typing import ClassVar, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import Config, check_activation, check_divides
+from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
+from redco_eqx.models._blocks.multihead import MultiHeadAttention
+
+UNSET_EOS = 2
+"""What configurations before 2023 say of the end token, though the tokenizer's is another one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPTextConfig(Config):
+    """The text half of CLIP; that of Stable Diffusion 2 has OpenCLIP's 23 layers and exact `gelu`."""
+
+    model_type: ClassVar[str] = "clip_text_model"
+    architecture: ClassVar[str] = "CLIPTextModel"
+
+    vocab_size: int = 49408
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 77
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    attention_dropout: float = 0.0
+    initializer_factor: float = 1.0
+    bos_token_id: int | None = 49406
+    eos_token_id: int | tuple[int, ...] | None = 49407
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        check_activation(self, "hidden_act")
+        check_divides(self, "hidden_size", "num_attention_heads")
+
+    @property
+    def max_positions(self) -> int:
+        return self.max_position_embeddings
+
+
+class CLIPTextEmbeddings(eqx.Module):
+    """Tokens, and positions, which are counted from 0 whatever is padding."""
+
+    token_embedding: Embedding
+    position_embedding: Embedding
+
+    def __init__(self, config: CLIPTextConfig, *, key: Key):
+        token_key, position_key = jax.random.split(key)
+        size, std = config.hidden_size, 0.02 * config.initializer_factor
+        self.token_embedding = Embedding(config.vocab_size, size, std=std, key=token_key)
+        self.position_embedding = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
+
+    def __call__(self, input_ids: Int[Array, "b t"], context: Context) -> Float[Array, "b t size"]:
+        return context.embed(self.token_embedding, input_ids) + self.position_embedding(context.positions)
+
+
+class CLIPMLP(eqx.Module):
+    """Two projections, which have an activation between them."""
+
+    fc1: Linear
+    fc2: Linear
+
+
+class CLIPEncoderLayer(eqx.Module):
+    """Attention, then MLP, each normalised before and added to the stream."""
+
+    self_attn: MultiHeadAttention
+    layer_norm1: LayerNorm
+    mlp: CLIPMLP
+    layer_norm2: LayerNorm
+    config: CLIPTextConfig = eqx.field(static=True)
+
+    def __init__(self, config: CLIPTextConfig, *, key: Key):
+        attention_key, fc1_key, fc2_key = jax.random.split(key, 3)
+        size, inner, factor = config.hidden_size, config.intermediate_size, config.initializer_factor
+        std = size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
+        self.self_attn = MultiHeadAttention(
+            size, config.num_attention_heads, dropout=config.attention_dropout, std=std, key=attention_key
+        )
+        self.layer_norm1 = LayerNorm(size, eps=config.layer_norm_eps)
+        self.mlp = CLIPMLP(
+            Linear(size, inner, std=(2 * size) ** -0.5 * factor, key=fc1_key),
+            Linear(inner, size, std=std, key=fc2_key),
+        )
+        self.layer_norm2 = LayerNorm(size, eps=config.layer_norm_eps)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        y, cache = self.self_attn(self.layer_norm1(x), context, cache, key)
+        x = x + y
+        (hidden,) = context.column(self.layer_norm2(x), self.mlp.fc1)
+        return x + context.row(ACTIVATIONS[self.config.hidden_act](hidden), self.mlp.fc2), cache
+
+
+class CLIPEncoder(eqx.Module):
+    """The layers, under the name that they have in files."""
+
+    layers: PyTree
+
+
+class CLIPTextTransformer(eqx.Module):
+    """All of the text encoder, under the name that it has in files."""
+
+    embeddings: CLIPTextEmbeddings
+    encoder: CLIPEncoder
+    final_layer_norm: LayerNorm
+
+
+class CLIPTextModel(Model):
+    """CLIP's text encoder: called, it gives the hidden states; `pool` reads the one of the end token."""
+
+    text_model: CLIPTextTransformer
+    config: CLIPTextConfig = eqx.field(static=True)
+
+    stacks: ClassVar[tuple[str, ...]] = ("text_model.encoder.layers",)
+    vocabulary: ClassVar[tuple[str, ...]] = (r"\.token_embedding$",)
+    prefixes: ClassVar[tuple[str, ...]] = ("text_model.",)
+    ignored: ClassVar[tuple[str, ...]] = (
+        r"\bposition_ids$", r"^vision_model\.", r"^(text|visual)_projection\.", r"^logit_scale$",
+    )  # fmt: skip
+
+    def __init__(self, config: CLIPTextConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
+        super().__init__(config, **options)
+        embeddings_key, layers_key = jax.random.split(key)
+        self.text_model = CLIPTextTransformer(
+            CLIPTextEmbeddings(config, key=embeddings_key),
+            CLIPEncoder(make_layers(CLIPEncoderLayer, config, stacked=stacked, key=layers_key)),
+            LayerNorm(config.hidden_size, eps=config.layer_norm_eps),
+        )
+
+    def __call__(
+        self, input_ids: Int[Array, "b t"], *, attention_mask: Array | None = None, key: Key | None = None
+    ) -> Float[Array, "b t size"]:
+        """What leaves the last layer, normalised. A token sees those up to its own.
+
+        **Arguments:**
+
+        - `input_ids`: tokens. Stable Diffusion was trained on texts of 77, filled up, without a mask.
+        - `attention_mask`: `(batch, t)`, 0 where a token is padding.
+        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
+            mode (`eqx.nn.inference_mode`).
+        """
+        check_tokens(input_ids, attention_mask, self.config.max_position_embeddings)
+        positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+        context, _ = make_context(
+            input_ids, attention_mask, positions, None,
+            implementation=self.attention, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        x = self.text_model.embeddings(input_ids, context)
+        x, _ = run_layers(self.text_model.encoder.layers, x, context, None, remat=self.remat, key=key)
+        return self.text_model.final_layer_norm(x)
+
+    def pool(self, hidden: Float[Array, "b t size"], input_ids: Int[Array, "b t"]) -> Float[Array, "b size"]:
+        """What stands for the whole text: the hidden state of its first end token.
+
+        Where `eos_token_id` is 2, as in files before 2023, that is the token of the highest number.
+        """
+        end = self.config.eos_token_id
+        if not isinstance(end, int):
+            raise ValueError(f"pool: eos_token_id={end!r}, but it must be the one token that ends a text.")
+        at = jnp.argmax(input_ids if end == UNSET_EOS else input_ids == end, axis=1)
+        return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,211 @@
+"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022): the noise in an image, by a text."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int
+
+from redco_eqx._types import Key
+from redco_eqx.models._blocks.config import Json
+from redco_eqx.models._blocks.layers import split_key
+from redco_eqx.models._blocks.model import Options
+from redco_eqx.models._diffusion.blocks import DownBlock, Given, MakeAttention, MidBlock, UpBlock
+from redco_eqx.models._diffusion.config import DiffusersConfig, check_stages, per_stage
+from redco_eqx.models._diffusion.layers import Conv, GroupNorm
+from redco_eqx.models._diffusion.model import ImageModel, check_image
+from redco_eqx.models._diffusion.resnet import ResnetBlock
+from redco_eqx.models._diffusion.time import TimeEmbedding, sinusoids
+from redco_eqx.models._diffusion.transformer import SpatialTransformer
+
+_DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
+_UP = ("UpBlock2D", "CrossAttnUpBlock2D")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UNet2DConditionConfig(DiffusersConfig):
+    """By default that of Stable Diffusion 1, but for `cross_attention_dim`, which is 768 there.
+
+    - `attention_head_dim`: the **number** of heads, of all stages or of each, whatever it is called.
+    - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: of all stages or of each, too.
+    """
+
+    model_type: ClassVar[str] = "UNet2DConditionModel"
+    only: ClassVar[Mapping[str, Json]] = {
+        "act_fn": "silu",
+        "addition_embed_type": None,
+        "attention_type": "default",
+        "center_input_sample": False,
+        "class_embed_type": None,
+        "class_embeddings_concat": False,
+        "conv_in_kernel": 3,
+        "conv_out_kernel": 3,
+        "downsample_padding": 1,
+        "dual_cross_attention": False,
+        "encoder_hid_dim": None,
+        "encoder_hid_dim_type": None,
+        "mid_block_scale_factor": 1,
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "num_attention_heads": None,
+        "num_class_embeds": None,
+        "only_cross_attention": False,
+        "resnet_out_scale_factor": 1,
+        "resnet_skip_time_act": False,
+        "resnet_time_scale_shift": "default",
+        "reverse_transformer_layers_per_block": None,
+        "time_cond_proj_dim": None,
+        "time_embedding_act_fn": None,
+        "time_embedding_dim": None,
+        "time_embedding_type": "positional",
+        "timestep_post_act": None,
+    }
+
+    sample_size: int | tuple[int, ...] | None = None
+    in_channels: int = 4
+    out_channels: int = 4
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    down_block_types: tuple[str, ...] = (_DOWN[1], _DOWN[1], _DOWN[1], _DOWN[0])
+    up_block_types: tuple[str, ...] = (_UP[0], _UP[1], _UP[1], _UP[1])
+    block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
+    layers_per_block: int | tuple[int, ...] = 2
+    dropout: float = 0.0
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    cross_attention_dim: int | tuple[int, ...] = 1280
+    transformer_layers_per_block: int | tuple[int, ...] = 1
+    attention_head_dim: int | tuple[int, ...] = 8
+    use_linear_projection: bool = False
+
+    def __post_init__(self) -> None:
+        check_stages(self, {"down_block_types": _DOWN, "up_block_types": _UP})
+        for name in ("layers_per_block", "cross_attention_dim", "transformer_layers_per_block"):
+            per_stage(self, name)
+        for channels, num_heads in zip(self.block_out_channels, per_stage(self, "attention_head_dim")):
+            if channels % num_heads:
+                raise ValueError(
+                    f"UNet2DConditionConfig: attention_head_dim={self.attention_head_dim} is the number of "
+                    f"heads, not their size, but {channels} of block_out_channels is not a multiple of"
+                    f" {num_heads}."
+                )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of stages."""
+        return len(self.block_out_channels)
+
+
+class UNet2DConditionModel(ImageModel):
+    """Stages down to small images, one in the middle, and stages up again, which read those on the way down."""
+
+    conv_in: Conv
+    time_embedding: TimeEmbedding
+    down_blocks: list[DownBlock]
+    mid_block: MidBlock
+    up_blocks: list[UpBlock]
+    conv_norm_out: GroupNorm
+    conv_out: Conv
+    config: UNet2DConditionConfig = eqx.field(static=True)
+
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"proj": ("value", "gate")}
+
+    def __init__(
+        self,
+        config: UNet2DConditionConfig,
+        *,
+        stacked: bool = False,
+        key: Key,
+        **options: Unpack[Options],
+    ):
+        super().__init__(config, stacked=stacked, **options)
+        in_key, time_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
+        channels, num_groups = config.block_out_channels, config.norm_num_groups
+        time_size, num_stages = 4 * channels[0], len(channels)
+
+        def make_resnet(num_in: int, num_out: int, key: Key) -> ResnetBlock:
+            return ResnetBlock(
+                num_in, num_out, time_size=time_size, num_groups=num_groups, eps=config.norm_eps,
+                dropout=config.dropout, key=key,
+            )  # fmt: skip
+
+        def attention_of(stage: int) -> MakeAttention:
+            return lambda key: SpatialTransformer(
+                channels[stage],
+                per_stage(config, "cross_attention_dim")[stage],
+                per_stage(config, "attention_head_dim")[stage],
+                num_layers=per_stage(config, "transformer_layers_per_block")[stage],
+                num_groups=num_groups,
+                is_linear=config.use_linear_projection,
+                key=key,
+            )
+
+        num_layers = per_stage(config, "layers_per_block")
+        self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
+        self.time_embedding = TimeEmbedding(channels[0], time_size, key=time_key)
+        self.down_blocks, skipped = [], [channels[0]]  # channels of what the way up reads
+        for i, key in enumerate(jax.random.split(down_key, num_stages)):
+            num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
+            attention = attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
+            padding = (1, 1) if i < num_stages - 1 else None
+            block = DownBlock(num_in, channels[i], make_resnet, attention, padding=padding, key=key)
+            self.down_blocks.append(block)
+            skipped += [channels[i]] * (num_layers[i] + (padding is not None))
+        self.mid_block = MidBlock(channels[-1], make_resnet, attention_of(num_stages - 1), key=mid_key)
+        self.up_blocks, before = [], channels[-1]
+        for i, key in zip(reversed(range(num_stages)), jax.random.split(up_key, num_stages)):
+            num_in = [x + skipped.pop() for x in (before, *[channels[i]] * num_layers[i])]
+            before = channels[i]
+            attention = attention_of(i) if config.up_block_types[num_stages - 1 - i] == _UP[1] else None
+            block = UpBlock(num_in, before, make_resnet, attention, is_last=i == 0, key=key)
+            self.up_blocks.append(block)
+        self.conv_norm_out = GroupNorm(num_groups, channels[0], eps=config.norm_eps)
+        self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
+
+    def __call__(
+        self,
+        sample: Float[Array, "b c h w"],
+        timesteps: Int[Array, " b"],
+        encoder_hidden_states: Float[Array, "b t d"],
+        *,
+        key: Key | None = None,
+    ) -> Float[Array, "b _ h w"]:
+        """What is predicted of noisy images: their noise, or as the model was trained.
+
+        **Arguments:**
+
+        - `sample`: latents, `in_channels` of them.
+        - `timesteps`: how noisy each image is.
+        - `encoder_hidden_states`: the texts, as their encoder gives them.
+        - `key`: for dropout, which is applied only where a key is given and the model is not in inference mode
+            (`eqx.nn.inference_mode`).
+
+        **Raises:** `ValueError` for another number of channels, or features of the text.
+        """
+        config = self.config
+        check_image("sample", sample, config.in_channels)
+        sizes = set(per_stage(config, "cross_attention_dim"))
+        if {encoder_hidden_states.shape[-1]} != sizes:
+            raise ValueError(
+                f"encoder_hidden_states has shape {encoder_hidden_states.shape}, but its last dim must be "
+                f"cross_attention_dim={config.cross_attention_dim}."
+            )
+        time = sinusoids(
+            timesteps, config.block_out_channels[0],
+            flip_sin_to_cos=config.flip_sin_to_cos, freq_shift=config.freq_shift,
+        )  # fmt: skip
+        time = self.time_embedding(time.astype(sample.dtype))
+        given = Given(time, encoder_hidden_states, self.attention, self.remat)
+        down_key, mid_key, up_key = split_key(key, 3)
+        x = self.conv_in(sample)
+        skips = [x]
+        for block, own in zip(self.down_blocks, split_key(down_key, len(self.down_blocks))):
+            skips += block(x, given, own)
+            x = skips[-1]
+        x = self.mid_block(x, given, mid_key)
+        for block, own in zip(self.up_blocks, split_key(up_key, len(self.up_blocks))):
+            taken = [skips.pop() for _ in block.resnets]
+            size = (skips[-1].shape[2], skips[-1].shape[3]) if skips else None
+            x = block(x, taken, given, size, own)
+        return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))

@@ -1,0 +1,179 @@
+"""Directories of Stable Diffusion as diffusers has them: an index, and a folder for each part."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from redco_eqx._parallel.linear import Remat
+from redco_eqx.models._blocks.attention import Implementation
+from redco_eqx.models._blocks.config import Json
+from redco_eqx.models._diffusion.config import VERSION
+from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
+from redco_eqx.models._diffusion.pndm import PNDMScheduler
+from redco_eqx.models._diffusion.scheduler import Scheduler
+from redco_eqx.models._files.directory import carry_over, part, read_json, write_beside
+from redco_eqx.models._files.load import load_pretrained
+from redco_eqx.models._files.pieces import write_together
+from redco_eqx.models._files.save import save_pretrained
+from redco_eqx.models._text_to_image.stable_diffusion import PipelineIndex, StableDiffusion
+
+INDEX = "model_index.json"
+SCHEDULER = "scheduler_config.json"
+PIPELINE = "StableDiffusionPipeline"
+PARTS = {
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+SCHEDULERS: dict[str, Any] = {kind.__name__: kind for kind in (DDIMScheduler, DDPMScheduler, PNDMScheduler)}
+TOKENIZER = ["transformers", "CLIPTokenizer"]
+ABSENT = [None, None]
+OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
+
+
+def load_stable_diffusion(
+    directory: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    dtype: DTypeLike | None = None,
+    remat: Remat = "none",
+    attention: Implementation | None = None,
+) -> StableDiffusion:
+    """The model in a directory of diffusers' `StableDiffusionPipeline`, or of `save_stable_diffusion`.
+
+    Stable Diffusion 1 and 2 are read, and what was trained from them. The tokenizer stays where it is, for
+    `transformers.CLIPTokenizer.from_pretrained(directory / "tokenizer")`. A safety checker and its feature
+    extractor are not loaded, and check nothing; saving copies them.
+
+    As diffusers' pipeline has it, `steps_offset` is 1 and `clip_sample` false, whatever old files say.
+
+    **Arguments:**
+
+    - `directory`: with `model_index.json`.
+    - `mesh`, `dtype`, `remat`, `attention`: as for `load_pretrained`, for each part.
+    - `scheduler`: in place of the directory's, which may be of another kind than DDPM, DDIM and PNDM.
+
+    **Raises:**
+
+    - `FileNotFoundError` if the directory, its index, or a part is not there.
+    - `ValueError` for another pipeline, a part of another class, a scheduler that is not supported, parts that
+        do not fit each other, or whatever `load_pretrained` refuses.
+    """
+    directory = Path(directory).expanduser()
+    file = directory / INDEX
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"load_stable_diffusion: {file} is not there, which names the parts of the model."
+        )
+    index = read_json(file)
+    if index.get("_class_name") != PIPELINE:
+        raise ValueError(
+            f"{file}: _class_name={index.get('_class_name')!r} is not supported, only {PIPELINE!r}."
+        )
+    for name, expected in PARTS.items():
+        if index.get(name) != expected:
+            raise ValueError(f"{file}: {name}={index.get(name)!r} is not supported, only {expected!r}.")
+    if scheduler is None:
+        scheduler = _read_scheduler(directory / "scheduler", index.get("scheduler"))
+    parts = {
+        name: load_pretrained(directory / name, mesh, dtype=dtype, remat=remat, attention=attention)
+        for name in PARTS
+    }
+    rest = {name: x for name, x in index.items() if name not in {*PARTS, "_class_name", "scheduler"}}
+    source = PipelineIndex(json.dumps(rest, sort_keys=True), os.fspath(directory.absolute()))
+    return StableDiffusion(**parts, scheduler=scheduler, index=source)
+
+
+def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
+    name = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
+    if name not in SCHEDULERS:
+        raise ValueError(
+            f"{directory.parent / INDEX}: scheduler={name!r} is not supported, only {', '.join(SCHEDULERS)}. "
+            "Pass one of these by scheduler=, made with the betas and prediction_type of "
+            f"{directory.name}/{SCHEDULER}."
+        )
+    file = directory / SCHEDULER
+    if not file.is_file():
+        raise FileNotFoundError(f"load_stable_diffusion: {file} is not there, which says how noise is added.")
+    try:
+        scheduler: Scheduler = SCHEDULERS[name].from_json(read_json(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    changes = {"steps_offset": 1, **({"clip_sample": False} if hasattr(scheduler, "clip_sample") else {})}
+    return dataclasses.replace(scheduler, **changes)
+
+
+def save_stable_diffusion(
+    model: StableDiffusion, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+) -> None:
+    """Writes a model as a directory that diffusers' `StableDiffusionPipeline` opens as it is.
+
+    What the directory that it was loaded from has besides (a tokenizer, a safety checker) is copied, where it
+    is not there yet. For a model that was not loaded, save the tokenizer first, as the folder `tokenizer`.
+
+    Each part changes at once, as `save_pretrained` has it, and the index last; all together do not. With
+    several processes, all call this.
+
+    **Arguments:**
+
+    - `directory`: is made if it is not there. `~` is expanded.
+    - `max_shard_bytes`: as for `save_pretrained`.
+
+    **Raises:** what `save_pretrained` does, and `TypeError` if the model is not a `StableDiffusion`.
+    """
+    if not isinstance(model, StableDiffusion):
+        raise TypeError(f"save_stable_diffusion: expected a StableDiffusion, got a {type(model).__name__}.")
+    directory = Path(directory).expanduser()
+    for name in PARTS:
+        save_pretrained(getattr(model, name), directory / name, max_shard_bytes=max_shard_bytes)
+    write_together(
+        "save_stable_diffusion", directory, (), {}, lambda _: _write(directory, model.index, model.scheduler)
+    )
+
+
+def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
+    """All but the networks; the index last."""
+    rest: dict[str, Json] = json.loads(index.rest)
+    if index.source is not None:
+        carry_over(Path(index.source), directory)
+        _copy_folders(Path(index.source), directory, rest)
+    rest.setdefault("tokenizer", TOKENIZER)
+    for name in OPTIONAL:
+        rest.setdefault(name, ABSENT)
+    found = {
+        name: entry if not isinstance(entry, list) or (directory / name).is_dir() else ABSENT
+        for name, entry in rest.items()
+    }
+    found.setdefault("_diffusers_version", VERSION)
+    found.setdefault("requires_safety_checker", found["safety_checker"] != ABSENT)
+    named = ["diffusers", type(scheduler).__name__]
+    (directory / "scheduler").mkdir(exist_ok=True)
+    _write_json(directory / "scheduler" / SCHEDULER, {"_diffusers_version": VERSION, **scheduler.to_json()})
+    _write_json(directory / INDEX, {**found, **PARTS, "scheduler": named, "_class_name": PIPELINE})
+
+
+def _write_json(file: Path, entries: Mapping[str, Json]) -> None:
+    write_beside(file, json.dumps(entries, indent=2, sort_keys=True) + "\n")
+
+
+def _copy_folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> None:
+    """The folders that an index names and that are not networks of ours, each whole or not at all."""
+    for name, entry in entries.items():
+        target = directory / name
+        if (
+            Path(name).name == name
+            and isinstance(entry, list)
+            and (source / name).is_dir()
+            and not target.exists()
+        ):
+            shutil.rmtree(part(target), ignore_errors=True)
+            shutil.copytree(source / name, part(target))
+            os.replace(part(target), target)

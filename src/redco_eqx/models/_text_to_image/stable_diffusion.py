@@ -1,0 +1,117 @@
+"""Stable Diffusion (Rombach et al. 2022): its three networks as one model, and the scheduler between them."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt8
+
+from redco_eqx._types import Key
+from redco_eqx.models._diffusion.scheduler import Scheduler
+from redco_eqx.models._families.autoencoder_kl import AutoencoderKL
+from redco_eqx.models._families.clip import CLIPTextModel
+from redco_eqx.models._families.unet_2d_condition import UNet2DConditionModel
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineIndex:
+    """What a `model_index.json` says besides: its other entries, as JSON, and where it lies.
+
+    `source` is the directory that the model was loaded from, of which `save_stable_diffusion` copies the other
+    folders. It does not count in comparisons.
+    """
+
+    rest: str = "{}"
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+class StableDiffusion(eqx.Module):
+    """A text encoder, a denoiser of latents, and an autoencoder between latents and images, as one PyTree.
+
+    Paths begin with the names of the folders: `unet.down_blocks...`. `parts_spec` says which to train.
+
+    - `scheduler`: how noise is added and taken away. Another one for the same weights:
+        `dataclasses.replace(model, scheduler=DDIMScheduler.from_json(model.scheduler.to_json()))`.
+
+    Raises `ValueError` for parts that do not fit each other.
+    """
+
+    text_encoder: CLIPTextModel
+    unet: UNet2DConditionModel
+    vae: AutoencoderKL
+    scheduler: Scheduler = eqx.field(static=True)
+    index: PipelineIndex = eqx.field(static=True, default=PipelineIndex())
+
+    def __check_init__(self) -> None:
+        text, unet, vae = self.text_encoder.config, self.unet.config, self.vae.config
+        wanted = unet.cross_attention_dim
+        if any(size != text.hidden_size for size in (wanted if isinstance(wanted, tuple) else (wanted,))):
+            raise ValueError(
+                f"StableDiffusion: unet.cross_attention_dim={wanted}, but text_encoder.hidden_size="
+                f"{text.hidden_size}, and the one reads what the other gives."
+            )
+        for name in ("in_channels", "out_channels"):
+            if getattr(unet, name) != vae.latent_channels:
+                raise ValueError(
+                    f"StableDiffusion: unet.{name}={getattr(unet, name)}, but vae.latent_channels="
+                    f"{vae.latent_channels}. A unet that reads or gives more (for inpainting) is not supported."
+                )
+
+    def encode(self, images: Float[Array, "b c height width"], *, key: Key) -> Float[Array, "b latent h w"]:
+        """Latents as the unet has them, drawn from what the autoencoder finds in images of -1 to 1."""
+        mean, log_variance = self.vae.encode(images.astype(self.vae.encoder.conv_in.weight.dtype))
+        noise = jax.random.normal(key, mean.shape, mean.dtype)
+        return self.vae.config.scaling_factor * (mean + jnp.exp(0.5 * log_variance) * noise)
+
+    def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c height width"]:
+        """The images of latents as the unet has them, about from -1 to 1."""
+        return self.vae.decode(latents / self.vae.config.scaling_factor)
+
+
+def parts_spec(model: StableDiffusion, *parts: str) -> StableDiffusion:
+    """Booleans, true for the arrays of some parts, as `init_state` takes them for `trainable`.
+
+    `parts_spec(model, "unet")` is how Stable Diffusion was trained, and is fine-tuned. Raises `ValueError` for
+    a name that is no part.
+    """
+    names = ("text_encoder", "unet", "vae")
+    if unknown := [part for part in parts if part not in names]:
+        raise ValueError(f"parts_spec: {unknown[0]!r} is no part, only {', '.join(names)}.")
+    trees = {name: jax.tree.map(lambda _, name=name: name in parts, getattr(model, name)) for name in names}
+    return dataclasses.replace(model, **trees)
+
+
+def noise_losses(
+    model: StableDiffusion,
+    images: Float[Array, "b c height width"],
+    input_ids: Int[Array, "b t"],
+    *,
+    key: Key,
+) -> Float[Array, " b"]:
+    """The squared error of what is predicted of each image, noisy at a timestep of its own; in float32.
+
+    **Arguments:**
+
+    - `model`: its parts frozen or not, as `init_state` is told by `trainable`; nothing is computed backwards
+        for what is not trained.
+    - `images`: from -1 to 1.
+    - `input_ids`: their texts; those of the empty text now and then, where `sample_images` is to be guided.
+    - `key`: for latents, timesteps, noise, and dropout.
+    """
+    latent_key, time_key, noise_key, text_key, unet_key = jax.random.split(key, 5)
+    scheduler = model.scheduler
+    latents = model.encode(images, key=latent_key)
+    timesteps = jax.random.randint(time_key, images.shape[:1], 0, scheduler.num_train_timesteps)
+    noise = jax.random.normal(noise_key, latents.shape, latents.dtype)
+    texts = model.text_encoder(input_ids, key=text_key)
+    found = model.unet(scheduler.add_noise(latents, noise, timesteps), timesteps, texts, key=unet_key)
+    error = (found - scheduler.target(latents, noise, timesteps)).astype(jnp.float32)
+    return jnp.mean(jnp.square(error), axis=(1, 2, 3))
+
+
+def to_uint8(images: Float[Array | np.ndarray, "b c height width"]) -> UInt8[np.ndarray, "b height width c"]:
+    """Images of -1 to 1 as 0 to 255 with channels last, as Pillow has them; on the host."""
+    x = np.clip(np.asarray(images, np.float32) / 2 + 0.5, 0, 1)
+    return np.moveaxis((255 * x).round().astype(np.uint8), 1, -1)

@@ -1,0 +1,105 @@
+"""Images from texts: captions become words, digits are learnt, and a directory of theirs is fine-tuned."""
+
+import json
+
+import pytest
+
+pytest.importorskip("sklearn", exc_type=ImportError)
+pytest.importorskip("transformers", exc_type=ImportError)
+
+from functools import partial
+
+import common
+import jax
+import numpy as np
+import PIL.Image
+from text_to_image import main as example
+
+from redco_eqx import models
+
+
+def test_a_caption_is_a_token_for_each_word():
+    tokenizer = example.make_tokenizer()
+    for caption in example.CAPTIONS:
+        for word in example.WORDS:
+            text = caption.format(word)
+            tokens = tokenizer(text, padding="max_length", truncation=True)["input_ids"]
+            assert tokens[0] == len(tokenizer) - 2
+            ends = len(text.split()) + 1
+            assert tokens[ends:] == [len(tokenizer) - 1] * (example.LENGTH - ends)
+            assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == text
+    assert len({tuple(tokenizer(word)["input_ids"]) for word in example.WORDS}) == 10
+
+
+def test_a_batch_has_images_and_texts_and_the_loss_its_weights(digits):
+    model, _, _ = digits
+    collate = partial(
+        example.collate_fn, tokenizer=example.make_tokenizer(), processor=models.ImageProcessor(size=None)
+    )
+    image = PIL.Image.fromarray(np.full((8, 8), 255, np.uint8))
+    batch = collate([(image, "a two", 1.0), (image, "three", 0.0)])
+    assert batch["images"].shape == (2, 3, 8, 8)
+    assert batch["images"].min() == batch["images"].max() == 1
+    assert batch["tokens"].shape == batch["empty"].shape == (2, example.LENGTH)
+    assert (batch["empty"][0] == batch["empty"][1]).all()
+    loaded, key = models.load_stable_diffusion(model), jax.random.key(0)
+    found = {
+        weights: example.loss_fn(loaded, {**batch, "weight": np.float32(weights)}, key, empty_rate=0.0).value
+        for weights in ((1, 1), (1, 0), (0, 3))
+    }
+    np.testing.assert_allclose(found[1, 1], found[1, 0] + found[0, 3] / 3, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """What a short run leaves: a directory, its picture, and its results."""
+    directory = tmp_path_factory.mktemp("digits")
+    picture = directory / "samples.png"
+    flags = ["--quick", "--devices", "2", "--tensor", "1", "--steps", "5", "--picture", str(picture)]
+    return directory, picture, example.main([*flags, "--output", str(directory)])
+
+
+def test_digits_are_learnt(digits):
+    _, picture, results = digits
+    accuracies, known = results["digits"]
+    assert accuracies[-1] > 0.3, "ten digits by chance: 0.1"
+    assert known > 0.9
+    assert PIL.Image.open(picture).size == (320, 128)
+
+
+def test_a_directory_is_fine_tuned_on_a_folder_of_pictures(digits, tmp_path, capsys):
+    directory, _, _ = digits
+    index = json.loads((directory / "model_index.json").read_text())
+    assert index["tokenizer"] == ["transformers", "CLIPTokenizer"]
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i in range(4):  # a thing that no digit is like, larger than the model's images
+        pixels = np.zeros((20, 30, 3), np.uint8)
+        pixels[:, :, i % 3] = 255
+        PIL.Image.fromarray(pixels).save(folder / f"{i}.png")
+    flags = ["--model", str(directory), "--data", str(folder), "--prompt", "the number", "--class-prompt", "a"]
+    results = example.main(
+        [*flags, "--class-images", "8", "--batch-size", "8", "--epochs", "20", "--rate", "1e-3", "--steps", "2",
+         "--sample", "the number", "a three", "--picture", str(tmp_path / "samples.png"), "--devices", "2",
+         "--tensor", "1", "--output", str(tmp_path / "tuned")]
+    )  # fmt: skip
+    after, before = results["loss"]
+    assert after < 0.9 * before
+    assert PIL.Image.open(tmp_path / "samples.png").size == (8, 16)
+    assert "loss: " in capsys.readouterr().out
+    assert models.load_stable_diffusion(tmp_path / "tuned").unet.config.sample_size == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "/nowhere", "--data", "/nowhere"], "--data /nowhere: there is no picture in it"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--tensor", "3"], "fsdp * tensor = 3 must divide"),
+    ],
+)
+def test_bad_input_ends_with_one_line(flags, words):
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: example.main(flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,296 @@
+"""The UNet and the autoencoder of Stable Diffusion: outputs, gradients and files equal those of diffusers."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from comparison import by_key
+from helpers import assert_identical
+from safetensors.numpy import load_file, save_file
+
+from redco_eqx import to_arrays
+from redco_eqx.models import (
+    AutoencoderKL,
+    AutoencoderKLConfig,
+    UNet2DConditionConfig,
+    UNet2DConditionModel,
+    load_pretrained,
+    save_pretrained,
+)
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+TOLERANCE = 1e-4  # of the standard deviation of what is compared
+
+_UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (16, 32),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "norm_eps": 1e-2,  # large enough to matter
+    "cross_attention_dim": 24,
+    "attention_head_dim": 2,
+}
+UNETS: dict[str, dict[str, Any]] = {
+    "sd1": _UNET,  # one number of heads, projections that are convolutions
+    "sd2": {**_UNET, "attention_head_dim": (4, 8), "use_linear_projection": True},
+    "other": {  # what neither of the two has
+        **_UNET,
+        "layers_per_block": 2,
+        "transformer_layers_per_block": 2,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+    },
+}
+_VAE: dict[str, Any] = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 16,
+}
+VAES: dict[str, dict[str, Any]] = {
+    "vae": _VAE,
+    "vae_bare": {
+        **_VAE, "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False,
+    },
+}  # fmt: skip
+
+
+@cache
+def reference(name: str) -> Any:
+    """The model of diffusers of this name, with weights such that each of them changes the output."""
+    model = (
+        diffusers.UNet2DConditionModel(**UNETS[name])
+        if name in UNETS
+        else diffusers.AutoencoderKL(**VAES[name])
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, p in sorted(model.named_parameters()):
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:
+                p.copy_(1 + 0.3 * noise if "norm" in key and key.endswith("weight") else 0.15 * noise)
+            else:
+                p.copy_((3.0 if "to_q" in key else 1.0) * noise / p[0].numel() ** 0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where diffusers has written it."""
+
+    @cache
+    def save(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        reference(name).save_pretrained(path)
+        return path
+
+    return save
+
+
+def noisy(height: int = 8) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Latents, times and texts."""
+    generator = np.random.default_rng(0)
+    sample = generator.normal(size=(2, 4, height, 8)).astype(np.float32)
+    texts = generator.normal(size=(2, 5, 24)).astype(np.float32)
+    return sample, np.asarray([3, 901], np.int32), texts
+
+
+def images() -> np.ndarray:
+    return np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 12)).astype(np.float32)
+
+
+def torch_unet(name: str, *batch: np.ndarray) -> Any:
+    return reference(name)(*(torch.tensor(x) for x in batch)).sample
+
+
+def unet_output(model: Any, *batch: np.ndarray) -> np.ndarray:
+    return np.asarray(eqx.filter_jit(lambda model, batch: model(*batch))(model, batch))
+
+
+def assert_near(found: Any, expected: Any) -> None:
+    expected = np.asarray(expected)
+    assert np.abs(np.asarray(found) - expected).max() <= TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("height", [8, 7], ids=["even", "odd"])
+@pytest.mark.parametrize("name", UNETS)
+def test_predictions_equal_those_of_diffusers(name, height, saved):
+    batch = noisy(height)
+    with torch.no_grad():
+        expected = torch_unet(name, *batch).numpy()
+    assert expected.std() > 0.3
+    assert_near(unet_output(load_pretrained(saved(name)), *batch), expected)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "sines and cosines swapped": {"flip_sin_to_cos": False},
+    "frequencies that end elsewhere": {"freq_shift": 1},
+    "the heads' number read as their size": {"attention_head_dim": [8, 16]},
+    "the epsilon of other norms": {"norm_eps": 1e-5},
+}
+
+
+@pytest.mark.parametrize("entries", WRONG.values(), ids=WRONG.keys())
+def test_another_configuration_differs(entries, saved):
+    batch = noisy()
+    with torch.no_grad():
+        expected = torch_unet("sd1", *batch).numpy()
+    found = unet_output(load_pretrained(saved("sd1"), entries=entries), *batch)
+    assert np.abs(found - expected).max() > 20 * TOLERANCE * expected.std()
+
+
+def test_the_halves_of_the_gate_are_not_swapped(saved):
+    model = load_pretrained(saved("sd1"))
+
+    def halves(model):
+        opening = model.mid_block.attentions[0].transformer_blocks[0].ff.net[0]
+        return opening.value, opening.gate
+
+    swapped = eqx.tree_at(halves, model, halves(model)[::-1])
+    assert np.abs(unet_output(swapped, *noisy()) - unet_output(model, *noisy())).max() > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["sd1", "sd2"])
+def test_gradients_of_the_noise_prediction_equal_those_of_torch(name, saved):
+    sample, times, texts = noisy()
+    noise = np.random.default_rng(2).normal(size=sample.shape).astype(np.float32)
+    there = reference(name)
+    there.zero_grad()
+    loss = torch.nn.functional.mse_loss(torch_unet(name, sample, times, texts), torch.tensor(noise))
+    loss.backward()
+
+    def loss_fn(model):
+        return jnp.mean(jnp.square(model(sample, times, texts) - noise))
+
+    for remat in ("none", "full"):
+        model = load_pretrained(saved(name), remat=remat)
+        found, gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))(model)
+        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+        assert_same_gradients(model, gradient, there)
+
+
+def assert_same_gradients(model: Any, gradient: Any, there: Any) -> None:
+    found = by_key(model, gradient)
+    expected = {key: p.grad.numpy() for key, p in there.named_parameters()}
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        # A norm follows some biases and takes away what they add: there are gradients that are but rounding.
+        assert np.abs(found[key] - x).max() <= 1e-3 * np.abs(x).max() + 1e-6, key
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, saved):
+    there, pixels = reference(name), images()
+    there.zero_grad()
+    latents = there.encode(torch.tensor(pixels)).latent_dist
+    decoded = there.decode(latents.mean + 0.5 * latents.std).sample
+    loss = torch.mean((decoded - torch.tensor(pixels)) ** 2) + 1e-2 * latents.kl().mean()
+    loss.backward()
+
+    def loss_fn(model):
+        mean, log_variance = model.encode(pixels)
+        decoded = model.decode(mean + 0.5 * jnp.exp(0.5 * log_variance))
+        kl = 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance, axis=(1, 2, 3))
+        loss = jnp.mean(jnp.square(decoded - pixels)) + 1e-2 * jnp.mean(kl)
+        return loss, (mean, log_variance, decoded)
+
+    model = load_pretrained(saved(name))
+    (found, outputs), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
+    for x, expected in zip(outputs, (latents.mean, latents.logvar, decoded)):
+        assert_near(x, expected.detach().numpy())
+    np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+    assert_same_gradients(model, gradient, there)
+
+
+def test_the_variance_is_cut_as_in_diffusers(saved, tmp_path):
+    # Above what latents of real images have, so that both ends are met.
+    arrays = load_file(saved("vae") / WEIGHTS)
+    arrays["quant_conv.weight"] = 60 * arrays["quant_conv.weight"]
+    save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((saved("vae") / "config.json").read_bytes())
+    with torch.no_grad():
+        encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(torch.tensor(images()))
+    expected = encoded.latent_dist.logvar.numpy()
+    assert (expected.min(), expected.max()) == (-30, 20)
+    _, found = eqx.filter_jit(lambda model, x: model.encode(x))(load_pretrained(tmp_path), images())
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("name", [*UNETS, *VAES])
+def test_files_come_back_bit_for_bit_with_their_configuration(name, saved, tmp_path):
+    save_pretrained(load_pretrained(saved(name)), tmp_path)
+    before, after = load_file(saved(name) / WEIGHTS), load_file(tmp_path / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(x.tobytes() == after[key].tobytes() for key, x in before.items())
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (saved(name) / "config.json").read_text()
+    )
+    there, info = type(reference(name)).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert {k: v for k, v in there.config.items() if k != "_name_or_path"} == dict(reference(name).config)
+
+
+def test_models_made_here_open_there(tmp_path):
+    unet = UNet2DConditionModel(UNet2DConditionConfig(**_UNET), key=jax.random.key(0))
+    save_pretrained(unet, tmp_path / "unet", max_shard_bytes=2**16)
+    assert len(list((tmp_path / "unet").glob("*.safetensors"))) > 2
+    there: Any = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "unet")
+    with torch.no_grad():
+        expected = there(*(torch.tensor(x) for x in noisy())).sample.numpy()
+    assert_near(unet_output(unet, *noisy()), expected)
+    again = to_arrays(load_pretrained(tmp_path / "unet"))
+    assert all(
+        np.asarray(x).tobytes() == np.asarray(again[key]).tobytes() for key, x in to_arrays(unet).items()
+    )
+
+    autoencoder = AutoencoderKL(AutoencoderKLConfig(**_VAE), key=jax.random.key(0))
+    save_pretrained(autoencoder, tmp_path / "vae")
+    opened: Any = diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae")
+    with torch.no_grad():
+        expected = opened.encode(torch.tensor(images())).latent_dist.mean.numpy()
+    assert_near(eqx.filter_jit(lambda m, x: m.encode(x)[0])(autoencoder, images()), expected)
+
+
+@pytest.mark.parametrize("kind", [UNet2DConditionConfig, AutoencoderKLConfig])
+def test_an_option_that_is_left_out_means_the_same(kind):
+    theirs = getattr(diffusers, kind.model_type)(
+        **{"block_out_channels": (32,) * (4 if kind is UNet2DConditionConfig else 1)}
+    ).config
+    ours = kind().to_json()
+    assert {name: ours[name] for name in theirs if name in ours and name != "block_out_channels"} == {
+        name: list(x) if isinstance(x, tuple) else x
+        for name, x in theirs.items()
+        if name in ours and name != "block_out_channels"
+    }
+    for name, x in kind.only.items():
+        assert theirs[name] == x, name
+
+
+OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1)], ids=["matrices", "convolutions"])
+def test_old_files_of_autoencoders_are_read(shape, saved, tmp_path):
+    arrays = {}
+    for key, x in load_file(saved("vae") / WEIGHTS).items():
+        old = next((new for new in OLD if f".{new}." in key), None)
+        if old is not None and key.endswith("weight"):
+            x = x.reshape(*x.shape, *shape)
+        arrays[key if old is None else key.replace(old, OLD[old])] = x
+    assert any(".query." in key for key in arrays)
+    save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((saved("vae") / "config.json").read_bytes())
+    assert_identical(to_arrays(load_pretrained(tmp_path)), to_arrays(load_pretrained(saved("vae"))))

@@ -1,0 +1,211 @@
+"""Stable Diffusion: images, losses, gradients and directories equal those of diffusers' pipeline."""
+
+import dataclasses
+import json
+import string
+
+import diffusers
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from comparison import by_key
+from references import randomise
+
+from redco_eqx import models, to_arrays
+
+TEXTS, NEGATIVE = ["a seven", "the number three"], ["", "dark"]
+SCHEDULERS = {
+    "ddim": diffusers.DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
+        set_alpha_to_one=False, steps_offset=1, prediction_type="v_prediction",
+    ),
+    "pndm": diffusers.PNDMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True, steps_offset=1
+    ),
+}  # fmt: skip
+
+
+def make_tokenizer():
+    """Characters, inside of words and at their end."""
+    letters = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
+    tokens = [*letters, "<|startoftext|>", "<|endoftext|>"]
+    return transformers.CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=20
+    )
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """As in Stable Diffusion 1, but tiny: a pipeline of diffusers for each scheduler, of the same networks."""
+    tokenizer = make_tokenizer()
+    text = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=20, bos_token_id=52, eos_token_id=53,
+            pad_token_id=53,
+        )
+    )  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=16,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=2,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    randomise(text)
+    for part in (unet, vae):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in part.parameters():
+                p.add_(0.1 * torch.randn(p.shape))
+    parts = {"tokenizer": tokenizer, "text_encoder": text.eval(), "unet": unet.eval(), "vae": vae.eval()}
+    none = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return {
+        name: diffusers.StableDiffusionPipeline(**parts, scheduler=scheduler, **none)
+        for name, scheduler in SCHEDULERS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(pipeline, tmp_path_factory):
+    """Where diffusers has written them."""
+    found = {}
+    for name, one in pipeline.items():
+        one.set_progress_bar_config(disable=True)
+        found[name] = tmp_path_factory.mktemp(name)
+        one.save_pretrained(found[name])
+    return found
+
+
+def tokens(directory, texts):
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(directory / "tokenizer")
+    filled = tokenizer(texts, padding="max_length", max_length=20, truncation=True)["input_ids"]
+    return jnp.asarray(np.asarray(filled, np.int32))
+
+
+def latents(seed=0):
+    return np.random.default_rng(seed).normal(size=(2, 4, 8, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("ddim", 3.0), ("pndm", 7.5), ("pndm", 1.0)])
+def test_the_pipeline_makes_the_same_images(name, scale, pipeline, directory):
+    model = models.load_stable_diffusion(directory[name])
+    expected = pipeline[name](
+        TEXTS, negative_prompt=NEGATIVE, num_inference_steps=6, guidance_scale=scale,
+        latents=torch.tensor(latents()), output_type="np",
+    ).images  # fmt: skip
+    negative = None if scale == 1 else tokens(directory[name], NEGATIVE)
+    ids = tokens(directory[name], TEXTS)
+    options = {"num_steps": 6, "latents": jnp.asarray(latents())}
+    found = models.sample_images(model, ids, negative, guidance_scale=scale, **options)
+    assert expected.std() > 0.05, "the reference is too even to tell anything"
+    assert found.shape == (2, 3, 16, 16)
+    found = np.moveaxis(np.clip(np.asarray(found) / 2 + 0.5, 0, 1), 1, -1)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    np.testing.assert_array_less(
+        np.abs(models.to_uint8(2 * np.moveaxis(expected, -1, 1) - 1) / 255 - expected), 0.002
+    )
+    # The control: other texts, another scale, another scheduler show.
+    for other in (
+        models.sample_images(model, ids[::-1], negative, guidance_scale=scale, **options),
+        models.sample_images(model, ids, ids[::-1], guidance_scale=scale + 1, **options),
+        models.sample_images(
+            dataclasses.replace(model, scheduler=models.DDIMScheduler()), ids, negative, guidance_scale=scale,
+            **options,
+        ),
+    ):  # fmt: skip
+        assert np.abs(np.moveaxis(np.clip(np.asarray(other) / 2 + 0.5, 0, 1), 1, -1) - expected).max() > 2e-3
+
+
+def assert_equal_there(one, other):
+    for name in ("text_encoder", "unet", "vae"):
+        mine, its = (dict(getattr(x, name).named_parameters()) for x in (one, other))
+        assert mine.keys() == its.keys()
+        for key, x in mine.items():
+            assert torch.equal(x, its[key]), (name, key)
+    entries = [dict(x.scheduler.config) for x in (one, other)]
+    assert {k: v for k, v in entries[0].items() if k[0] != "_"} == {
+        k: v for k, v in entries[1].items() if k[0] != "_"
+    }
+    assert type(one.scheduler) is type(other.scheduler)
+    assert one.tokenizer(TEXTS)["input_ids"] == other.tokenizer(TEXTS)["input_ids"]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+def test_what_is_saved_opens_there_bit_equal(name, pipeline, directory, tmp_path):
+    model = models.load_stable_diffusion(directory[name])
+    target = tmp_path / "saved"
+    for _ in range(2):  # over itself, too
+        models.save_stable_diffusion(model, target)
+        opened = diffusers.StableDiffusionPipeline.from_pretrained(target)
+        assert_equal_there(opened, pipeline[name])
+    again = models.load_stable_diffusion(target)
+    assert again.scheduler == model.scheduler
+    for (path, x), y in zip(to_arrays(model).items(), to_arrays(again).values(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+def test_a_safety_checker_is_copied_and_not_run(directory, tmp_path):
+    source = tmp_path / "source"
+    models.save_stable_diffusion(models.load_stable_diffusion(directory["pndm"]), source)
+    index = json.loads((source / "model_index.json").read_text())
+    assert index["safety_checker"] == [None, None]
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]  # and no folder
+    (source / "safety_checker").mkdir()
+    (source / "safety_checker" / "model.safetensors").write_bytes(b"weights")
+    (source / "model_index.json").write_text(json.dumps(index))
+    models.save_stable_diffusion(models.load_stable_diffusion(source), tmp_path / "target")
+    assert (tmp_path / "target" / "safety_checker" / "model.safetensors").read_bytes() == b"weights"
+    found = json.loads((tmp_path / "target" / "model_index.json").read_text())
+    assert found["safety_checker"] == index["safety_checker"]
+    assert found["feature_extractor"] == [None, None]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+def test_the_training_loss_and_its_gradients_equal_torchs(name, pipeline, directory):
+    model, there, key = models.load_stable_diffusion(directory[name]), pipeline[name], jax.random.key(4)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 16)).astype(np.float32)
+    ids = tokens(directory[name], TEXTS)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(model):
+        return jnp.mean(models.noise_losses(model, jnp.asarray(images), ids, key=key))
+
+    value, gradients = loss(model)
+    # The same draws, by hand.
+    keys = jax.random.split(key, 5)
+    draws = [jax.random.normal(keys[0], (2, 4, 8, 8)), jax.random.randint(keys[1], (2,), 0, 1000),
+             jax.random.normal(keys[2], (2, 4, 8, 8))]  # fmt: skip
+    drawn, timesteps, noise = (torch.tensor(np.asarray(x)) for x in draws)
+    found = there.vae.encode(torch.tensor(images)).latent_dist
+    clean = there.vae.config.scaling_factor * (found.mean + found.std * drawn)
+    noisy = there.scheduler.add_noise(clean, noise, timesteps)
+    texts = there.text_encoder(torch.tensor(np.asarray(ids), dtype=torch.long)).last_hidden_state
+    target = noise if name == "pndm" else there.scheduler.get_velocity(clean, noise, timesteps)
+    expected = torch.nn.functional.mse_loss(there.unet(noisy, timesteps, texts).sample, target)
+    for part in (there.text_encoder, there.unet, there.vae):
+        part.zero_grad()
+    expected.backward()
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-4)
+    theirs = {
+        **{f"text_encoder.text_model.{n}": p.grad for n, p in there.text_encoder.named_parameters()},
+        **{f"unet.{n}": p.grad for n, p in there.unet.named_parameters()},
+        **{f"vae.{n}": p.grad for n, p in there.vae.named_parameters()},
+    }
+    parts = ("text_encoder", "unet", "vae")
+    pairs = {part: by_key(getattr(model, part), getattr(gradients, part)) for part in parts}
+    ours = {f"{part}.{key}": g for part, found in pairs.items() for key, g in found.items()}
+    assert ours.keys() == theirs.keys()
+    for path, g in ours.items():
+        other = theirs[path]
+        other = np.zeros(g.shape, np.float32) if other is None else other.numpy()  # of the decoder
+        bound = 1e-3 * np.linalg.norm(other) + 1e-6
+        assert np.linalg.norm(np.asarray(g) - other.reshape(g.shape)) <= bound, path
