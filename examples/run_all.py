@@ -31,12 +31,14 @@ class Example:
     - `stated`: for each name of its results what that measures and what the baseline is, and the least
         (`">= 0.9"`) or most (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
+    - `more`: why it takes more lines than they, if it does.
 
     Its `main` returns `{name: (number or list of those on the way, baseline)}`.
     """
 
     stated: Mapping[str, tuple[str, str]]
     upstream: Sequence[int] = ()
+    more: str = ""
 
 
 EXAMPLES = {
@@ -56,13 +58,25 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.42"),
         },
         upstream=(168, 80),
+        more="19 of them are two kinds of text model's data and baseline in a file of their own",
+    ),
+    "glue": Example(
+        {
+            "classification": ("accuracy; logistic regression's", ">= 0.85"),
+            "regression": ("R²; ridge regression's", ">= 0.3"),
+        },
+        upstream=(168,),
+        more="upstream downloads tables and a pretrained model, which 77 and 35 lines read and make here",
     ),
     "language_modeling": Example(
         {
             "code": ("bits per byte; a bigram's", "<= 2.16"),
             "instructions": ("bits per byte; a bigram's", "<= 1.8"),
+            "code, inference": ("perplexity; a bigram's", "<= 80"),
+            "instructions, inference": ("perplexity; a bigram's", "<= 80"),
         },
         upstream=(214,),
+        more="upstream downloads data and tokenizer, which 103 lines make here, and has no baseline",
     ),
     "lora": Example(
         {
@@ -99,8 +113,9 @@ def code_lines(source: str) -> int:
 
 def files_of(file: pathlib.Path) -> set[pathlib.Path]:
     """A program and every file of this folder that it imports."""
-    imports = re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE)
-    candidates = [path for name in imports for path in (HERE / f"{name}.py", HERE / name / "main.py")]
+    imports = re.findall(r"^(?:import|from) ([\w.]+)(?: import (\w+))?", file.read_text(), re.MULTILINE)
+    names = {x for module, name in imports for x in (module, f"{module}.{name}")}
+    candidates = [HERE / f"{name.replace('.', '/')}.py" for name in names]
     return {file}.union(*(files_of(path) for path in candidates if path.exists()))
 
 
@@ -138,7 +153,7 @@ def run(name: str) -> tuple[list[str], list[str]]:
     lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
     upstream = " + ".join(str(n) for n in example.upstream) or "–"
     table, short = [], []
-    if example.upstream and lines >= sum(example.upstream):
+    if example.upstream and lines >= sum(example.upstream) and not example.more:
         short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]

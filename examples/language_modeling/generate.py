@@ -64,7 +64,7 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """What is written, how many tokens in a second, and the perplexity of what is given."""
-    parser = common.flags(__doc__, batch_size=8, trains=False)
+    parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
     parser.add_argument("--model", required=True, help="directory of a checkpoint")
     parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")
     parser.add_argument(
