@@ -95,7 +95,7 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
     """Writes a small BERT that has learnt to fill gaps in the texts, and its tokenizer."""
     words = tokenizers.BertWordPieceTokenizer()
-    words.train_from_iterator(map("\n".join, texts), 2048, show_progress=False)
+    words.train_from_iterator(map("\n".join, texts), 4096, show_progress=False)
     tokenizer = transformers.BertTokenizer(vocab=words.get_vocab())
     size = 64 if args.quick else 128
     config = models.BertConfig(
@@ -104,6 +104,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=2 * size,
+        hidden_dropout_prob=0.2,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=args.length,
         initializer_range=0.05,
@@ -121,7 +122,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
     model = rx.init_model(lambda key: models.BertForMaskedLM(config, key=key), mesh, key=key)
     examples = encode(tokenizer, texts, args.length)
     evaluation = rx.Evaluation(examples[:: len(examples) // 256 + 1])
-    epochs = 2 if args.quick else 8
+    epochs = 2 if args.quick else 5
     state, _ = fit(args, "gaps", model, examples, masked_loss_fn, evaluation, num_epochs=epochs, rate=2e-3)
     models.save_pretrained(state.model, directory)
     tokenizer.save_pretrained(directory)

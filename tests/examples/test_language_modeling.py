@@ -88,7 +88,7 @@ def test_the_perplexity_from_the_directory_is_that_of_the_trained_model(run):
 
 def infer(run, *flags):
     directory = run[0] / "code"
-    return generate.main(["--model", str(directory), "--length", "32", "--max-new-tokens", "12", *flags])
+    return generate.main(["--model", str(directory), "--length", "64", "--max-new-tokens", "12", *flags])
 
 
 def test_lines_of_a_text_are_gone_on_with_by_any_mesh_and_by_transformers(run, tmp_path):
