@@ -31,7 +31,7 @@ class Example:
     - `stated`: for each name of its results what that measures and what the baseline is, and the least
         (`">= 0.9"`) or most (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
-    - `more`: why it takes more lines than they, if it does.
+    - `more`: why it has more lines than they, where it has.
 
     Its `main` returns `{name: (number or list of those on the way, baseline)}`.
     """
@@ -152,6 +152,7 @@ def run(name: str) -> tuple[list[str], list[str]]:
     picture(HERE / name / "scores.png", results, example.stated)
     lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
     upstream = " + ".join(str(n) for n in example.upstream) or "–"
+    reason = example.more and f": {example.more}"
     table, short = [], []
     if example.upstream and lines >= sum(example.upstream) and not example.more:
         short.append(f"{name}: {lines} lines, upstream {upstream}")
@@ -161,7 +162,8 @@ def run(name: str) -> tuple[list[str], list[str]]:
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
         cells = (f"[{name}]({name}/main.py)", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
-        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream]) + " |")
+        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream + reason]) + " |")
+        reason = ""  # once
     return table, short
 
 

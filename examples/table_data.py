@@ -76,16 +76,16 @@ def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
         classes = sorted({y for _, y in train})
         if unknown := {y for _, y in held_out}.difference(classes):
             raise ValueError(f"--label {args.label}: {unknown.pop()!r} is not among those to train on.")
-        return tuple([(x, classes.index(y)) for x, y in part] for part in (train, held_out))
+        train, held_out = ([(x, classes.index(y)) for x, y in part] for part in (train, held_out))
+        return train, held_out
     try:
         numbers = [np.array([y for _, y in part], np.float32) for part in (train, held_out)]
     except ValueError as error:
         raise ValueError(f"--label {args.label}: {str(error).split(': ')[-1]} is not a number.") from None
     mean, deviation = np.mean(numbers[0]), np.std(numbers[0])
-    return tuple(
-        [(x, (y - mean) / deviation) for (x, _), y in zip(part, ys)]
-        for part, ys in zip((train, held_out), numbers)
-    )
+    numbers = [(part - mean) / deviation for part in numbers]
+    train, held_out = ([(x, y) for (x, _), y in zip(*pair)] for pair in zip((train, held_out), numbers))
+    return train, held_out
 
 
 def linear_score(train: list[Any], held_out: list[Any]) -> float:

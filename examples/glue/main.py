@@ -96,7 +96,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
     """Writes a small BERT that has learnt to fill gaps in the texts, and its tokenizer."""
     words = tokenizers.BertWordPieceTokenizer()
     words.train_from_iterator(map("\n".join, texts), 4096, show_progress=False)
-    tokenizer = transformers.BertTokenizer(vocab=words.get_vocab())
+    tokenizer: Any = transformers.BertTokenizer(vocab=words.get_vocab())
     size = 64 if args.quick else 128
     config = models.BertConfig(
         vocab_size=len(tokenizer),

@@ -6,6 +6,7 @@ pytest.importorskip("transformers", exc_type=ImportError)
 
 import json
 import math
+from typing import Any
 
 import code_data
 import common
@@ -99,7 +100,7 @@ def test_lines_of_a_text_are_gone_on_with_by_any_mesh_and_by_transformers(run, t
     assert infer(run, *flags, "--tensor", "4")["written"] == found
     assert [text for _, text in json.loads((tmp_path / "written.json").read_text())] == found
     tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run[0] / "code")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(run[0] / "code")
     for prompt, text in zip(["import", "def main(", "    return self"], found):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         assert ids[0, 0] == tokenizer.bos_token_id, "as in training"
