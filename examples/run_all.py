@@ -58,7 +58,7 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.42"),
         },
         upstream=(168, 80),
-        more="19 of them are two kinds of text model's data and baseline in a file of their own",
+        more="what reads tables and measures a baseline is a file of its own, which glue shares",
     ),
     "glue": Example(
         {
@@ -66,7 +66,7 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.3"),
         },
         upstream=(168,),
-        more="upstream downloads tables and a pretrained model, which 77 and 35 lines read and make here",
+        more="tables are read, and a model is trained to start from, where upstream downloads both",
     ),
     "language_modeling": Example(
         {
@@ -76,7 +76,7 @@ EXAMPLES = {
             "instructions, inference": ("perplexity; a bigram's", "<= 80"),
         },
         upstream=(214,),
-        more="upstream downloads data and tokenizer, which 103 lines make here, and has no baseline",
+        more="texts and a tokenizer are made, where upstream downloads both; and a baseline",
     ),
     "lora": Example(
         {

@@ -75,7 +75,7 @@ def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
     if task == "classification":
         classes = sorted({y for _, y in train})
         if unknown := {y for _, y in held_out}.difference(classes):
-            raise ValueError(f"--label {args.label}: {unknown.pop()!r} is not among those to train on.")
+            raise ValueError(f"--label {args.label}: {min(unknown)!r} is not among those to train on.")
         train, held_out = ([(x, classes.index(y)) for x, y in part] for part in (train, held_out))
         return train, held_out
     try:
@@ -96,6 +96,10 @@ def linear_score(train: list[Any], held_out: list[Any]) -> float:
     is_text, is_class = isinstance(train[0][0], tuple), isinstance(train[0][1], int)
     read_x: Any = "\n".join if is_text else lambda image: np.ravel(image).astype(float)
     pairs = [([read_x(x) for x, _ in part], [y for _, y in part]) for part in (train, held_out)]
-    models = [LogisticRegression(max_iter=10_000, tol=1e-6)] if is_class else [Ridge(10.0**n) for n in range(5)]
+    models = (
+        [LogisticRegression(max_iter=10_000, tol=1e-6)]
+        if is_class
+        else [Ridge(10.0**n, tol=1e-8) for n in range(5)]
+    )
     vectorizer = [CountVectorizer()] if is_text else []
     return max(float(make_pipeline(*vectorizer, x).fit(*pairs[0]).score(*pairs[1])) for x in models)
