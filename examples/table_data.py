@@ -96,10 +96,7 @@ def linear_score(train: list[Any], held_out: list[Any]) -> float:
     is_text, is_class = isinstance(train[0][0], tuple), isinstance(train[0][1], int)
     read_x: Any = "\n".join if is_text else lambda image: np.ravel(image).astype(float)
     pairs = [([read_x(x) for x, _ in part], [y for _, y in part]) for part in (train, held_out)]
-    models = (
-        [LogisticRegression(max_iter=10_000, tol=1e-6)]
-        if is_class
-        else [Ridge(10.0**n, tol=1e-8) for n in range(5)]
-    )
+    ridges = [Ridge(10.0**n, tol=1e-8) for n in range(5)]
+    models = [LogisticRegression(max_iter=10_000, tol=1e-6)] if is_class else ridges
     vectorizer = [CountVectorizer()] if is_text else []
     return max(float(make_pipeline(*vectorizer, x).fit(*pairs[0]).score(*pairs[1])) for x in models)
