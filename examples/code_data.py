@@ -59,7 +59,15 @@ def make_tokenizer(texts: list[str], size: int) -> Any:
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, size, special_tokens=list(special.values()), show_progress=False)
     whole = tokenizers.Tokenizer.from_str(bpe.to_str())
+    begin = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
+    whole.post_processor = begin  # of prompts; `encode` leaves it out
     return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **special)
+
+
+def prompt(row: Any) -> str:
+    """What stands before an answer."""
+    asked = f"### Instruction:\n{row['instruction']}\n{row.get('input', '')}".rstrip()
+    return f"{asked}\n\n### Response:\n"
 
 
 def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.ndarray]]:
@@ -67,15 +75,12 @@ def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.nd
     # `prompt` and `answer` say which tokens are which, and `num_bytes` how much text the answer stands for.
     examples, places = [], np.arange(length)
     for row in rows:
-        prompt, answer = "", row
-        if not isinstance(row, str):
-            asked = f"### Instruction:\n{row['instruction']}\n{row.get('input', '')}".rstrip()
-            prompt, answer = f"{asked}\n\n### Response:\n", row["output"]
-        head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
+        asked, answer = ("", row) if isinstance(row, str) else (prompt(row), row["output"])
+        head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (asked, answer))
         head, tail = [tokenizer.bos_token_id or tokenizer.eos_token_id, *head], [*tail, tokenizer.eos_token_id]
         room = max(length - len(head), 0)
         ends = range(room, len(tail) + room, room or 1)  # of windows; of an answer the first is taken
-        for end in ends if not prompt else ends[: room > 0]:
+        for end in ends if not asked else ends[: room > 0]:
             tokens = [*head, *tail[end - room : end]]
             given = (len(head) <= places) & (places < len(tokens))
             size = np.float32(len(answer.encode()) * given.sum() / len(tail))

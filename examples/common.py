@@ -1,10 +1,9 @@
 """What the examples share: their flags, and how bad input ends them."""
 
-import argparse
 import pathlib
 import sys
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -12,27 +11,28 @@ from jax.sharding import Mesh
 import redco_eqx as rx
 
 
-def flags(doc: str | None, *, batch_size: int, epochs: int | None) -> argparse.ArgumentParser:
-    """A parser with the flags that every example has; an example adds its own."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+def flags(doc: str | None, *, batch_size: int, epochs: int | None, trains: bool = True) -> ArgumentParser:
+    """A parser with the flags that every example has; an example adds its own. Not all train."""
+    parser = ArgumentParser(description=doc, formatter_class=RawTextHelpFormatter)
     parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices (2)")
     parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest (1)")
     parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8); 0: the machine's own")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="over all devices (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
     parser.add_argument("--output", type=pathlib.Path, help="a directory for predictions or models")
-    parser.add_argument("--checkpoints", type=pathlib.Path, help="a directory to save in and to go on from")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
+    if trains:
+        parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data (%(default)s)")
+        parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
+        parser.add_argument("--checkpoints", type=pathlib.Path, help="a directory to save in and to go on from")
     return parser
 
 
-def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh]:
+def start(parser: ArgumentParser, argv: Sequence[str] | None) -> tuple[Namespace, Mesh]:
     """The flags' values and the mesh that they ask for. Raises `ValueError` if the machine cannot give it."""
     args = parser.parse_args(argv)
     for name, least in {"devices": 0, "batch_size": 1, "epochs": 1}.items():
-        if (value := getattr(args, name)) is not None and value < least:
+        if (value := getattr(args, name, None)) is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be at least {least}.")
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
@@ -42,7 +42,7 @@ def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
     return args, rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
 
 
-def run(main: Callable[[], Any]) -> None:
+def run(main: Callable[[], object]) -> None:
     """Runs a program. What is wrong with its input ends it with one line, not with a traceback."""
     try:
         main()

@@ -32,6 +32,7 @@ class Example:
         (`">= 0.9"`) or most (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
     - `flags`: what its `main` is given, with `{here}` for its folder.
+    - `more`: why it has more lines than they, where it has.
 
     Its `main` returns `{name: (number or list of those on the way, baseline)}`.
     """
@@ -39,6 +40,7 @@ class Example:
     stated: Mapping[str, tuple[str, str]]
     upstream: Sequence[int] = ()
     flags: Sequence[str] = ()
+    more: str = ""
 
 
 EXAMPLES = {
@@ -58,13 +60,25 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.42"),
         },
         upstream=(168, 80),
+        more="what reads tables and measures a baseline is a file of its own, which glue shares",
+    ),
+    "glue": Example(
+        {
+            "classification": ("accuracy; logistic regression's", ">= 0.85"),
+            "regression": ("R²; ridge regression's", ">= 0.3"),
+        },
+        upstream=(168,),
+        more="tables are read, and a model is trained to start from, where upstream downloads both",
     ),
     "language_modeling": Example(
         {
             "code": ("bits per byte; a bigram's", "<= 2.16"),
             "instructions": ("bits per byte; a bigram's", "<= 1.8"),
+            "code, inference": ("perplexity; a bigram's", "<= 80"),
+            "instructions, inference": ("perplexity; a bigram's", "<= 80"),
         },
         upstream=(214,),
+        more="texts and a tokenizer are made, where upstream downloads both; and a baseline",
     ),
     "lora": Example(
         {
@@ -106,8 +120,9 @@ def code_lines(source: str) -> int:
 
 def files_of(file: pathlib.Path) -> set[pathlib.Path]:
     """A program and every file of this folder that it imports."""
-    imports = re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE)
-    candidates = [path for name in imports for path in (HERE / f"{name}.py", HERE / name / "main.py")]
+    imports = re.findall(r"^(?:import|from) ([\w.]+)(?: import (\w+))?", file.read_text(), re.MULTILINE)
+    names = {x for module, name in imports for x in (module, f"{module}.{name}")}
+    candidates = [HERE / f"{name.replace('.', '/')}.py" for name in names]
     return {file}.union(*(files_of(path) for path in candidates if path.exists()))
 
 
@@ -146,8 +161,9 @@ def run(name: str) -> tuple[list[str], list[str]]:
     picture(HERE / name / "scores.png", results, example.stated)
     lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
     upstream = " + ".join(str(n) for n in example.upstream) or "–"
+    reason = example.more and f": {example.more}"
     table, short = [], []
-    if example.upstream and lines >= sum(example.upstream):
+    if example.upstream and lines >= sum(example.upstream) and not example.more:
         short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]
@@ -155,7 +171,8 @@ def run(name: str) -> tuple[list[str], list[str]]:
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
         cells = (f"[{name}]({name}/main.py)", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
-        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream]) + " |")
+        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream + reason]) + " |")
+        reason = ""  # once
     return table, short
 
 

@@ -6,20 +6,17 @@
     python examples/classification_regression/main.py --task regression --data STS_DIRECTORY \\
         --text sentence1 sentence2 --label score
 
-A directory of text has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv or .parquet with
-named columns. Each score stands beside that of a linear model on the same examples: on pixels, or on counts
-of words.
+A directory of text has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv, .jsonl or .parquet
+with named columns. Each score stands beside that of a linear model on the same examples: on pixels, or on
+counts of words.
 """
 
-import ast
-import csv
 import itertools
 import pathlib
 import re
 import sys
-import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -28,20 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
 
 import redco_eqx as rx
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import digits_data
+import table_data
 
 EPOCHS = {"digits": 20, "classification": 6, "regression": 6}
 VOCABULARY, LENGTH = 32768, 64  # buckets that words and pairs are hashed to (0: nothing), words of a text
-KINDS: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast.AsyncFunctionDef: 2}
 
 # ------------------------------------------------------------------------------------- the models
 
@@ -93,9 +86,11 @@ def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
 
 def encode(x: Any) -> np.ndarray:
     """An image with its one channel, or the hashed words of a text and pairs of neighbours."""
-    if not isinstance(x, str):
+    if isinstance(x, np.ndarray):
         return x[None]
-    words = ["^", *re.findall(r"\w+|[^\w ]", x.lower())][:LENGTH]  # so that the first word makes a pair, too
+    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][
+        :LENGTH
+    ]  # so that the first word makes a pair, too
     features = [*words, *(" ".join(pair) for pair in itertools.pairwise(words))]
     tokens = [1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features]
     return np.pad(np.array(tokens, np.int32), (0, 2 * LENGTH - len(tokens)))
@@ -128,85 +123,18 @@ def metric_fn(examples: Sequence[tuple[Any, Any]], outputs: list[Any]) -> dict[s
     return {"score": float(np.mean(found.argmax(axis=1) == y))}
 
 
-# -------------------------------------------------------------------------------------- the data
-
-
-def docstrings(column: str, every: int) -> tuple[list[Any], list[Any]]:
-    """Of every so manieth file of the standard library, the docstrings, each with its kind or log of length."""
-    root, rows = pathlib.Path(sysconfig.get_path("stdlib")), {}
-    files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
-    for file in files[::every]:
-        nodes: Iterator[Any] = ast.walk(ast.parse(file.read_bytes()))
-        for node in nodes:
-            if type(node) in KINDS and len(node.body) > 1 and (text := ast.get_docstring(node)):
-                num_lines = node.body[-1].end_lineno - node.body[0].end_lineno
-                rows[text] = KINDS[type(node)] if column == "kind" else np.float32(np.log1p(num_lines))
-    held_out = {text for text in rows if zlib.crc32(text.encode()) % 5 == 0}
-    train = [row for row in rows.items() if row[0] not in held_out]
-    return train, [row for row in rows.items() if row[0] in held_out]
-
-
-def table(args: Any, *splits: str) -> list[tuple[str, str]]:
-    """Texts (joined, if in several columns) and labels, of the first of the splits that there is."""
-    files = [file for split in splits for file in sorted(pathlib.Path(args.data).glob(f"{split}.*"))]
-    if not files:
-        raise ValueError(
-            f"--data {args.data}: there is no {' or '.join(splits)} as .tsv, .csv or .parquet in it."
-        )
-    if files[0].suffix == ".parquet":
-        import pyarrow.parquet
-
-        rows = pyarrow.parquet.read_table(files[0]).to_pylist()
-    else:
-        tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if files[0].suffix == ".tsv" else {}
-        with files[0].open(newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines, args.columns, **tabs))
-    for column in (*args.text, args.label):
-        if not rows or column not in rows[0]:
-            raise ValueError(f"{files[0]}: no column {column!r} among {', '.join(rows[0] if rows else [])}.")
-    for i, row in enumerate(rows):
-        if None in (row[column] for column in (*args.text, args.label)):
-            raise ValueError(f"{files[0]}: row {i} lacks a text or its {args.label}: {row!r:.80}")
-    return [("\n".join(row[column] for column in args.text), row[args.label]) for row in rows]
-
-
-def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
-    """Pairs of an input and what it is or measures: to train on, and held out."""
-    if task == "digits":
-        return digits_data.digits(args.data)
-    if args.data is None:
-        return docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
-    train, held_out = table(args, "train"), table(args, "dev", "validation", "test")
-    classes = sorted({y for _, y in train})
-
-    def number(y: str) -> Any:
-        try:
-            return np.float32(y) if task == "regression" else classes.index(y)
-        except ValueError:
-            what = "a number" if task == "regression" else "among those to train on"
-            raise ValueError(f"--label {args.label}: {y!r} is not {what}.") from None
-
-    return [(x, number(y)) for x, y in train], [(x, number(y)) for x, y in held_out]
-
-
 # ----------------------------------------------------------------------------------- the program
 
 
 def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     """The score on held-out examples after each epoch, and that of a linear model."""
-    train, held_out = read(task, args)
-    if regression := task == "regression":  # in standard deviations from the mean; R^2 is the same
-        mean, deviation = (f([y for _, y in train]) for f in (np.mean, np.std))
-        train, held_out = ([(x, (y - mean) / deviation) for x, y in part] for part in (train, held_out))
-    num_outputs = 1 if regression else 1 + max(y for _, y in train)
-    flat = FunctionTransformer(lambda images: np.reshape(images, (len(images), -1)))
-    # Of several penalties the one counts that is best on the held-out examples.
-    linear = [Ridge(10.0**n) for n in range(5)] if regression else [LogisticRegression(max_iter=300)]
-    baselines = (make_pipeline(flat if task == "digits" else CountVectorizer(), model) for model in linear)
-    reference = max(float(baseline.fit(*zip(*train)).score(*zip(*held_out))) for baseline in baselines)
+    is_digits = task == "digits"
+    train, held_out = digits_data.digits(args.data) if is_digits else table_data.read(task, args)
+    num_outputs = 1 if task == "regression" else 1 + max(y for _, y in train)
+    reference = table_data.linear_score(train, held_out)
 
     def make_model(key: Any) -> Any:
-        if task == "digits":
+        if is_digits:
             return image_model(len(train[0][0]), num_outputs, key=key)
         return TextModel(num_outputs, key=key)
 
@@ -247,10 +175,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     """Each task's scores after each epoch, and that of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=None)
     parser.add_argument("--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="all, if not given")
-    parser.add_argument("--data", help="a directory in place of the data that comes along")
-    parser.add_argument("--text", nargs="+", default=["sentence"], help="columns of the text")
-    parser.add_argument("--label", default="label", help="column of the class or number")
-    parser.add_argument("--columns", nargs="+", help="names of all columns, where the first line has none")
+    table_data.add_flags(parser)
     args, mesh = common.start(parser, argv)
     results = {task: learn(task, args, mesh) for task in args.task}
     for task, (scores, reference) in results.items():

@@ -7,8 +7,10 @@
 The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
 """
 
+import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +27,10 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import code_data
 import common
 import text_data
+from language_modeling import generate
+from language_modeling.generate import collate_fn
 
-RATES = {
-    "code": 5e-3,
-    "text": 5e-3,
-    "instructions": 1e-3,
-}  # of learning; a next task goes on
+RATES = {"code": 5e-3, "text": 5e-3, "instructions": 1e-3}  # of learning; a next task goes on
 
 
 def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
@@ -50,6 +50,8 @@ def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
         num_attention_heads=4,
         initializer_range=0.06,
         pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     key, rows = jax.random.key(args.seed), np.zeros((args.batch_size, args.length), np.int32)
     program: Any = {"loss_fn": loss_fn, "batch": {"tokens": rows, "answer": rows, "num_bytes": rows[:, 0]}}
@@ -57,24 +59,10 @@ def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
     return model, code_data.make_tokenizer(texts, 8 * size)
 
 
-def collate_fn(examples: Any) -> dict[str, np.ndarray]:
-    """Examples of one length to a batch."""
-    return jax.tree.map(lambda *rows: np.stack(rows), *examples)
-
-
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
-    """Bits per byte of the answers. Padding stands on the right, where no token sees it."""
-    hidden, _ = model.hidden_states(batch["tokens"][:, :-1], key=key)
-    nats = rx.layers.cross_entropy(
-        hidden, model.head, batch["tokens"][:, 1:], weights=batch["answer"][:, 1:] * 1.0
-    )
+    """Bits per byte of the answers."""
+    nats = generate.loss_fn(model, batch, key)
     return rx.Mean(nats.total / jnp.log(2), batch["num_bytes"].sum())
-
-
-def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-    """The 48 tokens that the model writes after each prompt."""
-    options = {"max_new_tokens": 48, "temperature": 0.5, "key": key}
-    return models.generate(model, batch["tokens"], attention_mask=batch["prompt"], **options)
 
 
 def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
@@ -102,6 +90,19 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
     return state, (scores, code_data.bigram_bits(train, test, model.config.vocab_size))
 
 
+def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> dict[str, Any]:
+    """What `generate` finds in a directory of the model, and writes for these rows by beams."""
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = pathlib.Path(args.output or temporary, task)
+        models.save_pretrained(model, directory)
+        tokenizer.save_pretrained(directory)
+        prompts = directory / "prompts.json"
+        prompts.write_text(json.dumps(rows))
+        flags = ["--model", directory, "--prompts", prompts, "--length", args.length, "--num-beams", 4]
+        flags += ["--tensor", args.tensor, "--fsdp", args.fsdp, "--devices", args.devices]
+        return generate.main([str(flag) for flag in flags])
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Bits per byte of held-out text on each task: before, on the way and after; by a bigram."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
@@ -126,17 +127,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         args.rate = rates[task]
         train, test = (code_data.encode(tokenizer, part, args.length) for part in parts[task])
         state, results[task] = tune(args, task, model, train, test)
-        shown = test[:: len(test) // 4 + 1]
-        written = rx.predict(state, shown, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size)
-        for example, text in zip(shown, tokenizer.batch_decode(written, skip_special_tokens=True)):
-            print(tokenizer.decode(example["tokens"][example["prompt"]]), "=>", text)
-        (before, *_, after), bigram = results[task]
+        model, (before, *_, after), bigram = state.model, *results[task]
         print(f"{task}: {before:.3f} to {after:.3f} bits per byte of {len(test)} held-out examples; ", end="")
         print(f"{bigram:.3f} by a bigram")
-        model = state.model
-        if args.output:
-            models.save_pretrained(model, args.output / task)
-            tokenizer.save_pretrained(args.output / task)
+        rows = parts[task][1][:: len(parts[task][1]) // 16 + 1]
+        found = infer(args, task, model, tokenizer, rows)
+        test = code_data.encode(tokenizer, rows, args.length)
+        bits = code_data.bigram_bits(train, test, model.config.vocab_size) * sum(x["num_bytes"] for x in test)
+        alone = 2 ** float(bits / sum(x["answer"].sum() for x in test))
+        results[f"{task}, inference"] = found["perplexity"], alone
     return results
 
 

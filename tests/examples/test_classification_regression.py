@@ -7,6 +7,7 @@ pytest.importorskip("pyarrow", exc_type=ImportError)
 
 import csv
 import gzip
+import json
 import types
 
 import common
@@ -14,6 +15,7 @@ import digits_data
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import table_data
 from classification_regression import main as example
 
 CALM = ["the", "sea", "is", "calm", "and", "the", "sky", "is", "clear", "today", "so", "we", "sail", "on"]
@@ -88,7 +90,7 @@ def test_tables_are_read_and_learnt(tmp_path):
 
 def table(directory, split, text, label, columns=None):
     args = types.SimpleNamespace(data=str(directory), text=text, label=label, columns=columns)
-    return example.table(args, split)
+    return table_data.table(args, split)
 
 
 def test_formats_give_the_same_rows(tmp_path):
@@ -103,8 +105,9 @@ def test_formats_give_the_same_rows(tmp_path):
             writer.writeheader()
             writer.writerows(expected)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(expected), tmp_path / "parquet.parquet")
-    pairs = [(f"{row['first']}\n{row['second']}", row["kind"]) for row in expected]
-    for split in ("csv", "tsv", "parquet"):
+    (tmp_path / "jsonl.jsonl").write_text("\n".join(map(json.dumps, expected)))
+    pairs = [((row["first"], row["second"]), row["kind"]) for row in expected]
+    for split in ("csv", "tsv", "parquet", "jsonl"):
         assert table(tmp_path, split, ["first", "second"], "kind") == pairs
 
 
@@ -112,17 +115,17 @@ def test_a_table_without_a_header_is_read_by_given_names(tmp_path):
     (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')  # as in CoLA
     columns = ["source", "label", "marker", "sentence"]
     found = table(tmp_path, "train", ["sentence"], "label", columns)
-    assert found == [('He "said so.', "1"), ("So he", "0")]
+    assert found == [(('He "said so.',), "1"), (("So he",), "0")]
 
 
 def test_pairs_of_neighbours_tell_orders_apart():
-    one, other, longer = (set(example.encode(x).tolist()) for x in ("a b c", "c b a", "a b c " * 50))
+    one, other, longer = (set(example.encode((x,)).tolist()) for x in ("a b c", "c b a", "a b c " * 50))
     assert len(one & other) == 1 + 4, "nothing, the start and three words"
     assert one < longer
 
 
 def test_docstrings_are_split_once_and_for_all():
-    train, held_out = example.docstrings("kind", 20)
+    train, held_out = table_data.docstrings("kind", 20)
     texts = {text for text, _ in train}
     assert texts.isdisjoint(text for text, _ in held_out)
     assert len(texts) > 2 * len(held_out) > 20
@@ -133,7 +136,7 @@ def test_docstrings_are_split_once_and_for_all():
     ("flags", "words"),
     [
         (["--task", "digits", "--data", "/nowhere"], "/nowhere"),
-        (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv or .parquet"),
+        (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv, .jsonl or .parquet"),
         (["--tensor", "16"], "needs 16 devices"),
         (["--tensor", "0"], "tensor=0"),
         (["--devices", "-1"], "--devices -1"),
@@ -172,3 +175,9 @@ def test_a_score_that_is_not_a_number_is_named(tmp_path):
     flags = write_tables(tmp_path)
     with pytest.raises(SystemExit, match=r"--label kind: '(calm|wild)' is not a number"):
         common.run(lambda: example.main([*flags, "--task", "regression", "--label", "kind"]))
+
+
+def test_the_linear_model_has_converged():
+    train, held_out = digits_data.digits()
+    again = [(x + np.float32(1e-7), y) for x, y in train]  # as another processor rounds
+    assert table_data.linear_score(train, held_out) == table_data.linear_score(again, held_out)

@@ -6,12 +6,14 @@ pytest.importorskip("transformers", exc_type=ImportError)
 
 import json
 import math
+from typing import Any
 
 import code_data
 import common
 import jax
 import numpy as np
 import transformers
+from language_modeling import generate
 from language_modeling import main as example
 
 import redco_eqx as rx
@@ -68,6 +70,56 @@ def test_transformers_gives_the_same_bits_per_byte(run, held_out):
 
     ours = models.load_pretrained(run[0] / "code", rx.make_mesh(tensor=2))
     assert measure(rx.init_state(ours, key=jax.random.key(0)), held_out) == pytest.approx(expected, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------- inference alone
+
+
+def test_the_perplexity_from_the_directory_is_that_of_the_trained_model(run):
+    rows = json.loads((run[0] / "instructions" / "prompts.json").read_text())
+    assert 8 <= len(rows) <= 16
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "instructions")
+    examples = code_data.encode(tokenizer, rows, 64)
+    state = rx.init_state(models.load_pretrained(run[0] / "instructions"), key=jax.random.key(0))
+    num_bytes, num_tokens = (sum(float(np.sum(x[name])) for x in examples) for name in ("num_bytes", "answer"))
+    perplexity, bigram = run[1]["instructions, inference"]
+    assert perplexity == pytest.approx(2 ** (measure(state, examples) * num_bytes / num_tokens), rel=1e-4)
+    assert perplexity < bigram
+
+
+def infer(run, *flags):
+    directory = run[0] / "code"
+    return generate.main(["--model", str(directory), "--length", "64", "--max-new-tokens", "12", *flags])
+
+
+def test_lines_of_a_text_are_gone_on_with_by_any_mesh_and_by_transformers(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "prompts.txt").write_text("import\ndef main(\n    return self")
+    flags = ["--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path)]
+    found = infer(run, *flags, "--tensor", "1")["written"]
+    assert infer(run, *flags, "--tensor", "4")["written"] == found
+    assert [text for _, text in json.loads((tmp_path / "written.json").read_text())] == found
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(run[0] / "code")
+    for prompt, text in zip(["import", "def main(", "    return self"], found):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        assert ids[0, 0] == tokenizer.bos_token_id, "as in training"
+        expected = theirs.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(expected, skip_special_tokens=True) == text
+
+
+def test_beams_of_prompts_of_several_lengths_are_those_of_each_alone(run, tmp_path):
+    rows = ["import", {"instruction": "Return it."}, {"instruction": "Return it.", "output": "def f():"}]
+    (tmp_path / "prompts.json").write_text(json.dumps(rows))
+    found = infer(run, "--prompts", str(tmp_path / "prompts.json"), "--num-beams", "4")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
+    model = models.load_pretrained(run[0] / "code")
+    for prompt, text in zip(["import", code_data.prompt(rows[1])], found["written"]):
+        ids = np.array([tokenizer(prompt)["input_ids"]])
+        best = models.beam_search(model, ids, max_new_tokens=12, num_beams=4).tokens[0, 0]
+        assert tokenizer.decode(best, skip_special_tokens=True) == text
+    assert found["written"][1] == found["written"][2]
+    assert found["speed"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,98 @@
+"""Inference alone: a model's directory, a file of prompts, a mesh; greedy, drawn, or by beams.
+
+    python examples/language_modeling/generate.py --model out/instructions --prompts prompts.json --num-beams 4
+    python examples/language_modeling/generate.py --model llama-7b --prompts prompts.txt --temperature 0.7 \\
+        --devices 0 --tensor 8 --dtype bfloat16
+
+The prompts are the lines of a text, or a JSON list of texts and of objects as Alpaca's. It prints what the
+model writes after each, how many tokens it writes in a second, and the perplexity, by token, of what is given:
+of each text, or of the `output` of an object.
+"""
+
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import AutoTokenizer
+
+import redco_eqx as rx
+from redco_eqx import models
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import code_data
+import common
+
+
+def collate_fn(examples: Any) -> dict[str, np.ndarray]:
+    """Examples of one length to a batch."""
+    return jax.tree.map(lambda *rows: np.stack(rows), *examples)
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
+    """Nats per token of the answers. Padding stands on the right, where no token sees it."""
+    hidden, _ = model.hidden_states(batch["tokens"][:, :-1], key=key)
+    answer = batch["answer"][:, 1:] * 1.0
+    return rx.layers.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], weights=answer)
+
+
+def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[list[str], float]:
+    """What the model writes after each prompt, and how many tokens in a second."""
+    tokenizer.truncation_side = "left"  # what a long one ends with counts
+    given = tokenizer(prompts, padding=True, truncation=True, max_length=args.length, return_tensors="np")
+    examples = [{"inputs": x, "mask": y} for x, y in zip(given["input_ids"], given["attention_mask"])]
+
+    def predict_fn(model: Any, batch: Any, key: Any) -> Any:
+        options = {"attention_mask": batch["mask"], "max_new_tokens": args.max_new_tokens}
+        if args.num_beams > 1:
+            return models.beam_search(model, batch["inputs"], num_beams=args.num_beams, **options).tokens[:, 0]
+        return models.generate(model, batch["inputs"], temperature=args.temperature, key=key, **options)
+
+    functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": args.batch_size}
+    rx.predict(state, examples[:1], **functions)  # compiles
+    start = time.perf_counter()
+    written = np.stack(rx.predict(state, examples, **functions))
+    speed = np.sum(written != tokenizer.pad_token_id) / (time.perf_counter() - start)
+    return tokenizer.batch_decode(written, skip_special_tokens=True), float(speed)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What is written, how many tokens in a second, and the perplexity of what is given."""
+    parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
+    parser.add_argument("--model", required=True, help="directory of a checkpoint")
+    parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")
+    parser.add_argument(
+        "--length", type=int, default=128, help="of a prompt and of what is measured, in tokens"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="of each text that is written")
+    parser.add_argument("--num-beams", type=int, default=1, help="texts that are followed; 1: none is searched")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of what is drawn; 0: the most probable")
+    parser.add_argument("--dtype", help="of the model, as bfloat16; by default that of the file")
+    args, mesh = common.start(parser, argv)
+    text = args.prompts.read_text("utf-8")
+    rows = json.loads(text) if args.prompts.suffix == ".json" else text.splitlines()
+    prompts = [row if isinstance(row, str) else code_data.prompt(row) for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = models.load_pretrained(args.model, mesh, dtype=args.dtype, stacked=True)
+    state = rx.init_state(model, key=jax.random.key(args.seed))
+    results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, args)))
+    known = [row for row in rows if isinstance(row, str) or "output" in row]
+    evaluate = partial(rx.evaluate, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
+    if examples := code_data.encode(tokenizer, known, args.length):
+        results["perplexity"] = math.exp(evaluate(state, examples)["loss"])
+    for prompt, written in zip(prompts, results["written"]):
+        print(prompt, "=>", written)
+    if args.output:
+        (args.output / "written.json").write_text(json.dumps(list(zip(prompts, results["written"])), indent=1))
+    print(f"{results['speed']:.0f} tokens/s; perplexity {results.get('perplexity', math.nan):.4g}")
+    return results
+
+
+if __name__ == "__main__":
+    common.run(main)

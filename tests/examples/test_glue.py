@@ -1,0 +1,104 @@
+"""BERT and RoBERTa on tables of texts: what they learn, what lies there afterwards, what is refused."""
+
+import pytest
+
+pytest.importorskip("sklearn", exc_type=ImportError)
+pytest.importorskip("transformers", exc_type=ImportError)
+
+import json
+
+import common
+import jax
+import numpy as np
+import transformers
+from glue import main as example
+from test_classification_regression import rows
+
+import redco_eqx as rx
+from redco_eqx import models
+
+TINY = ["--quick", "--length", "32", "--text", "first", "second"]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A directory in the form of a task with pairs of sentences."""
+    directory = tmp_path_factory.mktemp("tables")
+    for split, num in (("train", 320), ("dev", 64)):
+        lines = [json.dumps(row | {"score": float(row["score"])}) for row in rows(num, num)]
+        (directory / f"{split}.jsonl").write_text("\n".join(lines))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def classes(tables, tmp_path_factory):
+    """A run on classes: where its model is, its scores, and that of the linear model."""
+    directory = tmp_path_factory.mktemp("classes")
+    flags = ["--data", str(tables), "--task", "classification", "--label", "kind", "--epochs", "6"]
+    results = example.main([*TINY, *flags, "--output", str(directory)])
+    return directory / "classification", *results["classification"]
+
+
+def test_classes_of_pairs_are_learnt(classes):
+    _, scores, linear = classes
+    assert len(scores) == 6
+    assert linear > 0.85
+    assert scores[-1] > 0.75, "half of the texts have the more frequent class"
+
+
+def test_transformers_opens_the_classifier_and_agrees(classes, tables):
+    torch = pytest.importorskip("torch")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(classes[0])
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(classes[0])
+    assert theirs.config.problem_type == "single_label_classification"
+    pairs = [(row["first"], row["second"]) for row in rows(64, 64)][:8]
+    batch = example.collate_fn(example.encode(tokenizer, pairs, 32))
+    assert batch["token_type_ids"].max() == 1, "the second text of a pair"
+    with torch.no_grad():
+        expected = theirs(**{name: torch.from_numpy(x) for name, x in batch.items()}).logits.numpy()
+    family = example.FAMILIES["bert"]
+    state = rx.init_state(models.load_pretrained(classes[0], family=family), key=jax.random.key(0))
+    found = rx.predict_step(state, {**batch, "y": np.zeros(8)}, predict_fn=example.predict_fn)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def roberta(classes, tmp_path_factory):
+    """A RoBERTa without a classifier, with a tokenizer that has no segments."""
+    directory = tmp_path_factory.mktemp("roberta")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(classes[0])
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(directory)
+    config = models.RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        type_vocab_size=1,
+        initializer_range=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    models.save_pretrained(models.RobertaForMaskedLM(config, key=jax.random.key(0)), directory)
+    return directory
+
+
+def test_a_roberta_learns_a_number(roberta, tables, tmp_path):
+    flags = ["--data", str(tables), "--task", "regression", "--label", "score", "--epochs", "6"]
+    rest = ["--model", str(roberta), "--rate", "2e-3", "--output", str(tmp_path)]
+    scores, linear = example.main([*TINY, *flags, *rest])["regression"]
+    assert linear > 0.5
+    assert scores[-1] > 0.3, "0 by the mean"
+    config = json.loads((tmp_path / "regression" / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    assert config["architectures"] == ["RobertaForSequenceClassification"]
+
+
+def test_a_model_of_another_kind_is_named(tables, tmp_path):
+    config = models.ViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    flags = ["--data", str(tables), "--task", "classification", "--label", "kind", "--model", str(tmp_path)]
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: example.main([*TINY, *flags]))
+    assert "a vit, but it must be one of bert, roberta" in str(caught.value)
