@@ -1,0 +1,209 @@
+"""Summaries: of a function of the standard library, what its docstring says first; or of news, as in XSum.
+
+    python examples/text_to_text/main.py                     # a small new T5, and a small new BART
+    python examples/text_to_text/main.py --model flan-t5-xl --data xsum --devices 0 --tensor 8
+
+The same on many hosts, under SLURM (the file says how many) or by their addresses:
+
+    export SCRIPT=examples/text_to_text/main.py
+    sbatch examples/launch/slurm.sh --model flan-t5-xxl --data xsum --devices 0 --tensor 8
+    examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT --model flan-t5-xxl --data xsum --devices 0
+
+`--model` is a directory of a T5 or BART, `--data` one with `train` and `validation` in it, as .parquet, .csv or
+.jsonl. The summaries are written by beam search and scored by ROUGE, beside the lead: the first words of
+the document. What is best by each score is kept in `--checkpoints`.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pyarrow.csv
+import pyarrow.dataset
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoTokenizer, BartTokenizer
+
+import redco_eqx as rx
+from redco_eqx import models
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import common
+
+CSV = pyarrow.dataset.CsvFileFormat(pyarrow.csv.ParseOptions(newlines_in_values=True))
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".csv": CSV}
+RATES = {"T5": 1e-2, "BART": 3e-3}  # of learning, for new models
+BEST: Any = {"eval/rouge2": "max", "eval/rougeL": "max"}
+
+# --------------------------------------------------------------------------- the three functions
+
+
+def collate_fn(examples: Sequence[Any], *, tokenizer: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    """Both texts as tokens, `(batch, length)`, and which of them are no padding."""
+    batch, options = {}, {"truncation": True, "padding": "max_length", "return_tensors": "np"}
+    for name, length in zip(("document", "summary"), lengths):
+        found = tokenizer([x[name] for x in examples], max_length=length, **options)
+        batch[name], batch[f"{name}_mask"] = found["input_ids"], found["attention_mask"]
+    return batch
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
+    """Cross-entropy of the tokens of the summaries."""
+    config, summary = model.config, batch["summary"]
+    inputs = models.shift_right(summary, config.decoder_start_token_id, pad=config.pad_token_id)
+    hidden = model.hidden_states(batch["document"], inputs, attention_mask=batch["document_mask"], key=key)
+    return rx.layers.cross_entropy(hidden, model.head, summary, weights=batch["summary_mask"])
+
+
+def predict_fn(model: Any, batch: Any, key: Any, *, num_beams: int) -> Any:
+    """Of each document, the best summary that a beam search finds, as tokens."""
+    options = {"max_new_tokens": batch["summary"].shape[1], "num_beams": num_beams}
+    document, mask = batch["document"], batch["document_mask"]
+    return models.beam_search(model, document, attention_mask=mask, **options).tokens[:, 0]
+
+
+def output_fn(example: Any, tokens: Any, *, tokenizer: Any) -> str:
+    """A summary as text."""
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, float]:
+    """ROUGE (Lin 2004), as F-measures: of pairs of words, and of the longest common subsequence."""
+    names = ["rouge2", "rougeL"]
+    rouge = RougeScorer(names, use_stemmer=True)
+    scores = [rouge.score(x["summary"], summary) for x, summary in zip(examples, summaries)]
+    return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in names}
+
+
+# -------------------------------------------------------------------------------------- the data
+
+
+def docstrings(every: int) -> tuple[list[Any], list[Any]]:
+    """The words of functions, and what their docstrings say first; the rest of these is part of the function.
+
+    Of every so manieth module of the standard library; one in ten of them is held out.
+    """
+    root, parts = pathlib.Path(sysconfig.get_path("stdlib")), ({}, {})
+    files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
+    for i, file in enumerate(files[::every]):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                summary, _, rest = docstring.partition("\n\n")
+                node.body[0] = ast.Expr(ast.Constant(rest))
+                words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", ast.unparse(node).removeprefix("def "))
+                if "\n" not in summary:
+                    parts[i % 10 == 0][" ".join(words).lower()] = summary
+    train, held_out = ([{"document": d, "summary": s} for d, s in part.items()] for part in parts)
+    return train, [x for x in held_out if x["document"] not in parts[0]]
+
+
+def read(directory: str, split: str) -> list[Any]:
+    """Documents with their summaries, from the files of a split."""
+    files = [f for f in sorted(pathlib.Path(directory).glob(f"{split}*")) if f.suffix in FORMATS]
+    if not files:
+        raise ValueError(f"--data {directory}: there is no {split} as {', '.join(FORMATS)} in it.")
+    table = pyarrow.dataset.dataset(files, format=FORMATS[files[0].suffix]).to_table()
+    if not {"document", "summary"} <= set(table.column_names):
+        raise ValueError(f"{files[0]}: no document and summary among {', '.join(table.column_names)}.")
+    return table.select(["document", "summary"]).to_pylist()
+
+
+def lead(examples: Sequence[Any]) -> dict[str, float]:
+    """The scores of the first words of each document; as many as suit ROUGE-L best."""
+    words = [x["document"].split() for x in examples]
+    scores = [metric_fn(examples, [" ".join(x[:num]) for x in words]) for num in range(4, 33, 4)]
+    return max(scores, key=lambda score: score["rougeL"])
+
+
+# ----------------------------------------------------------------------------------- the program
+
+
+def load_or_make(family: str, args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any]:
+    """The model and tokenizer in a directory, or new ones."""
+    if args.model:
+        model = models.load_pretrained(args.model, mesh, stacked=True, remat="full")  # for large ones
+        return model, AutoTokenizer.from_pretrained(args.model)
+    size = 64 if args.quick else 128
+    texts = [text for x in train for text in x.values()]
+    tokenizer: Any = BartTokenizer(add_prefix_space=True).train_new_from_iterator(texts, 16 * size)
+    end = {"eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": tokenizer.eos_token_id}
+    same: Any = {"vocab_size": len(tokenizer), "d_model": size, "pad_token_id": tokenizer.pad_token_id, **end}
+    if family == "T5":
+        config = models.T5Config(**same, d_kv=32, d_ff=2 * size, num_heads=4, num_layers=2)
+        make = partial(models.T5ForConditionalGeneration, config)
+    else:
+        each = {"layers": 2, "ffn_dim": 2 * size, "attention_heads": 4}
+        sides: Any = {f"{side}_{name}": x for side in ("encoder", "decoder") for name, x in each.items()}
+        config = models.BartConfig(**same, **sides, max_position_embeddings=1 + max(args.lengths), init_std=0.06)
+        make = partial(models.BartForConditionalGeneration, config)
+    batch = collate_fn(train[: args.batch_size], tokenizer=tokenizer, lengths=args.lengths)
+    key = jax.random.key(args.seed)
+    return rx.init_model(lambda key: make(key=key), mesh, key=key, loss_fn=loss_fn, batch=batch), tokenizer
+
+
+def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Sequence[Any]) -> Sequence[Any]:
+    """The scores after each epoch."""
+    model, tokenizer = load_or_make(family, args, mesh, train)
+    num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
+    rate = args.rate or (2e-5 if args.model else RATES[family])
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, num_steps // 10, num_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+    collate = partial(collate_fn, tokenizer=tokenizer, lengths=args.lengths)
+    functions: Any = {"collate_fn": collate, "loss_fn": loss_fn, "batch_size": args.batch_size}
+    evaluation = rx.Evaluation(
+        held_out,
+        predict_fn=partial(predict_fn, num_beams=args.beams),
+        output_fn=partial(output_fn, tokenizer=tokenizer),
+        metric_fn=metric_fn,
+        predictions_directory=args.output and args.output / family,
+        **functions,
+    )
+    rows: list[Any] = []
+    state = rx.fit(
+        rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
+        train,
+        **functions,
+        optimizer=optimizer,
+        num_epochs=args.epochs,
+        evaluation=evaluation,
+        checkpoints=args.checkpoints and rx.Checkpoints(args.checkpoints / family, keep_best=BEST),
+        loggers=[rx.ConsoleLogger(), lambda _, row: rows.append(row)],
+    )
+    if args.output:
+        models.save_pretrained(state.model, args.output / family)
+        tokenizer.save_pretrained(args.output / family)
+    return [row for row in rows if "eval/loss" in row] or [evaluation(state)]  # which the last run ended with
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
+    """ROUGE of each model's summaries after each epoch, and of the lead."""
+    rx.initialize_distributed()
+    parser = common.flags(__doc__, batch_size=32, epochs=5)
+    parser.add_argument("--family", nargs="+", choices=RATES, default=RATES, help="of new models (both)")
+    parser.add_argument("--model", type=pathlib.Path, help="directory of a checkpoint, in place of new models")
+    parser.add_argument("--data", help="a directory in place of the data that comes along")
+    parser.add_argument("--lengths", nargs=2, type=int, default=[48, 24], help="of both, in tokens (48 24)")
+    parser.add_argument("--beams", type=int, default=4, help="how many texts the search follows (4)")
+    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint")
+    args, mesh = common.start(parser, argv)
+    train, held_out = docstrings(10 if args.quick else 1)
+    if args.data:
+        train, held_out = read(args.data, "train"), read(args.data, "validation")
+    baseline, results = lead(held_out), {}
+    for family in [args.model.name] if args.model else args.family:
+        rows = learn(family, args, mesh, train, held_out)
+        for name, score in {"ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}.items():
+            results[f"{family}, {name}"] = [row[f"eval/{score}"] for row in rows], baseline[score]
+            print(f"{family}, {name}: {rows[-1][f'eval/{score}']:.3f}, and {baseline[score]:.3f} by the lead")
+    return results
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,196 @@
+"""Text to text: it learns more than the lead, keeps what is best, reads XSum's form, and its models open."""
+
+import pytest
+
+pytest.importorskip("rouge_score", exc_type=ImportError)
+pytest.importorskip("pyarrow", exc_type=ImportError)
+pytest.importorskip("transformers", exc_type=ImportError)
+
+import json
+
+import common
+import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+from text_to_text import main as example
+from transformers import AutoTokenizer
+
+import redco_eqx as rx
+
+SEA = [
+    "the",
+    "sea",
+    "is",
+    "calm",
+    "and",
+    "clear",
+    "today",
+    "so",
+    "we",
+    "sail",
+    "on",
+    "waves",
+    "broke",
+    "over",
+    "us",
+]
+SUMMARIES = {
+    "storm": "A great storm\nis coming.",
+    "sun": 'Fair weather, "they say", for days.',
+    "fog": "Stay in port.",
+}
+TINY = ["--quick", "--lengths", "16", "16", "--beams", "2", "--epochs", "4", "--batch-size", "16"]
+
+
+def rows(num, seed):
+    """News whose summary one of their words decides."""
+    random = np.random.default_rng(seed)
+    for i in range(num):
+        word = random.choice([*SUMMARIES])
+        words = random.permutation([*random.choice(SEA, 7), word])
+        yield {"document": " ".join(words), "summary": SUMMARIES[word], "id": str(i)}
+
+
+def write_jsonl(directory, name, part):
+    (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+@pytest.fixture(scope="module")
+def xsum(tmp_path_factory):
+    """A directory in XSum's form, in two of its files."""
+    directory = tmp_path_factory.mktemp("xsum")
+    train = list(rows(320, 0))
+    for i, half in enumerate((train[:160], train[160:])):
+        table = pyarrow.Table.from_pylist(half)
+        pyarrow.parquet.write_table(table, directory / f"train-{i:05}-of-00002.parquet")
+    write_jsonl(directory, "validation", rows(32, 1))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(xsum, tmp_path_factory):
+    """One run of both families: where its results are, and its numbers."""
+    directory = tmp_path_factory.mktemp("run")
+    flags = ["--data", str(xsum), "--checkpoints", str(directory / "checkpoints"), "--output", str(directory)]
+    return directory, example.main([*TINY, *flags])
+
+
+@pytest.mark.parametrize("family", ["T5", "BART"])
+def test_each_family_learns_more_than_the_lead(run, family):
+    for score in ("ROUGE-2", "ROUGE-L"):
+        scores, lead = run[1][f"{family}, {score}"]
+        assert len(scores) == 4
+        assert scores[-1] > lead + 0.3
+
+
+@pytest.mark.parametrize("family", ["T5", "BART"])
+def test_the_best_by_each_score_is_kept_and_the_predictions_are_written(run, family):
+    kept = {info.step for info in rx.list_checkpoints(run[0] / "checkpoints" / family)}
+    for score in ("ROUGE-2", "ROUGE-L"):
+        scores, _ = run[1][f"{family}, {score}"]
+        assert 20 * (1 + int(np.argmax(scores))) in kept
+    written = [json.loads(line) for line in (run[0] / family / "step-80.jsonl").read_text().splitlines()]
+    assert [x["example"]["document"] for x in written] == [row["document"] for row in rows(32, 1)]
+    found = example.metric_fn([x["example"] for x in written], [x["prediction"] for x in written])
+    assert found["rougeL"] == pytest.approx(run[1][f"{family}, ROUGE-L"][0][-1])
+
+
+def test_a_run_that_is_over_gives_its_last_scores(run, xsum):
+    flags = ["--data", str(xsum), "--checkpoints", str(run[0] / "checkpoints"), "--family", "BART"]
+    again = example.main([*TINY, *flags])
+    for name, (scores, lead) in again.items():
+        assert (scores, lead) == ([pytest.approx(run[1][name][0][-1])], run[1][name][1])
+
+
+def test_a_directory_of_a_model_is_trained_further(run, xsum):
+    flags = ["--model", str(run[0] / "BART"), "--data", str(xsum), "--fsdp", "2"]
+    scores, lead = example.main([*TINY[:-4], "--epochs", "1", *flags])["BART, ROUGE-L"]
+    assert lead == run[1]["BART, ROUGE-L"][1]
+    assert scores[-1] > run[1]["BART, ROUGE-L"][0][-1] - 0.05, "at a rate of 2e-5"
+
+
+def test_padding_does_not_change_the_loss(run, xsum):
+    from redco_eqx import models
+
+    tokenizer = AutoTokenizer.from_pretrained(run[0] / "T5")
+    model = models.load_pretrained(run[0] / "T5")
+    examples = example.read(str(xsum), "validation")[:4]
+    losses = []
+    for lengths in ((16, 16), (24, 20)):
+        batch = example.collate_fn(examples, tokenizer=tokenizer, lengths=lengths)
+        loss = example.loss_fn(model, batch, None)
+        losses.append((float(loss.total), float(loss.weight)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    ends = sum(len(tokenizer(x["summary"])["input_ids"]) for x in examples)
+    assert losses[0][1] == ends
+
+
+# ------------------------------------------------------------------------------------- the data
+
+
+def test_formats_give_the_same_rows(tmp_path):
+    expected = list(rows(20, 2))
+    table = pyarrow.Table.from_pylist(expected)
+    pyarrow.parquet.write_table(table, tmp_path / "parquet.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "csv.csv")
+    write_jsonl(tmp_path, "jsonl", expected)
+    pairs = [{"document": row["document"], "summary": row["summary"]} for row in expected]
+    for split in ("parquet", "csv", "jsonl"):
+        assert example.read(str(tmp_path), split) == pairs
+
+
+def test_docstrings_are_summaries_of_functions_that_do_not_have_them():
+    train, held_out = example.docstrings(20)
+    documents = {x["document"] for x in train}
+    assert documents.isdisjoint(x["document"] for x in held_out)
+    assert len(train) > 4 * len(held_out) > 40
+    for x in train:
+        assert x["summary"]
+        assert "\n" not in x["summary"]
+        assert x["document"] == x["document"].lower()
+
+
+def test_what_a_docstring_says_first_is_taken_from_its_function(tmp_path, monkeypatch):
+    source = 'def getName(self, x=1):\n    """Name it.\n\n    Or not."""\n    return self._first_name\n'
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "b.py").write_text(source + source.replace("Name it.", "Two\n    lines."))
+    monkeypatch.setattr(example.sysconfig, "get_path", lambda name: str(tmp_path))
+    train, held_out = example.docstrings(1)
+    expected = "get name self x 1 or not return self first name"
+    assert (train, held_out) == ([{"document": expected, "summary": "Name it."}], [])
+
+
+def test_rouge_and_the_lead_are_what_they_are_by_hand():
+    examples = [{"document": "a cat sat down on it", "summary": "the cat sat"}]
+    found = example.metric_fn(examples, ["a cat sat down"])
+    assert found == {
+        "rouge2": pytest.approx(2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+        "rougeL": pytest.approx(4 / 7),
+    }
+    assert example.lead(examples) == found
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data", "/nowhere"], "--data /nowhere: there is no train as .parquet, .jsonl, .csv in it"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--tensor", "16"], "needs 16 devices"),
+        (["--epochs", "0"], "--epochs 0: it must be at least 1"),
+    ],
+)
+def test_bad_input_ends_with_one_line(flags, words):
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: example.main(["--quick", *flags]))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_without_summaries_is_named_with_its_columns(tmp_path):
+    write_jsonl(tmp_path, "train", [{"text": "a", "title": "b"}])
+    with pytest.raises(ValueError, match=r"train.jsonl: no document and summary among text, title"):
+        example.read(str(tmp_path), "train")
