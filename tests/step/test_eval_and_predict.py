@@ -75,6 +75,21 @@ def test_streams_of_randomness_are_apart_and_reproducible():
     assert not set(numbers) & {x for stream in other.values() for x in stream}
 
 
+def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
+    """The steps of a rollout, say, of one compiled program."""
+    state = init_state(Noisy(), ZERO_RATE, key=KEY)
+    draw = jax.jit(lambda state, index: (
+        eval_step(state, ONES, loss_fn=noisy_loss, index=index)["noise"].value,
+        predict_step(state, ONES, predict_fn=lambda m, b, k: b * jax.random.uniform(k), index=index)[0],
+    ))  # fmt: skip
+    drawn = [[float(x) for x in draw(state, index)] for index in (0, 1, np.int32(2), jnp.int32(1))]
+    plain = [float(NOISY_EVAL(state, ONES)["noise"].value), float(NOISY_PREDICT(state, ONES)[0])]
+    assert drawn[3] == drawn[1]
+    assert len({*plain, *drawn[0], *drawn[1], *drawn[2]}) == 8
+    later = NOISY_STEP(state, ONES)[0]
+    assert not {*map(float, draw(later, 1))} & {*drawn[1]}
+
+
 def test_the_key_of_a_state_is_never_consumed():
     state = init_state(Noisy(), ZERO_RATE, key=KEY)
     new, _ = NOISY_STEP(state, ONES)
