@@ -3,9 +3,9 @@
     python examples/reinforcement_learning/ddpg.py                                 # minutes on two CPU cores
     python examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0  # or other bounded actions
 
-What is learnt, and a copy that follows it slowly, are one model of which the first part is trained: the copy is
-among the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts by the parameters of
-the moment; the steps between two actions are one compiled call, a `lax.scan`.
+What is learnt, and a copy that follows it slowly, are one model, of which the first part is trained: the copy
+is among the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts by the parameters
+of the moment; the steps between two actions are one compiled call, a `lax.scan`.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def act_fn(model: Learner, observations: Any, key: Any, *, noise: float = 0.1) -
 
 
 def loss_fn(model: Learner, batch: Any, key: Any, *, discount: float = 0.98) -> tuple[Array, dict[str, Array]]:
-    """The critic's squared error, less the value of the actor's actions by a critic held still (Algorithm 1)."""
+    """The critic's squared error, less the value of the actor's actions by a critic held still."""
     online, target, observation = model.online, model.target, batch["observation"]
     after = target.value(batch["after"], target.act(batch["after"]))
     goal = batch["reward"] + discount * (1 - batch["terminated"]) * after
@@ -126,6 +126,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
     """For each seed the mean return after so many steps; and that of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Box}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
+    baseline = trial.random_return()
     make = functools.partial(make_model, num_inputs=trial.sizes[0], num_actions=trial.sizes[1])
     optimizer, num_batches = optax.adam(1e-3), args.epochs * args.num_envs // args.batch_size
     layout: Any = {"shardings": rx.shard_rules(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)}
@@ -145,24 +146,21 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
         for num_steps in bar:
             replay.add(rollouts(functools.partial(act, state), 1))
             batches = jax.device_put(replay.sample(num_batches, args.batch_size), place)
-            state, metrics = update(state, batches)
+            state, _ = update(state, batches)
             found[num_steps] = rollouts.mean_return
         if args.output:
             rx.save(args.output / f"{name}-{seed}", state)
+        print(f"{name}, seed {seed}: {rollouts.mean_return:.1f}; by random actions {baseline:.1f}")
         return found
 
-    return [curve(seed) for seed in range(args.seed, args.seed + args.seeds)], trial.random_return()
+    return [curve(seed) for seed in range(args.seed, args.seed + args.seeds)], baseline
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """For each environment the mean returns on the way, from each seed, and that of random actions."""
     flags: Any = {"env": ["Pendulum-v1"], "num_envs": 8, "batch_size": 128, "epochs": 64}
     args, mesh = environments.start(__doc__, argv, **flags, steps=20_000)
-    results = {name: learn(name, args, mesh) for name in args.env}
-    for name, (curves, baseline) in results.items():
-        lasts = ", ".join(f"{list(curve.values())[-1]:.1f}" for curve in curves)
-        print(f"{name}: mean returns {lasts}; of random actions {baseline:.1f}")
-    return results
+    return {name: learn(name, args, mesh) for name in args.env}
 
 
 if __name__ == "__main__":

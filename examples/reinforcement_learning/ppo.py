@@ -112,6 +112,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
     """For each seed the mean return after so many steps; and that of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Discrete}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
+    baseline = trial.random_return()
     make = functools.partial(make_model, num_inputs=trial.sizes[0], num_actions=trial.sizes[1])
     rate = optax.linear_schedule(1e-3, 0.0, args.steps * args.epochs // args.batch_size)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
@@ -133,9 +134,10 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
             bar.set_postfix(mean_return=found[num_steps], entropy=float(metrics["entropy"].value[-1]))
         if args.output:
             rx.save(args.output / f"{name}-{seed}", state)
+        print(f"{name}, seed {seed}: {rollouts.mean_return:.1f}; by random actions {baseline:.1f}")
         return found
 
-    return [curve(seed) for seed in range(args.seed, args.seed + args.seeds)], trial.random_return()
+    return [curve(seed) for seed in range(args.seed, args.seed + args.seeds)], baseline
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -146,11 +148,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise ValueError(
             f"--batch-size {args.batch_size}: not {args.num_envs} envs times a part of {NUM_TIMES}."
         )
-    results = {name: learn(name, args, mesh) for name in args.env}
-    for name, (curves, baseline) in results.items():
-        lasts = ", ".join(f"{list(curve.values())[-1]:.1f}" for curve in curves)
-        print(f"{name}: mean returns {lasts}; of random actions {baseline:.1f}")
-    return results
+    return {name: learn(name, args, mesh) for name in args.env}
 
 
 if __name__ == "__main__":
