@@ -34,7 +34,8 @@ class Rollouts:
             raise ValueError(f"--env {name}: its observations are {observation}, and not vectors of numbers.")
         if envs.metadata["autoreset_mode"] != gym.vector.AutoresetMode.NEXT_STEP:
             raise ValueError(f"--env {name}: its episodes do not begin in a step of their own.")
-        envs = RescaleAction(envs, -1.0, 1.0) if isinstance(action, gym.spaces.Box) else envs
+        one: Any = np.float32(1)
+        envs = RescaleAction(envs, -one, one) if isinstance(action, gym.spaces.Box) else envs
         self.envs = RecordEpisodeStatistics(envs, buffer_length=2 * num_envs)
         self.sizes = gym.spaces.flatdim(observation), gym.spaces.flatdim(action)
         self.envs.action_space.seed(seed)
@@ -88,7 +89,8 @@ def start(
         raise ValueError(
             "--checkpoints: environments cannot be saved, so no run could go on. There is --output."
         )
-    if args.num_envs < 1 or args.num_envs % (shards := mesh.size // mesh.shape["tensor"]):
+    shards = mesh.size // mesh.shape["tensor"]
+    if args.num_envs < 1 or args.num_envs % shards:
         raise ValueError(f"--num-envs {args.num_envs}: it must be a multiple of {shards}, which share them.")
     if args.quick:
         args.env, args.seeds, args.steps = args.env[:1], 1, steps // 5

@@ -3,9 +3,9 @@
     python examples/reinforcement_learning/ddpg.py                                 # minutes on two CPU cores
     python examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0  # or other bounded actions
 
-What is learnt, and a copy that follows it slowly, are one model, of which the first part is trained: the copy
-is among the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts by the parameters
-of the moment; the steps between two actions are one compiled call, a `lax.scan`.
+What is learnt, and a copy that follows it slowly, are one model, of which the first part is trained: the
+copy is among the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts by the
+parameters of the moment; the steps between two actions are one compiled call, a `lax.scan`.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ import redco_eqx as rx
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import environments
+
+RANDOM_STEPS = 1000  # before the agent acts
 
 
 class Agent(eqx.Module):
@@ -141,9 +143,9 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
         model = rx.init_model(make, mesh, key=model_key)
         state = rx.init_state(model, optimizer, key=key, trainable=Learner(online=True, target=False))
         replay = Replay(args.steps, seed)
-        replay.add(rollouts(rollouts.draw, 1000 // args.num_envs))
-        bar = tqdm(range(1000, args.steps + 1, args.num_envs), f"{name}, seed {seed}", disable=None)
-        for num_steps in bar:
+        replay.add(rollouts(rollouts.draw, RANDOM_STEPS // args.num_envs))
+        ends = range(RANDOM_STEPS + args.num_envs, args.steps + 1, args.num_envs)
+        for num_steps in tqdm(ends, f"{name}, seed {seed}", disable=None):
             replay.add(rollouts(functools.partial(act, state), 1))
             batches = jax.device_put(replay.sample(num_batches, args.batch_size), place)
             state, _ = update(state, batches)
@@ -160,6 +162,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """For each environment the mean returns on the way, from each seed, and that of random actions."""
     flags: Any = {"env": ["Pendulum-v1"], "num_envs": 8, "batch_size": 128, "epochs": 64}
     args, mesh = environments.start(__doc__, argv, **flags, steps=20_000)
+    if args.epochs * args.num_envs < args.batch_size or args.batch_size % (mesh.size // mesh.shape["tensor"]):
+        got = f"--batch-size {args.batch_size} --epochs {args.epochs} --num-envs {args.num_envs}"
+        raise ValueError(
+            f"{got}: there is no batch of that size after each step, or the devices cannot share it."
+        )
     return {name: learn(name, args, mesh) for name in args.env}
 
 
