@@ -33,14 +33,17 @@ class Example:
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
     - `flags`: what its `main` is given, with `{here}` for its folder.
     - `more`: why it has more lines than they, where it has.
+    - `along`: what the horizontal axis of its picture counts.
 
-    Its `main` returns `{name: (number or list of those on the way, baseline)}`.
+    Its `main` returns `{name: (number or list of those on the way, baseline)}`. In place of a list there may be
+    many runs of the same, each as `{how far: number}`: the worst of the last numbers is the one that counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
     upstream: Sequence[int] = ()
     flags: Sequence[str] = ()
     more: str = ""
+    along: str = "evaluation"
 
 
 EXAMPLES = {
@@ -96,7 +99,39 @@ EXAMPLES = {
         upstream=(262,),
         flags=("--picture", "{here}/samples.png"),
     ),
+    "reinforcement_learning/ppo": Example(
+        {
+            "CartPole-v1": ("mean return in CartPole, worst of 3 seeds; of random actions", ">= 475"),
+            "Acrobot-v1": ("mean return in Acrobot, worst of 3 seeds; of random actions", ">= -100"),
+        },
+        upstream=(218,),
+        along="steps of the environments",
+    ),
+    "reinforcement_learning/ddpg": Example(
+        {"Pendulum-v1": ("mean return, worst of 3 seeds; of random actions", ">= -250")},
+        upstream=(240,),
+        along="steps of the environments",
+    ),
 }
+
+
+def file_of(name: str) -> pathlib.Path:
+    """The program of an example: that of its name, or `main.py` in the folder of its name."""
+    file = HERE / f"{name}.py"
+    return file if file.exists() else HERE / name / "main.py"
+
+
+def curves_of(reached: Any) -> list[Mapping[int, float]]:
+    """All runs of what was reached, by how far each was; none if it is one number."""
+    if not isinstance(reached, list):
+        return []
+    return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=1))]
+
+
+def last_of(reached: Any, bound: str) -> float:
+    """The last number of what was reached, of many runs that of the worst."""
+    lasts = [list(curve.values())[-1] for curve in curves_of(reached)]
+    return (min if bound.startswith(">=") else max)(lasts) if lasts else reached
 
 
 def is_met(bound: str, number: float, baseline: float) -> bool:
@@ -126,25 +161,30 @@ def files_of(file: pathlib.Path) -> set[pathlib.Path]:
     return {file}.union(*(files_of(path) for path in candidates if path.exists()))
 
 
-def picture(file: pathlib.Path, results: Results, stated: Mapping[str, tuple[str, str]]) -> None:
+def picture(file: pathlib.Path, results: Results, example: Example) -> None:
     """Draws the curves, with baselines as broken lines; those that measure the same in one panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    measures = {name: measure.split("; ") for name, (measure, _) in stated.items()}
+    measures = {name: measure.split("; ") for name, (measure, _) in example.stated.items()}
     panels: dict[str, list[str]] = {}
     for name, (reached, _) in results.items():
-        if isinstance(reached, list):  # a curve that is not in the table belongs to the first that is
+        if curves_of(reached):  # a curve that is not in the table belongs to the first that is
             panels.setdefault(measures.get(name, next(iter(measures.values())))[0], []).append(name)
     figure = Figure(figsize=(4.5 * len(panels), 3.2), layout="constrained")
     for axes, (unit, names) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
         for name in names:
             reached, baseline = results[name]
-            (line,) = axes.plot(range(1, 1 + len(reached)), reached, marker=".", label=name)
+            curves, color = curves_of(reached), None
+            style: Any = {"marker": "."} if len(curves) == 1 else {"linewidth": 1}
+            for curve in curves:
+                label = name if curve is curves[0] else None
+                (line,) = axes.plot(list(curve), list(curve.values()), color=color, label=label, **style)
+                color = line.get_color()
             if name in measures:
-                broken: Any = {"color": line.get_color(), "linestyle": "dashed", "linewidth": 1}
+                broken: Any = {"color": color, "linestyle": "dashed", "linewidth": 1}
                 axes.axhline(baseline, label=measures[name][1], **broken)
-        axes.set(xlabel="evaluation", ylabel=unit)
+        axes.set(xlabel=example.along, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=90)
@@ -152,14 +192,14 @@ def picture(file: pathlib.Path, results: Results, stated: Mapping[str, tuple[str
 
 def run(name: str) -> tuple[list[str], list[str]]:
     """Runs an example: its rows of the table, and what it fell short of."""
-    example, start = EXAMPLES[name], time.perf_counter()
+    example, file, start = EXAMPLES[name], file_of(name), time.perf_counter()
+    where = file.relative_to(HERE)
     sys.path.insert(0, str(HERE))
-    results: Results = importlib.import_module(f"{name}.main").main(
-        [flag.format(here=HERE / name) for flag in example.flags]
-    )
+    module = importlib.import_module(".".join(where.with_suffix("").parts))
+    results: Results = module.main([flag.format(here=file.parent) for flag in example.flags])
     seconds = time.perf_counter() - start
-    picture(HERE / name / "scores.png", results, example.stated)
-    lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
+    picture(file.with_name("scores.png" if file.stem == "main" else f"{file.stem}.png"), results, example)
+    lines = sum(code_lines(file.read_text()) for file in files_of(file))
     upstream = " + ".join(str(n) for n in example.upstream) or "–"
     reason = example.more and f": {example.more}"
     table, short = [], []
@@ -167,10 +207,10 @@ def run(name: str) -> tuple[list[str], list[str]]:
         short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]
-        number = reached[-1] if isinstance(reached, list) else reached
+        number = last_of(reached, bound)
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
-        cells = (f"[{name}]({name}/main.py)", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
+        cells = (f"[{name}]({where.as_posix()})", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
         table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream + reason]) + " |")
         reason = ""  # once
     return table, short

@@ -18,6 +18,7 @@ from redco_eqx import (
     cast,
     eval_step,
     init_state,
+    jit_step,
     make_mesh,
     predict_step,
     train_step,
@@ -46,13 +47,17 @@ def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
     return kept, {"noise": jax.random.uniform(key)}
 
 
+def noisy_predict(model: Any, batch: Any, key: Any) -> Any:
+    return batch * jax.random.uniform(key)
+
+
 ZERO_RATE = optax.sgd(0.0)
 ONES = np.ones(64, np.float32)
 
 
 NOISY_STEP = compiled_step(noisy_loss, ZERO_RATE)
 NOISY_EVAL = jax.jit(partial(eval_step, loss_fn=noisy_loss))
-NOISY_PREDICT = jax.jit(partial(predict_step, predict_fn=lambda m, b, k: b * jax.random.uniform(k)))
+NOISY_PREDICT = jax.jit(partial(predict_step, predict_fn=noisy_predict))
 
 
 def noises(key: Any) -> dict[str, list[float]]:
@@ -73,6 +78,22 @@ def test_streams_of_randomness_are_apart_and_reproducible():
     assert len(set(numbers)) == 12
     assert drawn == again
     assert not set(numbers) & {x for stream in other.values() for x in stream}
+
+
+def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
+    """The steps of a rollout, say, of one compiled program."""
+    state = init_state(Noisy(), ZERO_RATE, key=KEY)
+    evaluated = jit_step(partial(eval_step, loss_fn=noisy_loss), donate=False)
+    predicted = jit_step(partial(predict_step, predict_fn=noisy_predict), donate=False)
+
+    def draw(state: Any, **index: Any) -> tuple[float, float]:
+        return float(evaluated(state, ONES, **index)["noise"]), float(predicted(state, ONES, **index)[0])
+
+    plain, *drawn = [draw(state), *(draw(state, index=i) for i in (0, 1, np.int32(2), jnp.int32(1)))]
+    assert plain == (float(NOISY_EVAL(state, ONES)["noise"]), float(NOISY_PREDICT(state, ONES)[0]))
+    assert drawn[3] == drawn[1]
+    later = draw(NOISY_STEP(state, ONES)[0], index=1)
+    assert len({*plain, *drawn[0], *drawn[1], *drawn[2], *later}) == 10
 
 
 def test_the_key_of_a_state_is_never_consumed():

@@ -19,14 +19,14 @@ class JittedStep(Generic[R]):
     def __init__(self, step: Callable[..., R], *, donate: bool):
         self._jitted = jax.jit(on_its_mesh(step), donate_argnums=0 if donate else ())
 
-    def __call__(self, state: TrainState, *arguments: Any) -> R:
+    def __call__(self, state: TrainState, *arguments: Any, **named: Any) -> R:
         check_is_state(state, "the first argument of a step")
         check_alive(state)
-        return self._jitted(state, *arguments)
+        return self._jitted(state, *arguments, **named)
 
-    def lower(self, state: TrainState, *arguments: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, *arguments: Any, **named: Any) -> jax.stages.Lowered:
         """`jax.jit(step).lower(...)`; the arguments may be abstract."""
-        return self._jitted.lower(state, *arguments)
+        return self._jitted.lower(state, *arguments, **named)
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
@@ -38,8 +38,8 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Arguments:**
 
-    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. More arguments than
-        these two are passed on.
+    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. More arrays than
+        these are passed on, by position or by name (the `index` of `predict_step`, say).
     - `donate`: whether the step takes over the memory of the state, which is deleted. `False` for a step that
         returns no state, such as `eval_step`.
 
@@ -58,7 +58,10 @@ def on_its_mesh(step: Callable[..., R]) -> Callable[..., R]:
     """`step`, made right for the mesh that its arguments lie on (see `partitioned`)."""
 
     @functools.wraps(step, assigned=("__doc__",))
-    def run(*arguments: Any) -> R:
-        return partitioned(step, traced_mesh(arguments))(*arguments)
+    def run(*arguments: Any, **named: Any) -> R:
+        def call(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
+            return step(*arguments, **named)
+
+        return partitioned(call, traced_mesh(arguments))(arguments, named)
 
     return run

@@ -88,9 +88,10 @@ class TrainState:
         return model if state_structure is None else (model, state_structure.build(model_state))
 
 
-def stream(state: TrainState, tag: int) -> Key:
-    """The key of one stream of randomness at this step."""
-    return fold(state.key, tag, state.step)
+def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None) -> Key:
+    """The key of one stream of randomness at this step, and of a batch of it that has an index."""
+    key = fold(state.key, tag, state.step)
+    return key if index is None else jax.random.fold_in(key, index)
 
 
 def fold(key: Key, tag: int, number: int | Array) -> Key:

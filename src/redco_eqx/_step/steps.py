@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._parallel.remat import keep_products
@@ -26,6 +26,7 @@ from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_is
 from redco_eqx._tree import first_few, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._types import (
     RESERVED_METRICS,
+    AnyArray,
     Batch,
     Key,
     LossFn,
@@ -159,12 +160,18 @@ def train_step(
     return new_state, report
 
 
-def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: PyTree | None = None) -> Metrics:
+def eval_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    loss_fn: LossFn,
+    shardings: PyTree | None = None,
+    index: int | Int[AnyArray, ""] | None = None,
+) -> Metrics:
     """The loss and metrics of one batch, as [`Mean`][]s to be added over batches.
 
     The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns weighs the
-    number of examples. The arguments are those of `train_step`; to evaluate many batches with fresh
-    randomness, give each a state with another `key`.
+    number of examples. The other arguments are those of `predict_step`.
     """
     check_is_state(state, "eval_step: state")
     check_function("eval_step", "loss_fn", loss_fn, "model", "batch", "key")
@@ -174,19 +181,37 @@ def eval_step(state: TrainState, batch: Batch, *, loss_fn: LossFn, shardings: Py
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
-    return _infer(state, batch, stream(state, EVALUATE), measure, shardings)
+    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings)
 
 
 def predict_step(
-    state: TrainState, batch: Batch, *, predict_fn: PredictFn, shardings: PyTree | None = None
+    state: TrainState,
+    batch: Batch,
+    *,
+    predict_fn: PredictFn,
+    shardings: PyTree | None = None,
+    index: int | Int[AnyArray, ""] | None = None,
 ) -> PyTree[Array]:
     """`predict_fn(model, batch, key)` with the model in inference mode.
 
-    Raises `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
+    **Arguments:**
+
+    - `state`, `batch`, `shardings`: see `train_step`.
+    - `predict_fn`: see [`PredictFn`][].
+    - `index`: which of the batches this is that the same state sees, where `predict_fn` draws random numbers:
+        the step of a rollout, say. Without it they are the same for each batch, until the next `train_step`.
+
+    **Returns:**
+
+    What `predict_fn` returns.
+
+    **Raises:**
+
+    `ValueError` while tracing, naming the leaf, if an output lacks the leading dim of the batch.
     """
     check_is_state(state, "predict_step: state")
     check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
-    outputs = _infer(state, batch, stream(state, PREDICT), predict_fn, shardings)
+    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings)
     size = jax.tree.leaves(batch)[0].shape[0]
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")

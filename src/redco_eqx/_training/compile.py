@@ -1,6 +1,5 @@
 """The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from redco_eqx._kept.programs import kept, signature
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.jit import on_its_mesh
-from redco_eqx._step.state import TrainState, fold, layout_of, state_mesh
+from redco_eqx._step.state import TrainState, layout_of, state_mesh
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import StepFn, Window, empty_window, guarded
 from redco_eqx._types import Batch, LossFn
@@ -108,12 +107,10 @@ def step_programs(state: TrainState, step_fn: StepFn, *, skip_nonfinite: bool) -
     return PerShape(make, functions=(step_fn,), key=("step_fn", skip_nonfinite), state=state)
 
 
-def reseeded(
-    step: Callable[[TrainState, Batch], PyTree], tag: int
-) -> Callable[[TrainState, Batch], jax.stages.Compiled]:
-    """Compiles `step` as `(state, batch, index) -> result`, with a key of its own for each index and tag."""
+def indexed(step: Callable[..., PyTree]) -> Callable[[TrainState, Batch], jax.stages.Compiled]:
+    """Compiles `step(state, batch, index=)` as `(state, batch, index) -> result`."""
 
     def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
-        return step(dataclasses.replace(state, key=fold(state.key, tag, index)), batch)
+        return step(state, batch, index=index)
 
     return lambda state, batch: jax.jit(inference).lower(state, batch, np.int32(0)).compile()

@@ -13,10 +13,10 @@ from jaxtyping import Array, PyTree
 from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._data.streams import as_sequence
-from redco_eqx._step.state import EVALUATE, PREDICT, TrainState, check_is_state, layout_of, state_mesh
+from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.checks import check_examples, check_whole
-from redco_eqx._training.compile import PerShape, reseeded
+from redco_eqx._training.compile import PerShape, indexed
 from redco_eqx._training.throttle import lagging
 from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
@@ -71,7 +71,7 @@ def losses(
     check_function("evaluate", "loss_fn", loss_fn, "model", "batch", "key")
     check_whole("evaluate", batch_size=batch_size)
     step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
-    programs = PerShape(reseeded(step, EVALUATE), functions=(loss_fn,), key="evaluate", state=state)
+    programs = PerShape(indexed(step), functions=(loss_fn,), key="evaluate", state=state)
     totals: dict[str, tuple[float, float]] = {}
     outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", stops)
     with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
@@ -141,7 +141,7 @@ def predictions(
     check_function("predict", "predict_fn", predict_fn, "model", "batch", "key")
     check_whole("predict", batch_size=batch_size)
     step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
-    programs = PerShape(reseeded(step, PREDICT), functions=(predict_fn,), key="predict", state=state)
+    programs = PerShape(indexed(step), functions=(predict_fn,), key="predict", state=state)
     rows: list[Any] = []
     data = as_sequence(examples)
     outputs = _outputs(state, data, programs, collate_fn, batch_size, "pad", stops)

@@ -1,0 +1,296 @@
+"""What happens in environments, what is made of it, and that it does not depend on the mesh; and it learns."""
+
+import pytest
+
+pytest.importorskip("gymnasium", exc_type=ImportError)
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import common
+import environments
+import equinox as eqx
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from reinforcement_learning import ddpg, ppo
+
+import redco_eqx as rx
+
+NUM_ENVS, NUM_TIMES = 8, ppo.NUM_TIMES
+
+
+def rollouts_of(name, actions, **axes):
+    return environments.Rollouts(name, NUM_ENVS, rx.make_mesh(**axes), actions=actions, seed=3)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    """Of random actions in CartPole; from the fifth on, so that episodes are at different steps."""
+    rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
+    for _ in range(4):
+        rollouts(rollouts.draw, 10)
+    return rollouts(rollouts.draw, NUM_TIMES)
+
+
+@pytest.fixture
+def double():
+    """Computes in float64, where a tolerance tells rounding from anything else."""
+    with jax.enable_x64(True):
+        yield
+
+
+def test_each_step_that_counts_is_one_of_the_environment_alone(rollout):
+    env: Any = gym.make("CartPole-v1").unwrapped
+    env.reset()
+    began = np.argwhere(rollout["weight"] == 0)
+    assert len(began) > 20
+    for i, t in np.argwhere(rollout["weight"] > 0):
+        env.state = rollout["observation"][i, t].astype(np.float64)
+        env.steps_beyond_terminated = None
+        after, reward, terminated, _, _ = env.step(int(rollout["action"][i, t]))
+        np.testing.assert_allclose(rollout["observation"][i, t + 1], after, atol=1e-5)
+        assert (reward, terminated) == (rollout["reward"][i, t], rollout["terminated"][i, t])
+    for i, t in began:
+        assert t == 0 or rollout["ended"][i, t - 1]
+        assert np.abs(rollout["observation"][i, t + 1]).max() <= 0.05, "where an episode of CartPole begins"
+
+
+def test_the_mean_return_is_that_of_the_last_episodes():
+    rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
+    assert rollouts.mean_return == 0
+    seen = rollouts(rollouts.draw, 400)
+    ends = []  # the step and the return of each episode
+    for i in range(NUM_ENVS):
+        total = 0.0
+        for t in range(400):
+            total = (total + seen["reward"][i, t]) * seen["weight"][i, t]
+            if seen["ended"][i, t]:
+                ends.append((t, total))
+    last = sorted(ends)[-2 * NUM_ENVS :]
+    # Where more episodes end in one step than count, any of them do.
+    certain = [x for t, x in last if t > last[0][0]]
+    assert set(certain) <= set(rollouts.envs.return_queue)
+    assert rollouts.mean_return == pytest.approx(np.mean(rollouts.envs.return_queue))
+
+
+def test_actions_between_one_and_minus_one_are_the_whole_box():
+    rollouts = rollouts_of("Pendulum-v1", gym.spaces.Box)
+    seen = rollouts(lambda observation, index: np.full((NUM_ENVS, 1), (-1.0, 0.5)[index], np.float32), 2)
+    env: Any = gym.make("Pendulum-v1").unwrapped
+    env.reset()
+    for i in range(NUM_ENVS):
+        cos, sin, speed = seen["observation"][i, 0]
+        env.state = np.array([np.arctan2(sin, cos), speed])
+        for t, torque in enumerate((-2.0, 1.0)):
+            after, reward, *_ = env.step(np.array([torque]))
+            np.testing.assert_allclose(seen["observation"][i, t + 1], after, atol=1e-5)
+            assert seen["reward"][i, t] == pytest.approx(reward, abs=1e-4)
+
+
+def test_advantages_are_the_sums_of_their_definition(rollout, double):
+    rollout = {name: x.astype(np.float64) for name, x in rollout.items()}
+    rollout["terminated"][0] = 0  # these were cut short
+    values = np.random.default_rng(0).normal(size=(NUM_ENVS, NUM_TIMES + 1))
+    found = ppo.advantages(rollout, jnp.asarray(values), decay=0.9)
+    for i in range(NUM_ENVS):
+        for t in range(0, NUM_TIMES, 7):
+            expected = 0.0
+            for k in range(t, NUM_TIMES):
+                after = 0.0 if rollout["terminated"][i, k] else values[i, k + 1]
+                error = rollout["reward"][i, k] + ppo.DISCOUNT * after - values[i, k]
+                expected += (ppo.DISCOUNT * 0.9) ** (k - t) * error
+                if rollout["ended"][i, k]:
+                    break
+            np.testing.assert_allclose(found[i, t], expected, rtol=1e-10)
+
+
+def actor_critic(mesh, optimizer):
+    make = functools.partial(ppo.make_model, num_inputs=4, num_actions=2)
+    model = rx.init_model(make, mesh, key=jax.random.key(0))
+    return rx.init_state(model, optimizer, key=jax.random.key(1)), rx.shard_rules(model, mesh)
+
+
+def update_on(mesh, args):
+    """The state, and the compiled call that learns from a rollout."""
+    optimizer = optax.sgd(0.1)
+    state, shardings = actor_critic(mesh, optimizer)
+    step = functools.partial(rx.train_step, loss_fn=ppo.loss_fn, optimizer=optimizer, shardings=shardings)
+    return state, rx.jit_step(functools.partial(ppo.learn_from, step=step, args=args))
+
+
+def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, double):
+    args = types.SimpleNamespace(epochs=2, batch_size=256, num_envs=NUM_ENVS)
+    rollout = {
+        name: jnp.asarray(x if name == "action" else x.astype(np.float64)) for name, x in rollout.items()
+    }
+    state, _ = actor_critic(rx.make_mesh(data=1), optax.sgd(0.1))
+    model = state.model
+    log_probs, values = jax.vmap(jax.vmap(model))(jnp.asarray(rollout["observation"]))
+    old = jnp.take_along_axis(log_probs[:, :-1], rollout["action"][..., None], axis=2)[..., 0]
+    found = ppo.advantages(rollout, values)
+    counted = np.asarray(found)[np.asarray(rollout["weight"]) > 0]
+    normed = (found - counted.mean()) / (counted.std() + 1e-8)
+    target = found + values[:, :-1]
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model, rows):
+        """Of the mean over pairs of an environment and a time in which it was acted."""
+        i, t = rows.T
+        acted = rollout["weight"][i, t]
+        observation, action, advantage = rollout["observation"][i, t], rollout["action"][i, t], normed[i, t]
+        log_prob = jax.nn.log_softmax(jax.vmap(model.actor)(jnp.asarray(observation)))
+        ratio = jnp.exp(log_prob[jnp.arange(len(rows)), action] - old[i, t])
+        worse = jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8)) * advantage
+        error = (jax.vmap(model.critic)(jnp.asarray(observation)) - target[i, t]) ** 2 / 2
+        entropy = -(jnp.exp(log_prob) * log_prob).sum(axis=1)
+        return jnp.sum(jnp.where(acted > 0, error - worse - 0.01 * entropy, 0)) / jnp.sum(acted)
+
+    keys = jax.random.split(jax.random.fold_in(state.key, 0), 2)
+    for key in keys:
+        order = np.asarray(jax.random.permutation(key, NUM_TIMES)).reshape(-1, 32)
+        for times in order:
+            rows = [(i, t) for i in range(NUM_ENVS) for t in times]
+            grads = gradient(model, np.array(rows))
+            model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    expected = rx.to_arrays(model)
+    for axes in ({"data": 1}, {}, {"tensor": 2}, {"tensor": 2, "fsdp": 2}):
+        mesh = rx.make_mesh(**axes)
+        state, update = update_on(mesh, args)
+        state, metrics = update(state, jax.device_put(rollout, rx.batch_sharding(mesh)))
+        assert metrics["loss"].value.shape == (8,)
+        for path, x in state.params.items():
+            # The library's means are float32, by whose rounding the gradients of a sum and of a mean differ.
+            np.testing.assert_allclose(x, expected[path], rtol=1e-5, atol=1e-7)
+
+
+def test_what_happens_in_an_environment_stays_on_its_devices(rollout):
+    args = types.SimpleNamespace(epochs=3, batch_size=256, num_envs=NUM_ENVS)
+    mesh = rx.make_mesh(data=8)
+    state, update = update_on(mesh, args)
+    placed = jax.device_put(rollout, rx.batch_sharding(mesh))
+    found = rx.communication(update.lower(state, placed).compile(), mesh)
+    assert set(found.by_kind) == {"all-reduce"}
+    gradients = sum(x.nbytes for x in state.params.values())
+    # And for each step five sums of a minibatch, of the rollout its mean and deviation.
+    assert found.total.result_bytes <= 12 * (gradients + 5 * 4) + 8 * 4
+
+
+def test_the_actor_and_the_critic_learn_each_from_their_own_term():
+    model = ddpg.make_model(jax.random.key(0), 3, 1)
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=(16, 3)).astype(np.float32) for name in ("observation", "after")}
+    batch["action"] = random.uniform(-1, 1, (16, 1)).astype(np.float32)
+    batch |= {"reward": random.normal(size=16).astype(np.float32), "terminated": np.zeros(16, np.float32)}
+    both, error, value = (
+        rx.to_arrays(eqx.filter_grad(lambda model, f=f: f(model))(model))
+        for f in (
+            lambda model: ddpg.loss_fn(model, batch, None)[0],
+            lambda model: ddpg.loss_fn(model, batch, None)[1]["error"],
+            lambda model: jnp.mean(
+                model.online.value(batch["observation"], model.online.act(batch["observation"]))
+            ),
+        )
+    )
+    for path, gradient in both.items():
+        if path.startswith("online.actor"):
+            assert np.abs(gradient).max() > 0
+            np.testing.assert_allclose(gradient, -value[path], atol=1e-6)
+        elif path.startswith("online.critic"):
+            np.testing.assert_allclose(gradient, error[path], atol=1e-6)
+
+
+def test_the_copy_follows_after_each_step(double):
+    mesh, optimizer = rx.make_mesh(tensor=2), optax.sgd(0.1)
+    model = rx.init_model(lambda key: ddpg.make_model(key, 3, 1), mesh, key=jax.random.key(0))
+    spec = ddpg.Learner(online=True, target=False)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=spec)
+    assert {path.split(".")[0] for path in state.params} == {"online"}
+    for path, x in state.frozen.items():
+        np.testing.assert_array_equal(x, state.params[path.replace("target", "online")])
+    before, copy = dict(state.frozen), dict(state.frozen)
+    replay = ddpg.Replay(64, seed=0)
+    rollouts = rollouts_of("Pendulum-v1", gym.spaces.Box)
+    replay.add(rollouts(rollouts.draw, 8))
+    batches = replay.sample(3, 16)
+    step = functools.partial(rx.train_step, loss_fn=ddpg.loss_fn, optimizer=optimizer)
+    after, _ = jax.jit(functools.partial(ddpg.learn_from, step=step, rate=0.25))(state, batches)
+    one = jax.jit(step)
+    for i in range(3):
+        state, _ = one(state, {name: x[i] for name, x in batches.items()})
+        for path in copy:
+            copy[path] = 0.75 * copy[path] + 0.25 * state.params[path.replace("target", "online")]
+        state = dataclasses.replace(state, frozen=copy)  # its value is what the next step aims at
+    for path, x in after.frozen.items():
+        np.testing.assert_allclose(x, copy[path], rtol=1e-9)
+    assert max(np.abs(copy[path] - x).max() for path, x in before.items()) > 0.01
+
+
+def test_what_is_replayed_happened():
+    rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
+    replay = ddpg.Replay(1000, seed=0)
+    seen = [rollouts(rollouts.draw, num_steps) for num_steps in (1, 50, 3)]
+    for rollout in seen:
+        replay.add(rollout)
+    assert replay.num_seen == sum(int(rollout["weight"].sum()) for rollout in seen) < 54 * NUM_ENVS
+    happened = {
+        tuple(np.concatenate([rollout["observation"][i, t], rollout["observation"][i, t + 1]]))
+        for rollout in seen
+        for i, t in np.argwhere(rollout["weight"] > 0)
+    }
+    sample = replay.sample(5, 40)
+    assert sample["reward"].shape == (5, 40)
+    assert sample["weight"].min() == 1
+    pairs = np.concatenate([sample["observation"], sample["after"]], axis=2).reshape(200, 8)
+    assert {tuple(pair) for pair in pairs} <= happened
+    assert len({tuple(pair) for pair in pairs}) > 80
+
+
+def test_it_learns_to_balance_a_pole():
+    (curve,), random = ppo.main(["--quick"])["CartPole-v1"]
+    assert random < 30
+    assert list(curve.values())[-1] > 4 * random
+
+
+def test_the_same_seed_gives_the_same_curve_and_another_one_another():
+    flags = ["--env", "CartPole-v1", "--steps", "6144", "--seeds", "2"]
+    curves, random = ppo.main(flags)["CartPole-v1"]
+    again, random_again = ppo.main(flags)["CartPole-v1"]
+    assert curves == again
+    assert curves[0] != curves[1]
+    assert random == random_again
+
+
+def test_what_was_learnt_is_saved(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    (curve,), random = ddpg.main(["--steps", "1200", "--seeds", "1", "--output", str(tmp_path)])["Pendulum-v1"]
+    assert -2000 < random < -900
+    assert list(curve) == list(range(1008, 1201, 8))
+    saved = rx.list_checkpoints(tmp_path / "Pendulum-v1-0")
+    assert [checkpoint.step for checkpoint in saved] == [25 * 4]
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "words"),
+    [
+        (ppo, ["--env", "Pendulum-v1"], "--env Pendulum-v1: its actions are Box"),
+        (ddpg, ["--env", "CartPole-v1"], "--env CartPole-v1: its actions are Discrete"),
+        (ppo, ["--env", "FrozenLake-v1"], "--env FrozenLake-v1: its observations are Discrete"),
+        (ppo, ["--env", "NoSuch-v1"], "--env NoSuch-v1"),
+        (ppo, ["--num-envs", "6"], "--num-envs 6"),
+        (ppo, ["--batch-size", "100"], "--batch-size 100"),
+        (ddpg, ["--batch-size", "1024"], "--batch-size 1024 --epochs 64"),
+        (ddpg, ["--checkpoints", "somewhere"], "--checkpoints"),
+        (ddpg, ["--tensor", "3"], "fsdp * tensor = 3 must divide"),
+    ],
+)
+def test_bad_input_ends_with_one_line(program, flags, words):
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: program.main(flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
