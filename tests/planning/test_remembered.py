@@ -12,7 +12,7 @@ from redco_eqx._planning.remembered import remembered
 ROWS, WIDTH, LAYERS = 64, 32, 6
 X = jnp.ones((ROWS, WIDTH))
 STACK = jnp.ones((LAYERS, WIDTH, WIDTH))
-ACTIVATION, KEPT_STACK = 4 * ROWS * WIDTH, 4 * LAYERS * ROWS * WIDTH
+ACTIVATION, KEPT_STACK, GRADIENT = 4 * ROWS * WIDTH, 4 * LAYERS * ROWS * WIDTH, 4 * WIDTH * WIDTH
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -34,18 +34,24 @@ def unrolled(stack: jax.Array) -> jax.Array:
 
 
 def halved(stack: jax.Array) -> jax.Array:
-    """What is kept is kept in bfloat16."""
-    return jnp.sum(jnp.sin((X @ stack[0]).astype(jnp.bfloat16)).astype(jnp.float32))
+    x = X.astype(jnp.bfloat16)
+    for w in stack[:3]:
+        x = jnp.sin((x @ w).astype(jnp.bfloat16))
+    return jnp.sum(x.astype(jnp.float32))
 
 
-# The inputs of layers and the cosines of their products: two stacks; and the last x.
+# Of a scanned layer its input and the cosine of its product; of others, where a sine and a cosine are of one
+# product, one of them. Then the last x, or the first gradient of a weight; in bfloat16 also that of an x.
 PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
     "scan": (scanned(layer), 2 * KEPT_STACK + ACTIVATION),
     "scan that recomputes": (scanned(jax.checkpoint(layer, prevent_cse=False)), KEPT_STACK + ACTIVATION),
-    "a loop in Python": (unrolled, KEPT_STACK),
-    "half the precision": (halved, ACTIVATION // 2),
-    "called twice": (lambda stack: jnp.sum(jax.jit(layer)(jax.jit(layer)(X, stack[0]), stack[1])), 2 * ACTIVATION),
-    "nothing": (lambda stack: jnp.sum(X @ stack[0]), 0),
+    "a loop in Python": (unrolled, KEPT_STACK + GRADIENT),
+    "half the precision": (halved, 2 * ACTIVATION + GRADIENT),
+    "called twice": (
+        lambda stack: jnp.sum(jax.jit(layer)(jax.jit(layer)(X, stack[0]), stack[1])),
+        2 * ACTIVATION + GRADIENT,
+    ),
+    "nothing but a product at a time": (lambda stack: jnp.sum(X @ stack[0]), ACTIVATION),
 }
 
 

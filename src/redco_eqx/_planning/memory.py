@@ -84,4 +84,3 @@ def _bytes(tree: PyTree) -> int:
 def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
     shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
     return math.prod(shape) * x.dtype.itemsize
-

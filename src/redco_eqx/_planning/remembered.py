@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -11,17 +11,19 @@ from redco_eqx._dataflow.programs import Atom, called, shape_of, type_of
 from redco_eqx._dataflow.source import source_line
 
 _DEAR = {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map"}
-"""Whose results take memory if they are used later. Those of others may be computed again where they are read."""
-
-_VIEWS = {"reshape", "transpose", "squeeze", "convert_element_type", "name", "sharding_constraint"}
-"""What gives the same numbers again: one form of them is kept."""
+"""Whose results take memory if they are used later. Others' may be computed again where they are read."""
 
 
 @dataclasses.dataclass
-class _Value:
-    """A dear one, in its smallest form: after operations `first` to `last - 1` it is there."""
+class _Form:
+    """A dear value, or what is made of it alone: of all forms that are used later, the largest is kept.
+
+    - `origin`: a number for the dear value.
+    - `first`, `last`: after operations `first` to `last - 1` this form is there.
+    """
 
     buffer: Buffer
+    origin: int
     first: int
     last: int
 
@@ -29,35 +31,57 @@ class _Value:
 def remembered(program: Jaxpr) -> tuple[Buffer, ...]:
     """The values, whole, that are there when they take most; the largest first.
 
-    Only results of products and loops count, and each once, in the smallest form that it is given. Split over all
-    devices they take no more of each than the compiled step does, however that is laid out.
+    Only results of products and loops count, each once, and what is made of one of them alone in its place.
+    Split over all devices they take no more of each than the compiled step does, however that is laid out.
     """
-    values: list[_Value] = []
-    known: dict[int, _Value] = {}
+    known: dict[int, _Form] = {}
     for now, (equation, operands, results) in enumerate(_flat(program, {}, itertools.count())):
         read = [known[x] for x in operands if x in known]
-        for value in read:
-            value.last = now
-        name = equation.primitive.name
+        for form in read:
+            form.last = now
+        origins = {form.origin for form in read}
         for number, atom in zip(results, equation.outvars):
-            if name in _DEAR and shape_of(atom):
-                known[number] = _Value(_buffer(equation, atom), now, now)
-                values.append(known[number])
-            elif name in _VIEWS and len(read) == 1:
-                known[number] = read[0]
-                smaller = _buffer(equation, atom)
-                if smaller.num_bytes < read[0].buffer.num_bytes:
-                    read[0].buffer = smaller
-    most = max((x.first for x in values), key=lambda now: _total(_there(values, now)), default=0)
-    return tuple(sorted(_there(values, most), key=lambda b: (-b.num_bytes, b.shape, b.source)))
+            if not shape_of(atom):
+                continue
+            if equation.primitive.name in _DEAR:
+                known[number] = _Form(_buffer(equation, atom), number, now, now)
+            elif len(origins) == 1:
+                # Padded or broadcast, it may as well be kept as it was.
+                smallest = min((_buffer(equation, atom), *(form.buffer for form in read)), key=_size)
+                known[number] = _Form(smallest, min(origins), now, now)
+    return tuple(sorted(_most(known.values()), key=lambda b: (-b.num_bytes, b.shape, b.source)))
 
 
-def _there(values: list[_Value], now: int) -> list[Buffer]:
-    return [x.buffer for x in values if x.first <= now < x.last]
+def _most(forms: Iterable[_Form]) -> list[Buffer]:
+    """What is kept after the operation after which most is."""
+    changes: dict[int, list[_Form]] = {}
+    for form in forms:
+        changes.setdefault(form.first, []).append(form)
+        changes.setdefault(form.last, []).append(form)
+    there: dict[int, list[_Form]] = {}
+    total, most, kept = 0, 0, []
+
+    def size(origin: int) -> int:
+        return max((form.buffer.num_bytes for form in there.get(origin, ())), default=0)
+
+    for now in sorted(changes):
+        origins = {form.origin for form in changes[now]}
+        total -= sum(map(size, origins))
+        for form in changes[now]:
+            alike = there.setdefault(form.origin, [])
+            if form.last == now and form in alike:
+                alike.remove(form)
+            elif form.last > now:
+                alike.append(form)
+        total += sum(map(size, origins))
+        if total > most:
+            most = total
+            kept = [max((form.buffer for form in alike), key=_size) for alike in there.values() if alike]
+    return kept
 
 
-def _total(buffers: list[Buffer]) -> int:
-    return sum(x.num_bytes for x in buffers)
+def _size(buffer: Buffer) -> int:
+    return buffer.num_bytes
 
 
 def _buffer(equation: JaxprEqn, atom: Atom) -> Buffer:
