@@ -1,5 +1,6 @@
 """Plans of small models by the CPU compiler: what they say is what the program needs and sends."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -39,7 +40,10 @@ def plan(model: Any = make_mlp, **arguments: Any) -> Any:
         "progress": False,
         "max_compilations": 1,
     }
-    return rx.plan(model, **{**defaults, **arguments})
+    found = rx.plan(model, **{**defaults, **arguments})
+    for trial in found.trials:  # what is excluded by these bytes does not fit
+        assert trial.memory is None or trial.candidate.least_bytes <= trial.memory.peak
+    return found
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,7 @@ def test_a_smaller_device_asks_for_another_mesh_and_a_tiny_one_for_more() -> Non
     assert found.memory.parameters < whole.parameters
     assert found.memory.peak <= found.capacity
     none = plan(wide, bytes_per_device=1000)
+    assert "largest values that are kept for the backward pass" in str(none)  # by line, with no program
     assert not none.fits
     assert "alone take" in none.best.verdict
     few = plan(wide, mesh={"data": 8}, bytes_per_device=int(whole.peak * 1.02))  # less than with the reserve
@@ -104,27 +109,51 @@ def test_a_smaller_device_asks_for_another_mesh_and_a_tiny_one_for_more() -> Non
     assert re.search(r"f32\[[\d,]+\]\s+\w+\.py:\d+", text)  # and values, by line
 
 
+LLAMA = models.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+
+
+def make_llama(key: Any, stacked: Any = True, remat: Any = "none") -> Any:
+    return models.LlamaForCausalLM(LLAMA, stacked=stacked, remat=remat, key=key)
+
+
+def next_token_loss(model: Any, batch: Any, key: Any) -> Any:
+    return rx.layers.cross_entropy(model.hidden_states(batch[:, :-1])[0], model.head, batch[:, 1:])
+
+
+OF_LLAMA: dict[str, Any] = {
+    "loss_fn": next_token_loss,
+    "batch": jax.ShapeDtypeStruct((16, 65), jnp.int32),
+    "mesh": {"tensor": 4},
+}
+
+
 def test_microbatches_and_remat_are_chosen_where_memory_is_short() -> None:
-    config = models.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    batch = jax.ShapeDtypeStruct((16, 65), jnp.int32)
-
-    def make_llama(key: Any, remat: Any = "none") -> Any:
-        return models.LlamaForCausalLM(config, stacked=True, remat=remat, key=key)
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        return rx.layers.cross_entropy(model.hidden_states(batch[:, :-1])[0], model.head, batch[:, 1:])
-
-    arguments: Any = {"loss_fn": loss_fn, "batch": batch, "mesh": {"tensor": 4}}
     options: Any = {"options": {"remat": ["none", "full"]}, "num_microbatches": [1, 2]}
-    roomy = plan(make_llama, **arguments, **options)
+    roomy = plan(make_llama, **OF_LLAMA, **options)
     assert (roomy.options, roomy.num_microbatches) == ({"remat": "none"}, 1)
     less = int(roomy.memory.peak * 0.8)
-    found = plan(make_llama, **arguments, **options, bytes_per_device=less, max_compilations=3)
+    found = plan(make_llama, **OF_LLAMA, **options, bytes_per_device=less, max_compilations=3)
     assert found.fits
     assert (found.options, found.num_microbatches) != ({"remat": "none"}, 1)
     assert found.memory.peak <= less < roomy.memory.peak
+
+
+def test_options_that_change_paths_or_the_program_are_laid_out_and_counted_for_themselves() -> None:
+    options: Any = {"stacked": [False, True], "remat": ["none", "full"]}
+    found = plan(make_llama, **OF_LLAMA, options=options)
+    assert len(found.trials) == 4
+    for trial in found.trials:
+        own = plan(
+            functools.partial(make_llama, **trial.candidate.choice.options), **OF_LLAMA, bytes_per_device=1
+        )
+        assert dataclasses.replace(own.best.candidate, choice=trial.candidate.choice) == trial.candidate
+    stacked = plan(make_llama, **OF_LLAMA, options={"stacked": [False, True]}, max_compilations=2)
+    assert [trial.fits for trial in stacked.trials] == [True, True]
+    kept = {tuple(t.candidate.choice.options.values()): t.candidate.remembered for t in found.trials}
+    for stacked in (False, True):
+        assert sum(x.num_bytes for x in kept[stacked, "full"]) < sum(x.num_bytes for x in kept[stacked, "none"])
 
 
 def test_what_is_planned_trains() -> None:

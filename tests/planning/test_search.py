@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from redco_eqx._compiled.buffers import Buffer
 from redco_eqx._planning.candidates import Candidate, Choice, meshes, variants
 from redco_eqx._planning.chips import Chip
 from redco_eqx._planning.largest import largest
@@ -18,9 +19,12 @@ from redco_eqx._planning.trial import Trial
 CAPACITY = 100
 
 
-def candidate(seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1) -> Candidate:
+def candidate(
+    seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1, remembered: int = 0
+) -> Candidate:
     choice = Choice({"data": 8, "fsdp": 1, "tensor": 1}, {"remat": remat}, microbatches)
-    return Candidate(choice, state, 0.0, 0.0, seconds)
+    kept = (Buffer(remembered, f"u8[{remembered}]", ""),) if remembered else ()
+    return Candidate(choice, state, kept, 0.0, 0.0, seconds)
 
 
 class Compiler:
@@ -61,17 +65,20 @@ def test_the_fastest_that_fits_is_best_and_those_close_behind_are_compiled() -> 
 def test_what_cannot_fit_is_not_compiled() -> None:
     candidates = [
         candidate(1.0, state=101),  # the state alone
+        candidate(1.5, remembered=8 * 91),  # 91 of each device, and 10
+        candidate(1.6, remembered=8 * 91, remat="half", microbatches=2),
         candidate(2.0, state=20),
         candidate(2.5, state=10),  # the activations of the last, 300 - 2 * 20, are too much
         candidate(3.0, state=10, microbatches=4),  # a quarter of them, and 10
         candidate(4.0, state=10, remat="full"),
     ]
-    compiler = Compiler({2.0: 300, 3.0: 120, 4.0: 60})
+    compiler = Compiler({1.6: 110, 2.0: 300, 3.0: 120, 4.0: 60})
     found = run(candidates, compiler)
-    assert compiler.asked == [2.0, 3.0, 4.0]
+    assert compiler.asked == [1.6, 2.0, 3.0, 4.0]
     assert found[0].candidate.seconds == 4.0
     outcomes = {t.candidate.seconds: t.verdict for t in found}
     assert "alone take" in outcomes[1.0]
+    assert "kept for the backward pass" in outcomes[1.5]
     assert "evenly spread" in outcomes[2.5]
 
 
@@ -145,8 +152,8 @@ def test_sizes_that_do_not_ascend_are_refused(sizes: list[int]) -> None:
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
             "(2.50M) exceeds available HBM (15.75G).",
+            int(2.5 * 2**20) - 6,
             int(2.5 * 2**20),
-            int(2.5 * 2**20) + 6,
         ),
         ("RESOURCE_EXHAUSTED: no numbers", None, None),
     ],

@@ -247,6 +247,23 @@ def test_what_is_stored_split_is_gathered_layer_by_layer(layers):
     assert sum(c.count for c in found) in (7, 8)
 
 
+@pytest.mark.parametrize("size", [64, 4096])
+def test_checkpoints_of_weights_that_are_whole_are_not_undone_for_a_small_gather(size: int) -> None:
+    """Layers that `tensor` splits recompute; a table of positions is stored split, and gathered outside."""
+    rows = NamedSharding(MESH, PartitionSpec("fsdp"))
+    stack = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32, sharding=WHOLE)
+    table = jax.ShapeDtypeStruct((size, 64), jnp.float32, sharding=rows)
+
+    def loss(stack: Any, table: Any, x: Any) -> Any:
+        layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w.astype(jnp.float32)), prevent_cse=False)
+        x = jax.jit(lambda x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0])(x @ table[:64].T)
+        return jnp.mean(x**2)
+
+    program = trace(loss, stack, table, X)
+    _, keeps = gather_where_used(program, [WHOLE, rows, None])
+    assert keeps == (size * 64 > 4 * 64 * 64)
+
+
 def test_an_order_of_axes_says_what_is_for_storage_alone():
     spec = PartitionSpec(None, ("fsdp", "tensor"))
     assert (stored_axes(spec), for_use(spec)) == (("fsdp", "tensor"), PartitionSpec(None, None))

@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
+
+from redco_eqx._compiled.buffers import Buffer
 
 Option: TypeAlias = bool | int | float | str | None
 
@@ -33,6 +36,7 @@ class Candidate:
     """A choice with what is known of it from the program and its layout.
 
     - `state_bytes`: of parameters and optimizer state on one device; no more than what is needed.
+    - `remembered`: what the forward pass keeps for the backward pass, over all devices and microbatches.
     - `flops`: products on one device, recomputed ones included, if all devices have the same to do.
     - `sent_bytes`: what a device sends in a step.
     - `seconds`: `flops` and `sent_bytes` at the speeds of the chip, one after the other. For ranks only.
@@ -40,9 +44,16 @@ class Candidate:
 
     choice: Choice
     state_bytes: int
+    remembered: tuple[Buffer, ...]
     flops: float
     sent_bytes: float
     seconds: float
+
+    @property
+    def least_bytes(self) -> int:
+        """What a device needs at least: the state, and a microbatch's memories, evenly spread over all."""
+        shares = math.prod(self.choice.mesh.values()) * self.choice.num_microbatches
+        return self.state_bytes + sum(value.num_bytes for value in self.remembered) // shares
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, int]]:
@@ -65,7 +76,7 @@ def may_fit(candidate: Candidate, capacity: int, tried: Sequence[tuple[Candidate
     At best its activations are those of another with the same options, evenly spread over all devices that
     share a microbatch.
     """
-    least = candidate.state_bytes
+    least = candidate.least_bytes
     for other, peak in tried:
         if other.choice.options == candidate.choice.options:
             share = other.choice.num_microbatches / candidate.choice.num_microbatches

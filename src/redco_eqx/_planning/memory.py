@@ -52,16 +52,16 @@ def needed(before: Memory, compiled: jax.stages.Compiled) -> Memory:
     return dataclasses.replace(before, temporaries=peak - arguments(before), peak=peak)
 
 
+# The compiler for TPUs says "temporaries" of all that is there at the peak, the arguments included.
+_FOR_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT])\w*\)")
+
+
 def refused(before: Memory, message: str) -> Memory:
     """The same from the message of a compiler that found no room."""
-    used = re.search(r"Used ([\d.]+)([KMGT])\w* of", message)
-    temporaries = re.search(r"temporaries \(([\d.]+)([KMGT])\w*\)", message)
-    if used:
-        peak = _number(used)
+    found = re.search(r"Used ([\d.]+)([KMGT])\w* of", message) or _FOR_TEMPORARIES.search(message)
+    if found:
+        peak = int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
         return dataclasses.replace(before, temporaries=max(0, peak - arguments(before)), peak=peak)
-    if temporaries:
-        size = _number(temporaries)
-        return dataclasses.replace(before, temporaries=size, peak=arguments(before) + size)
     return before
 
 
@@ -84,7 +84,3 @@ def _bytes(tree: PyTree) -> int:
 def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
     shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
     return math.prod(shape) * x.dtype.itemsize
-
-
-def _number(found: re.Match[str]) -> int:
-    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))

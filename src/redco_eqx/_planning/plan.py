@@ -1,5 +1,6 @@
 """`plan`: whether a step fits on devices that need not be there, and on which mesh."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -11,14 +12,16 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from redco_eqx._compiled.buffers import Buffer
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._planning.candidates import Candidate, Choice, Option, may_fit, meshes, variants
 from redco_eqx._planning.flops import num_flops
 from redco_eqx._planning.memory import held
+from redco_eqx._planning.remembered import remembered
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target
 from redco_eqx._planning.trial import Trial, attempt, gib
-from redco_eqx._sharding.explain import explain_by
+from redco_eqx._sharding.explain import Explanation, explain_by
 from redco_eqx._sharding.mesh import AXES, axes_of, for_use, make_mesh
 from redco_eqx._sharding.rules import Decision, analysis_of
 from redco_eqx._step.init import init_state
@@ -142,6 +145,9 @@ def search(
         if candidate.state_bytes > capacity:
             need = f"parameters and optimizer state alone take {gib(candidate.state_bytes)} GiB"
             rest.append(Trial(candidate, False, need))
+        elif candidate.least_bytes > capacity:
+            need = f"with what is kept for the backward pass, evenly spread, {gib(candidate.least_bytes)} GiB"
+            rest.append(Trial(candidate, False, need))
         elif not may_fit(candidate, capacity, peaks):
             rest.append(Trial(candidate, False, "the activations alone, evenly spread, are too much"))
         elif len(tried) >= max_compilations:
@@ -182,6 +188,7 @@ class _Space:
         self._model = eqx.filter_eval_shape(lambda: model) if is_model else None
         self._models: dict[Hashable, PyTree] = {}
         self._analyses: dict[Hashable, Analysis] = {}
+        self._works: dict[Hashable, tuple[float, tuple[Buffer, ...]]] = {}
         self._loss_fn, self._optimizer, self._trainable = loss_fn, optimizer, trainable
         self._batch, self._target = batch, target
 
@@ -195,17 +202,11 @@ class _Space:
             if count < 1:
                 raise ValueError(f"plan: num_microbatches={count}, but it must be positive.")
         sizes = list(meshes(num_devices, rows)) if mesh is None else [_sizes(mesh, num_devices)]
-        flops = [num_flops(self._analysis(variant, 1).traced.jaxpr) for variant in options]
         found = []
-        for tensor in dict.fromkeys(size["tensor"] for size in sizes):
-            analysis = self._analysis(options[0], tensor)
-            for size in sizes:
-                if size["tensor"] != tensor:
-                    continue
-                for variant, total in zip(options, flops):
-                    shards = size["data"] * size["fsdp"]
-                    choices = [Choice(size, variant, n) for n in counts if rows % (shards * n) == 0]
-                    found += self._candidates_of(choices, analysis, total)
+        for size, variant in itertools.product(sizes, options):
+            shards = size["data"] * size["fsdp"]
+            choices = [Choice(size, variant, n) for n in counts if rows % (shards * n) == 0]
+            found += self._candidates_of(choices)
         if not found:
             raise ValueError(
                 f"plan: no mesh of {num_devices} devices splits a batch of {rows} evenly into "
@@ -216,31 +217,32 @@ class _Space:
     def state(self, choice: Choice) -> TrainState:
         """The state of a run, with no number in it, laid out on the target's devices."""
         mesh = _mesh_of(choice, self._target)
-        analysis = self._analysis(choice.options, choice.mesh["tensor"])
-        model = self._abstract(choice.options)
-        return self._laid_out(model, explain_by(analysis, model, mesh).decisions, mesh)
+        return self._laid_out(choice, self._explained(choice, mesh).decisions, mesh)
 
-    def _candidates_of(
-        self, choices: Sequence[Choice], analysis: Analysis, flops: float
-    ) -> Iterator[Candidate]:
+    def _candidates_of(self, choices: Sequence[Choice]) -> Iterator[Candidate]:
         """Of choices that differ in the number of microbatches alone."""
         if not choices:
             return
-        sizes, model = choices[0].mesh, self._abstract(choices[0].options)
+        sizes = choices[0].mesh
         mesh = AbstractMesh(tuple(sizes[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        explained = explain_by(analysis, model, mesh)
-        state = held(self._laid_out(model, explained.decisions, mesh), {})
+        explained = self._explained(choices[0], mesh)
+        state = held(self._laid_out(choices[0], explained.decisions, mesh), {})
         sent = 0.0 if explained.communication is None else explained.communication.num_bytes
+        flops, kept = self._work(choices[0].options, sizes["tensor"])
         chip, share = self._target.chip, _share_split(explained.decisions, sizes)
         own = flops / (sizes["data"] * sizes["fsdp"]) * (share / sizes["tensor"] + 1 - share)
         for choice in choices:
             # Weights that are stored split are gathered for each microbatch.
             in_all = sent * (choice.num_microbatches if sizes["fsdp"] > 1 else 1)
             seconds = own / chip.flops + in_all / chip.bandwidth
-            yield Candidate(choice, state.parameters + state.optimizer_state, own, in_all, seconds)
+            yield Candidate(choice, state.parameters + state.optimizer_state, kept, own, in_all, seconds)
+
+    def _explained(self, choice: Choice, mesh: Mesh | AbstractMesh) -> Explanation:
+        analysis = self._analysis(choice.options, choice.mesh["tensor"])
+        return explain_by(analysis, self._abstract(choice.options), mesh)
 
     def _laid_out(
-        self, model: PyTree, decisions: Mapping[str, Decision], mesh: Mesh | AbstractMesh
+        self, choice: Choice, decisions: Mapping[str, Decision], mesh: Mesh | AbstractMesh
     ) -> TrainState:
         specs = iter(decisions.values())
 
@@ -249,7 +251,7 @@ class _Space:
                 return x
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, next(specs).spec))
 
-        placed, key = jax.tree.map(lay, model), jax.random.key(0)
+        placed, key = jax.tree.map(lay, self._abstract(choice.options)), jax.random.key(0)
         return init_state(placed, self._optimizer, key=key, trainable=self._trainable)
 
     def _abstract(self, options: Mapping[str, Option]) -> PyTree:
@@ -270,6 +272,14 @@ class _Space:
             assert found is not None  # there is a program
             self._analyses[key] = found
         return self._analyses[key]
+
+    def _work(self, options: Mapping[str, Option], tensor: int) -> tuple[float, tuple[Buffer, ...]]:
+        """The products of a step over all devices, and what it remembers: of any size of `tensor`."""
+        key = _key(options)
+        if key not in self._works:
+            program = self._analysis(options, tensor).traced.jaxpr
+            self._works[key] = num_flops(program), remembered(program)
+        return self._works[key]
 
     def _num_rows(self) -> int:
         sizes = {path: x.shape[0] for path, x in leaves_with_paths(self._batch) if is_array(x) and x.shape}

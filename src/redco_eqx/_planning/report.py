@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
+from redco_eqx._compiled.buffers import Buffer
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._planning.candidates import Option
 from redco_eqx._planning.memory import Memory
@@ -69,8 +70,11 @@ class MeshPlan:
             lines += _table([(path, f"{gib(size)} GiB") for path, size in best.arrays], num_left=1)
         if best.buffers:
             lines += ["", "largest values that the step computes, on a device"]
-            rows = [(f"{gib(b.num_bytes)} GiB", b.shape, os.path.basename(b.source)) for b in best.buffers]
-            lines += _table(rows, num_left=0, left_from=1)
+            lines += _of_buffers(best.buffers)
+        elif best.candidate.remembered and not self.fits:
+            # The compiler gave no program to look into.
+            lines += ["", "largest values that are kept for the backward pass, over all devices"]
+            lines += _of_buffers(best.candidate.remembered[:5])
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
         lines += ["", *_table(_of_trials(self.trials), num_left=1)]
@@ -92,6 +96,11 @@ def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
         rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
     peak = "?" if memory.peak is None else gib(memory.peak)
     return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
+
+
+def _of_buffers(buffers: Sequence[Buffer]) -> list[str]:
+    rows = [(f"{gib(b.num_bytes)} GiB", b.shape, os.path.basename(b.source)) for b in buffers]
+    return _table(rows, num_left=0, left_from=1)
 
 
 def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:

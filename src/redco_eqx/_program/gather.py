@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from redco_eqx._parallel.fsdp import gather, is_split
 from redco_eqx._program.atoms import Atom, shape_of, type_of
+from redco_eqx._program.checkpoints import CHECKPOINTS, bytes_in_checkpoints, num_bytes
 from redco_eqx._program.trace import Program, abstract
 from redco_eqx._sharding.mesh import axes_of
 
@@ -34,14 +35,17 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
     **Returns:**
 
     The program, and whether it would keep gathered weights for its gradient: that is so if no gather stands
-    inside a `jax.checkpoint`.
+    inside a `jax.checkpoint`, and those outside are of more than its checkpoints read of weights that need
+    none. (If it is of less, as a table of positions is, what these checkpoints save is worth more.)
     """
     split = [sharding if sharding is not None and is_split(sharding) else None for sharding in layout]
     if not any(split):
         return program, False
     walk = _Walk()
-    jaxpr, _ = walk.program(program.closed.jaxpr, split, in_checkpoint=False)
-    return program.replace(jaxpr), not walk.gathers_in_checkpoint
+    before = program.closed.jaxpr
+    jaxpr, _ = walk.program(before, split, in_checkpoint=False)
+    read = bytes_in_checkpoints(before, [sharding is not None for sharding in layout])
+    return program.replace(jaxpr), not walk.gathers_in_checkpoint and walk.bytes_outside > read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +58,16 @@ class _Taken:
 
 
 class _Walk:
-    """One walk through a program; notes whether it puts a gather inside a `jax.checkpoint`."""
+    """One walk through a program.
+
+    - `gathers_in_checkpoint`: whether it has put a gather inside a `jax.checkpoint`.
+    - `bytes_outside`: of what it has gathered elsewhere, each layer of a scan for itself.
+    """
 
     def __init__(self) -> None:
         self.gathers_in_checkpoint = False
+        self.bytes_outside = 0
+        self._times = 1  # that what it is at is run
 
     def program(
         self, jaxpr: Jaxpr, split: Layout, *, in_checkpoint: bool, whole_outputs: bool = False
@@ -76,6 +86,7 @@ class _Walk:
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
                 self.gathers_in_checkpoint |= in_checkpoint
+                self.bytes_outside += 0 if in_checkpoint else num_bytes(atom) * self._times
             return gathered[atom]
 
         for equation in jaxpr.eqns:
@@ -94,8 +105,11 @@ class _Walk:
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
         if kind == "scan":
-            return self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
-        if kind in ("checkpoint", "remat", "remat2"):
+            before, self._times = self._times, self._times * equation.params["length"]
+            taken = self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
+            self._times = before
+            return taken
+        if kind in CHECKPOINTS:
             return self._inside(equation, inputs, in_checkpoint=True)
         if kind in ("jit", "pjit"):
             jaxpr, outputs = self.program(_body(equation), inputs, in_checkpoint=in_checkpoint)

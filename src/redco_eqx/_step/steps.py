@@ -57,9 +57,9 @@ def train_step(
     Where `shardings` splits arrays over `fsdp`, trained or frozen, each is gathered where the loss uses it
     first, in a `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as
     [`scan_layers`][] makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no
-    checkpoint that reads weights, all of it is one, which keeps the results of matrix products and
-    convolutions. If it has some, what is read outside of them is gathered once, and kept until the gradient is
-    done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    checkpoint that gathers, nor some that read more than is gathered, all of it is one, which keeps the results
+    of matrix products and convolutions. If it has such, what is read outside of them is gathered once, and kept
+    until the gradient is done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
 
