@@ -11,11 +11,15 @@ import optax
 import pytest
 from cases import loss_of
 from sharding.zoo import BY_NAME
+from solves_and_groups import ENTRIES
 
 import redco_eqx as rx
 
+ALL = {**BY_NAME, **ENTRIES}
+
 # What the program splits otherwise than the path rules, or what only it splits: fused weights across borders,
-# a stream, experts with their router, members of an ensemble, a table of relative positions.
+# a stream, experts with their router, members of an ensemble, a table of relative positions; linear solves, and
+# products by groups of rows.
 CASES = [
     ("fused_qkv", "data2xtensor4"),
     ("gate_narrow", "tensor8"),
@@ -24,12 +28,16 @@ CASES = [
     ("t5", "2x2x2"),
     ("stacked_llama_gqa_refused", "data2xtensor4"),
     ("groupnorm_between", "tensor8"),
+    ("ridge_of_heads", "tensor8"),
+    ("solve_of_rows", "data2xtensor4"),
+    ("experts_of_rows", "data2xtensor4"),
+    ("experts_by_example", "2x2x2"),
 ]
 
 
 def on_one_device(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """Model and batch, loss and gradients in float64, by plain JAX."""
-    entry = BY_NAME[name]
+    entry = ALL[name]
     with jax.enable_x64(True):
         model = entry.make(jax.random.key(0))
         batch = jax.tree.map(
@@ -42,7 +50,7 @@ def on_one_device(name: str) -> tuple[Any, Any, dict[str, Any]]:
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_gradients_do_not_depend_on_the_mesh(name, mesh_name):
     model, batch, expected = on_one_device(name)
-    loss_fn, optimizer = loss_of(BY_NAME[name]), optax.trace(0.0)  # a trace of decay 0 is the gradient itself
+    loss_fn, optimizer = loss_of(ALL[name]), optax.trace(0.0)  # a trace of decay 0 is the gradient itself
     with jax.enable_x64(True):
         mesh = helpers.mesh_of(mesh_name)
         shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)

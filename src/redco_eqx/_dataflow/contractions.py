@@ -1,7 +1,10 @@
 """Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`."""
 
 import math
+from collections.abc import Sequence
+from typing import TypeAlias
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, pin, unify
@@ -9,37 +12,61 @@ from redco_eqx._dataflow.programs import shape_of, type_of
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Walk, result
 
+Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Dims of the first operand, and those of the second that go with them."""
+
 
 def dot_general(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    return [_product(walk, equation, operands, equation.params["dimension_numbers"])]
+
+
+def ragged_dot(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Rows by the matrix of their group, `sizes` of them in each; or, for the gradient, summed by group.
+
+    As compilers do it that have no kernel for it: by all groups, masked, and summed over the groups.
+    """
+    lhs, rhs, sizes = operands[:3]
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    pairs, groups = jax.tree.map(int, (numbers.dot_dimension_numbers, numbers.rhs_group_dimensions))
+    (sums, _), (batch, _) = pairs
+    walk.same([lhs.dims[i] for i in batch], sizes.dims[:-1], sizes, equation)
+    walk.same([rhs.dims[i] for i in groups], sizes.dims[-1:], sizes, equation)
+    by_group = sizes.dims[-1:] if numbers.lhs_ragged_dimensions[0] in sums else ()
+    out = _product(walk, equation, [lhs, rhs], pairs, groups=groups, by_group=by_group)
+    walk.event("sum", [rhs.dims[i] for i in groups], out, equation, arrays=[rhs])
+    return [out]
+
+
+def _product(
+    walk: Walk,
+    equation: JaxprEqn,
+    operands: list[Value],
+    numbers: tuple[Pair, Pair],
+    *,
+    groups: Sequence[int] = (),
+    by_group: Sequence[Dim] = (),
+) -> Value:
+    """A product, of which `numbers` are summed over and shared.
+
+    - `groups`: dims of the second operand of which each row takes one entry.
+    - `by_group`: leading dims of the result that neither operand has.
+    """
     lhs, rhs = operands
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers
     aval = type_of(equation.outvars[0])
     for i, j in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch)):
         walk.same([lhs.dims[i]], [rhs.dims[j]], rhs, equation)
     lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
-    rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch)]
-    out = result(aval, [*(lhs.dims[i] for i in lhs_batch), *lhs_free, *rhs_free], operands)
+    rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch, *groups)]
+    shared = [lhs.dims[i] for i in lhs_batch]
+    out = result(aval, [*by_group, *shared, *lhs_free, *rhs_free], operands)
     walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, equation, arrays=operands, along=(lhs_sum, rhs_sum))
     summed = math.prod(shape_of(equation.invars[0])[i] for i in lhs_sum)
-    for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, rhs_batch)):
+    experts = (*rhs_batch, *groups)
+    for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, experts)):
         roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
         walk.use(weight, data, roles, out, summed)
-    return [out]
-
-
-def ragged_dot(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Rows of `(rows, in)` by the matrix of their group, `(groups, in, out)`."""
-    lhs, rhs, sizes = operands[:3]
-    aval = type_of(equation.outvars[0])
-    if [len(x.dims) for x in (lhs, rhs, sizes)] != [2, 3, 1] or len(aval.shape) != 2:
-        return walk.opaque_results(equation, operands)
-    walk.same([lhs.dims[1]], [rhs.dims[1]], rhs, equation)
-    out = result(aval, [lhs.dims[0], rhs.dims[2]], operands)
-    walk.event("sum", [lhs.dims[1]], out, equation, arrays=operands)
-    walk.event("whole", [rhs.dims[0], sizes.dims[0]], rhs, equation)
-    walk.event("whole", [lhs.dims[0]], lhs, equation)
-    walk.use(rhs, lhs, ["expert", "row", "column"], out, shape_of(equation.invars[0])[1])
-    return [out]
+    return out
 
 
 def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Calls, loops and branches: their bodies are walked."""
+"""Calls, loops, branches, solvers: their bodies are walked."""
 
 from jax.extend.core import JaxprEqn
 
@@ -69,3 +69,10 @@ def cond(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     results = [result(var.aval, x.dims, [x, *operands]) for var, x in zip(equation.outvars, first)]
     walk.hand_on(equation, first, results)
     return results
+
+
+def linear_solve(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Its solver is run, on its constants and the right-hand sides; a gradient has a solve of its own."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    constants = operands[lengths.matvec + lengths.vecmat :][: lengths.solve]
+    return walk.run(body(jaxprs.solve), [*constants, *operands[sum(lengths) :]])

@@ -4,7 +4,7 @@ import math
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow.atoms import Dim, new_dims
+from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims
 from redco_eqx._dataflow.programs import shape_of, type_of
 from redco_eqx._dataflow.source import ADDING
 from redco_eqx._dataflow.values import Value
@@ -103,7 +103,11 @@ def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list
     for operand in operands:
         walk.event("whole", [operand.dims[i] for i in along], operand, equation)
         walk.same(first.dims, operand.dims, operand, equation)
-    return [result(var.aval, first.dims, operands) for var in equation.outvars]
+    dims = list(first.dims)
+    if equation.primitive.name == "sort":  # what stood in one place is in another
+        for i in along:
+            dims[i] = new_dim(shape_of(equation.invars[0])[i])
+    return [result(var.aval, dims, operands) for var in equation.outvars]
 
 
 def last_dims(num_dims: int) -> Rule:

@@ -27,6 +27,7 @@ RULES: dict[str, Rule] = {
     "scan": control.scan,
     "while": control.while_,
     "cond": control.cond,
+    "custom_linear_solve": control.linear_solve,
     "add": elementwise.add,
     "add_any": elementwise.add,
     "convert_element_type": elementwise.convert,
