@@ -1,5 +1,5 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples,
-faults, hosts, aot, lint, types, bench."""
+faults, hosts, aot, docs, lint, types, bench."""
 
 import nox
 
@@ -87,6 +87,16 @@ def types(session: nox.Session) -> None:
     """Static types: pyright."""
     session.install("-e", ".[all]", *group("tests"), *group("types"), *group("examples"))
     session.run("pyright", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Every block of the site is run, and the site is built, into `site/`."""
+    session.install("-e", ".[all]", *group("tests"), *group("docs"))
+    session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
+    session.run(
+        "mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
+    )
 
 
 @nox.session

@@ -1,0 +1,51 @@
+"""Draws the pictures of the site that are no output of an example: `python docs/pictures.py`."""
+
+import pathlib
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+PICTURES = pathlib.Path(__file__).parent / "pages" / "pictures"
+COLORS = ["#e4572e", "#f0a202", "#4f9d69", "#3a6ea5"]
+OUTPUTS, INPUTS, WHOLE = "outputs", "inputs", "whole"
+
+
+def matrix(axes, x: float, y: float, width: float, height: float, split: str, label: str) -> None:
+    """A matrix `(outputs, inputs)` whose parts are coloured by the device that holds them."""
+    for i, color in enumerate(COLORS):
+        if split == OUTPUTS:
+            part = (x, y + height * (3 - i) / 4, width, height / 4)
+        elif split == INPUTS:
+            part = (x + width * i / 4, y, width / 4, height)
+        else:
+            part = (x, y, width, height)
+        axes.add_patch(Rectangle(part[:2], *part[2:], color=color if split != WHOLE else "#c9ccd1", lw=0))
+    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="#333", lw=1))
+    axes.text(x + width / 2, y - 0.12, label, ha="center", va="top", fontsize=8.5, color="#555")
+
+
+def pair() -> None:
+    """Two consecutive Linear layers on four devices, and what flows between them."""
+    figure = Figure(figsize=(8.2, 2.6))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 9.4), ylim=(-0.75, 2.35), aspect="equal")
+    axes.axis("off")
+    matrix(axes, 0.25, 0.5, 0.22, 1.0, WHOLE, "x\nwhole")
+    matrix(axes, 1.5, 0.0, 1.0, 2.0, OUTPUTS, "column: each device has\nsome of the outputs")
+    matrix(axes, 3.7, 0.0, 0.22, 2.0, OUTPUTS, "hidden\nstays split")
+    matrix(axes, 4.9, 0.5, 2.0, 1.0, INPUTS, "row: each device uses\nthe units that it has")
+    matrix(axes, 8.8, 0.5, 0.22, 1.0, WHOLE, "y\nwhole")
+    for start, stop, text in [(0.6, 1.35, ""), (2.65, 3.55, ""), (4.05, 4.75, ""), (7.05, 8.65, "one sum")]:
+        axes.annotate("", (stop, 1), (start, 1), arrowprops={"arrowstyle": "->", "color": "#333"})
+        axes.text((start + stop) / 2, 1.1, text, ha="center", fontsize=9.5, color="#b3261e", weight="bold")
+    figure.savefig(PICTURES / "pair.png", dpi=150)
+
+
+def main() -> None:
+    """All of them."""
+    PICTURES.mkdir(exist_ok=True)
+    pair()
+
+
+if __name__ == "__main__":
+    main()
