@@ -1,5 +1,8 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples,
-faults, hosts, aot, docs, lint, types, bench."""
+faults, hosts, aot, docs, build, lint, types, bench."""
+
+import pathlib
+import shutil
 
 import nox
 
@@ -97,6 +100,23 @@ def docs(session: nox.Session) -> None:
     session.run(
         "mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"}
     )
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """The wheel and the source distribution: built, checked, installed, and a model trained with each."""
+    session.install("build", "twine")
+    directory = session.create_tmp()
+    built = pathlib.Path(directory) / "dist"
+    shutil.rmtree(built, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(built))
+    files = [str(path) for path in sorted(built.iterdir())]
+    session.run("twine", "check", "--strict", *files)
+    program = pathlib.Path("tests/smoke.py").resolve()
+    for file in files:
+        session.install("--force-reinstall", file)
+        with session.chdir(directory):  # not where the sources lie
+            session.run("python", str(program))
 
 
 @nox.session

@@ -1,6 +1,7 @@
 """Draws the pictures of the site that are no output of an example: `python docs/pictures.py`."""
 
 import pathlib
+import re
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -41,10 +42,48 @@ def pair() -> None:
     figure.savefig(PICTURES / "pair.png", dpi=150)
 
 
+def rooms() -> dict[str, set[str]]:
+    """Each room and what it imports, by CONTRIBUTING.md: a test holds that to the real imports."""
+    page = (pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)` \|.*\| (?:`(.*)` )?\|$", page, re.MULTILINE)
+    return {room: set(imports.split()) for room, imports in rows}
+
+
+def house() -> None:
+    """The rooms by floors: each stands above all that it imports, and is joined to those just below."""
+    imports = rooms()
+    floors: dict[str, int] = {}
+    for room, below in imports.items():  # in order, from the ground up
+        floors[room] = 1 + max((floors[other] for other in below), default=-1)
+    places = {}
+    for floor in range(max(floors.values()) + 1):
+        there = [room for room in imports if floors[room] == floor]
+        places |= {room: (4.2 * (i - (len(there) - 1) / 2), 1.5 * floor) for i, room in enumerate(there)}
+    figure = Figure(figsize=(10, 8))
+    axes = figure.subplots()
+    axes.axis("off")
+    for room, below in imports.items():
+        indirect = set().union(*(_all_below(imports, other) for other in below))
+        for other in below - indirect:
+            (x, y), (x_below, y_below) = places[room], places[other]
+            axes.plot([x, x_below], [y - 0.33, y_below + 0.33], color="#9aa0a6", linewidth=0.9, zorder=1)
+    for room, (x, y) in places.items():
+        color = "#3a6ea5" if room.startswith("models") else "#e4572e"
+        box = {"boxstyle": "round,pad=0.45", "facecolor": "white", "edgecolor": color, "linewidth": 1.4}
+        axes.text(x, y, room, ha="center", va="center", fontsize=10, family="monospace", bbox=box, zorder=2)
+    axes.margins(x=0.12, y=0.05)
+    figure.savefig(PICTURES / "house.png", dpi=110, bbox_inches="tight")
+
+
+def _all_below(imports: dict[str, set[str]], room: str) -> set[str]:
+    return imports[room].union(*(_all_below(imports, other) for other in imports[room]))
+
+
 def main() -> None:
     """All of them."""
     PICTURES.mkdir(exist_ok=True)
     pair()
+    house()
 
 
 if __name__ == "__main__":

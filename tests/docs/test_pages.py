@@ -12,7 +12,7 @@ WITH_CODE = sorted(
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a page, each with its language; those of the page that it goes on from come first."""
+    """The fenced blocks of a page, each with its language, after those of the page that it goes on from."""
     text = (PAGES / page).read_text()
     before = re.match(r"---\nafter: (\S+)\n---\n", text)
     found = re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
