@@ -141,7 +141,9 @@ def load_or_make(family: str, args: Any, mesh: Any, train: Sequence[Any]) -> tup
     else:
         each = {"layers": 2, "ffn_dim": 2 * size, "attention_heads": 4}
         sides: Any = {f"{side}_{name}": x for side in ("encoder", "decoder") for name, x in each.items()}
-        config = models.BartConfig(**same, **sides, max_position_embeddings=1 + max(args.lengths), init_std=0.06)
+        config = models.BartConfig(
+            **same, **sides, max_position_embeddings=1 + max(args.lengths), init_std=0.06
+        )
         make = partial(models.BartForConditionalGeneration, config)
     batch = collate_fn(train[: args.batch_size], tokenizer=tokenizer, lengths=args.lengths)
     key = jax.random.key(args.seed)
