@@ -42,6 +42,7 @@ def test_a_batch_has_images_and_texts_and_the_loss_its_weights(digits):
     assert batch["images"].min() == batch["images"].max() == 1
     assert batch["tokens"].shape == batch["empty"].shape == (2, example.LENGTH)
     assert (batch["empty"][0] == batch["empty"][1]).all()
+    batch = jax.tree.map(jax.numpy.asarray, batch)
     loaded, key = models.load_stable_diffusion(model), jax.random.key(0)
     found = {
         weights: example.loss_fn(loaded, {**batch, "weight": np.float32(weights)}, key, empty_rate=0.0).value
