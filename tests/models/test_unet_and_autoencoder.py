@@ -340,8 +340,8 @@ def large(name: str, engine: str) -> tuple[Any, Any]:
 
 ENGINES = ["names", "program"]
 SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.85, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
-"""Of `by_hand`, that a step sends. Less, where the compiler gathers a small weight in place of a gradient, or where
-the program says more than names do. The program of the autoencoder splits its ends, which names leave whole."""
+"""Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
+says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
