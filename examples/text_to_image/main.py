@@ -236,10 +236,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     parser.add_argument("--rate", type=float, default=5e-6, help="of fine-tuning (%(default)s)")
     parser.add_argument("--sample", nargs="+", help="texts of which to draw a picture; --prompt by default")
     parser.add_argument("--steps", type=int, default=20, help="of drawing (%(default)s)")
-    parser.add_argument("--guidance", type=float, default=2.0, help="how strictly by the text (%(default)s)")
+    parser.add_argument("--guidance", type=float, help="how strictly by the text (7.5; 2 for digits)")
     parser.add_argument("--picture", default="samples.png", help="where pictures are shown (%(default)s)")
     args, mesh = common.start(parser, argv)
-    predict = partial(predict_fn, num_steps=args.steps, guidance_scale=args.guidance)
+    guidance = args.guidance or (7.5 if args.model else 2.0)
+    predict = partial(predict_fn, num_steps=args.steps, guidance_scale=guidance)
     model, tokenizer, results = (fine_tune if args.model else learn_digits)(args, mesh, predict)
     for name, (reached, reference) in results.items():
         print(f"{name}: {np.ravel(reached)[-1]:.4g}, to compare with {reference:.4g}")

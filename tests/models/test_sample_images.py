@@ -131,14 +131,14 @@ def test_a_rescaled_scheduler_and_other_sizes_are_taken():
     ids = jnp.asarray(batch_of(2)["tokens"])
     latents = jax.random.normal(jax.random.key(0), (2, 4, 2, 6))
     found = models.sample_images(
-        model, ids, latents=latents, guidance_scale=1, num_steps=2, key=jax.random.key(0)
+        model, ids, latents=latents, guidance_scale=1.0, num_steps=2, key=jax.random.key(0)
     )
     assert found.shape == (2, 3, 4, 12)
     assert np.isfinite(found).all()
 
 
 def test_the_loss_in_half_precision_is_nearly_the_same():
-    batch, key = batch_of(4), jax.random.key(2)
+    batch, key = jax.tree.map(jnp.asarray, batch_of(4)), jax.random.key(2)
     exact = loss_fn(alone(), batch, key)
     half = loss_fn(rx.cast(alone(), jnp.bfloat16), batch, key)
     assert half.dtype == exact.dtype == jnp.float32
@@ -172,7 +172,7 @@ def test_saved_and_loaded_on_a_mesh_it_is_the_same(tmp_path):
     assert (tmp_path / "two" / "tokenizer" / "vocab.json").read_text() == "{}"
     half = models.load_stable_diffusion(tmp_path / "two", dtype=jnp.bfloat16)
     images = models.sample_images(
-        half, jnp.asarray(batch_of(1)["tokens"]), guidance_scale=1, num_steps=1, key=jax.random.key(0)
+        half, jnp.asarray(batch_of(1)["tokens"]), guidance_scale=1.0, num_steps=1, key=jax.random.key(0)
     )
     assert images.dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="expected a StableDiffusion, got a CLIPTextModel"):
@@ -227,10 +227,10 @@ def test_old_files_are_read_as_diffusers_reads_them(saved):
 
 def test_bad_arguments_are_refused():
     model, ids = alone(), jnp.zeros((2, LENGTH), int)
-    key, free = jax.random.key(0), {"guidance_scale": 1}
+    key, free = jax.random.key(0), {"guidance_scale": 1.0}
     for options, message in [
         ({"key": key}, "guidance_scale=7.5, and negative_ids is not given"),
-        ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1, and negative_ids is given"),
+        ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1.0, and negative_ids is given"),
         ({"negative_ids": ids[:1], "key": key}, r"negative_ids has shape \(1, 6\)"),
         ({**free}, "latents are not given, and there is no key"),
         ({"latents": jnp.zeros((2, 3, 4, 4)), **free}, r"latents has shape \(2, 3, 4, 4\)"),

@@ -286,16 +286,26 @@ def test_a_family_of_ones_own(tmp_path):
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"
 LAYOUT = {
-    r"down_blocks\.\d\.resnets\.\d\.conv1\.weight": COLUMN,
+    r"resnets\.\d\.conv1\.weight": COLUMN,
     r"resnets\.\d\.conv2\.weight": ROW,
     r"conv_shortcut\.weight": WHOLE,
     r"proj_(in|out)\.weight": WHOLE,
-    r"attn\d\.to_[qkv]\.weight": COLUMN,
-    r"attn\d\.to_out\.0\.weight": ROW,
+    r"attn1\.to_[qkv]\.weight": COLUMN,
+    r"attn1\.to_out\.0\.weight": ROW,
     r"net\.0\.(value|gate)\.weight": COLUMN,
     r"net\.2\.weight": ROW,
 }
 """How a UNet is split: pairs, whose inner features stay split, around a stream that is whole."""
+OVER_THE_TEXT = {
+    "names": {
+        r"attn2\.to_[qkv]\.weight": COLUMN,
+        r"attn2\.to_out\.0\.weight": ROW,
+    },
+    "program": {  # a text is shorter than an image has pixels: to sum its keys and values sends less
+        r"attn2\.to_[kv]\.weight": ROW,
+        r"attn2\.to_(q|out\.0)\.weight": WHOLE,
+    },
+}
 
 
 def in_megatron_terms(spec: jax.sharding.PartitionSpec) -> str:
@@ -329,20 +339,22 @@ def large(name: str, engine: str) -> tuple[Any, Any]:
 
 
 ENGINES = ["names", "program"]
-SHARE = {("unet", "names"): 1.05, ("unet", "program"): 1.0, ("vae", "names"): 1.05, ("vae", "program"): 1.2}
+SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.85, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
+"""Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
+says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["unet", "unet_linear"])
 def test_pairs_are_split_and_the_stream_is_whole(name, engine):
     layout = to_paths(large(name, engine)[1], is_leaf=lambda x: isinstance(x, NamedSharding))
-    for pattern, expected in LAYOUT.items():
+    for pattern, expected in (LAYOUT | OVER_THE_TEXT[engine]).items():
         found = {path: in_megatron_terms(x.spec) for path, x in layout.items() if re.search(pattern, path)}
         assert found, pattern
         assert {path: x for path, x in found.items() if x != expected} == {}
 
 
-def least(name: str) -> int:
+def by_hand(name: str) -> int:
     """Bytes of images that cross `tensor` in a step of this layout, on one device, as results of collectives.
 
     Each residual block sums what leaves it forward, and the gradient of what enters it backward; each part of a
@@ -372,7 +384,7 @@ def least(name: str) -> int:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["unet", "vae"])
-def test_a_step_sends_the_least_of_its_layout(name, engine):
+def test_a_step_sends_no_more_than_its_layout_must(name, engine):
     mesh, optimizer = mesh_of("data2xtensor4"), optax.sgd(1e-3)
     model, shardings = large(name, engine)
 
@@ -385,7 +397,7 @@ def test_a_step_sends_the_least_of_its_layout(name, engine):
     compiled = jax.jit(step).lower(state, batch).compile(compiler_options=QUICK_COMPILE)
     found = [x for x in rx.communication(compiled, mesh) if x.axes != ("data",)]
     total = sum(x.total_bytes for x in found)
-    assert total <= SHARE[name, engine] * least(name)
+    assert total <= SHARE[name, engine] * by_hand(name)
 
 
 @pytest.mark.parametrize("mesh_name", ["2x2x2", "tensor8"])

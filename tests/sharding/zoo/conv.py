@@ -25,6 +25,23 @@ class ConvPair(eqx.Module):
         return x + self.conv2(jax.nn.relu(self.conv1(x)))
 
 
+class Shortcut(eqx.Module):
+    """A block of a ResNet that widens the stream."""
+
+    conv1: eqx.nn.Conv2d
+    conv2: eqx.nn.Conv2d
+    conv_shortcut: eqx.nn.Conv2d
+
+    def __init__(self, key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        self.conv1 = eqx.nn.Conv2d(D, F, 3, padding=1, key=k1)
+        self.conv2 = eqx.nn.Conv2d(F, F, 3, padding=1, key=k2)
+        self.conv_shortcut = eqx.nn.Conv2d(D, F, 1, key=k3)
+
+    def __call__(self, x):
+        return self.conv_shortcut(x) + self.conv2(jax.nn.relu(self.conv1(x)))
+
+
 class InvertedResidual(eqx.Module):
     """MobileNet: expand, depthwise, project."""
 
@@ -80,6 +97,16 @@ ENTRIES = [
         CONV_PAIR_SPECS,
         1,
         "weights are (out, in, 3): three dims, and no experts",
+    ),
+    Entry(
+        "conv_shortcut",
+        Shortcut,
+        pairs(D, SIDE, SIDE, out=(F, SIDE, SIDE)),
+        squared_loss(),
+        {**CONV_PAIR_SPECS, "conv_shortcut.*": WHOLE},
+        1,
+        "the shortcut has the shape of what opens the pair, and is no sibling of it: the stream stays whole",
+        activation_sizes=(F * SIDE * SIDE,),
     ),
     Entry(
         "conv_depthwise",

@@ -120,6 +120,31 @@ class T5Gate(eqx.Module):
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
 
 
+class GEGLU(eqx.Module):
+    value: eqx.nn.Linear
+    gate: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.value, self.gate = linear(D, F, k1), linear(D, F, k2)
+
+    def __call__(self, x):
+        return self.value(x) * jax.nn.gelu(self.gate(x))
+
+
+class GateInList(eqx.Module):
+    """As in diffusers: what opens is two matrices, in one element of a list."""
+
+    net: list
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.net = [GEGLU(k1), eqx.nn.Dropout(0.0), linear(F, D, k2)]
+
+    def __call__(self, x):
+        return self.net[2](self.net[0](x))
+
+
 class LlamaGate(eqx.Module):
     """As in LLaMA's first release: w1 the gate, w2 down, w3 up, in this order."""
 
@@ -318,6 +343,7 @@ ENTRIES = [
         out=10,
         note="the third opens a pair that nothing closes, and its 10 outputs do not divide: whole",
     ),
+    _flat("gate_in_list", GateInList, {"net.0.value": COL, "net.0.gate": COL, "net.2": ROW}),
     _flat("sequential", _sequential, {"layers.0": COL, "layers.2": ROW}),
     _flat("sequential_nested", _nested_sequential, {"layers.0.layers.0": COL, "layers.1.layers.0": ROW}),
     _flat(

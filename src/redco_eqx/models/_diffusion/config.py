@@ -1,8 +1,7 @@
 """The `config.json` of a part of a pipeline of diffusers."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from redco_eqx.models._blocks.config import BaseConfig, Json
 
@@ -25,36 +24,50 @@ class DiffusersConfig(BaseConfig):
         return {"_diffusers_version": VERSION, **super().to_json()}
 
 
-def per_stage(config: Any, name: str) -> tuple[int, ...]:
-    """An entry with one number for all stages, or one for each, as one for each.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagesConfig(DiffusersConfig):
+    """A model in stages, one for each size of image.
 
-    Raises `ValueError` if there are not as many as stages.
+    - `block_out_channels`: of each stage, from the largest images to the smallest.
+    - `norm_num_groups`: of every norm.
     """
-    value, num = getattr(config, name), len(config.block_out_channels)
-    found = (value,) * num if isinstance(value, int) else value
-    if len(found) != num:
-        raise ValueError(
-            f"{type(config).__name__}: {name}={value!r} has {len(found)} numbers, but there are {num} stages "
-            "in block_out_channels."
-        )
-    return found
 
+    block_out_channels: tuple[int, ...]
+    norm_num_groups: int = 32
 
-def check_stages(config: Any, allowed: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuses, by `ValueError`, kinds of stages that are not known, too few or too many of them, and channels
-    that do not divide into the groups of a norm."""
-    num = len(config.block_out_channels)
-    for entry, kinds in allowed.items():
-        found = getattr(config, entry)
-        unknown = [kind for kind in found if kind not in kinds]
-        if unknown or len(found) != num:
+    @property
+    def num_layers(self) -> int:
+        """Number of stages."""
+        return len(self.block_out_channels)
+
+    def per_stage(self, name: str) -> tuple[int, ...]:
+        """An entry with one number for all stages, or one for each, as one for each.
+
+        Raises `ValueError` if there are not as many as stages.
+        """
+        value = getattr(self, name)
+        found = (value,) * self.num_layers if isinstance(value, int) else value
+        if len(found) != self.num_layers:
             raise ValueError(
-                f"{type(config).__name__}: {entry}={list(found)}, but it must be {num} (as in "
-                f"block_out_channels) of {', '.join(kinds)}."
+                f"{type(self).__name__}: {name}={value!r} has {len(found)} numbers, but there are "
+                f"{self.num_layers} stages in block_out_channels."
             )
-    for channels in config.block_out_channels:
-        if channels % config.norm_num_groups:
-            raise ValueError(
-                f"{type(config).__name__}: {channels} of block_out_channels is not a multiple of "
-                f"norm_num_groups={config.norm_num_groups}."
-            )
+        return found
+
+    def check_stages(self, **allowed: tuple[str, ...]) -> None:
+        """Refuses, by `ValueError`, stages of other kinds than are `allowed` for an entry, too few or too many of
+        them, and channels that do not divide into the groups of a norm.
+        """
+        for entry, kinds in allowed.items():
+            found = getattr(self, entry)
+            if len(found) != self.num_layers or not set(found) <= set(kinds):
+                raise ValueError(
+                    f"{type(self).__name__}: {entry}={list(found)}, but it must be {self.num_layers} (as in "
+                    f"block_out_channels) of {', '.join(kinds)}."
+                )
+        for channels in self.block_out_channels:
+            if channels % self.norm_num_groups:
+                raise ValueError(
+                    f"{type(self).__name__}: {channels} of block_out_channels is not a multiple of "
+                    f"norm_num_groups={self.norm_num_groups}."
+                )

@@ -15,7 +15,7 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.model import Options
 from redco_eqx.models._diffusion.attention import PixelAttention
 from redco_eqx.models._diffusion.blocks import DownBlock, Given, MidBlock, UpBlock
-from redco_eqx.models._diffusion.config import DiffusersConfig, check_stages
+from redco_eqx.models._diffusion.config import StagesConfig
 from redco_eqx.models._diffusion.layers import Conv, GroupNorm
 from redco_eqx.models._diffusion.model import ImageModel, check_image
 from redco_eqx.models._diffusion.resnet import ResnetBlock
@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutoencoderKLConfig(DiffusersConfig):
+class AutoencoderKLConfig(StagesConfig):
     """By default an autoencoder of one stage, as in diffusers; Stable Diffusion's has four.
 
     - `scaling_factor`: what latents are multiplied by before they are diffused. Neither `encode` nor `decode`
@@ -48,20 +48,13 @@ class AutoencoderKLConfig(DiffusersConfig):
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
     block_out_channels: tuple[int, ...] = (64,)
     layers_per_block: int = 1
-    norm_num_groups: int = 32
     scaling_factor: float = 0.18215
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 
     def __post_init__(self) -> None:
-        kinds = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
-        check_stages(self, kinds)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of stages."""
-        return len(self.block_out_channels)
+        self.check_stages(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",))
 
     @property
     def downscale(self) -> int:

@@ -13,7 +13,7 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Options
 from redco_eqx.models._diffusion.blocks import DownBlock, Given, MakeAttention, MidBlock, UpBlock
-from redco_eqx.models._diffusion.config import DiffusersConfig, check_stages, per_stage
+from redco_eqx.models._diffusion.config import StagesConfig
 from redco_eqx.models._diffusion.layers import Conv, GroupNorm
 from redco_eqx.models._diffusion.model import ImageModel, check_image
 from redco_eqx.models._diffusion.resnet import ResnetBlock
@@ -25,7 +25,7 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UNet2DConditionConfig(DiffusersConfig):
+class UNet2DConditionConfig(StagesConfig):
     """By default that of Stable Diffusion 1, but for `cross_attention_dim`, which is 768 there.
 
     - `attention_head_dim`: the **number** of heads, of all stages or of each, whatever it is called.
@@ -72,7 +72,6 @@ class UNet2DConditionConfig(DiffusersConfig):
     block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
     layers_per_block: int | tuple[int, ...] = 2
     dropout: float = 0.0
-    norm_num_groups: int = 32
     norm_eps: float = 1e-5
     cross_attention_dim: int | tuple[int, ...] = 1280
     transformer_layers_per_block: int | tuple[int, ...] = 1
@@ -80,21 +79,16 @@ class UNet2DConditionConfig(DiffusersConfig):
     use_linear_projection: bool = False
 
     def __post_init__(self) -> None:
-        check_stages(self, {"down_block_types": _DOWN, "up_block_types": _UP})
+        self.check_stages(down_block_types=_DOWN, up_block_types=_UP)
         for name in ("layers_per_block", "cross_attention_dim", "transformer_layers_per_block"):
-            per_stage(self, name)
-        for channels, num_heads in zip(self.block_out_channels, per_stage(self, "attention_head_dim")):
+            self.per_stage(name)
+        for channels, num_heads in zip(self.block_out_channels, self.per_stage("attention_head_dim")):
             if channels % num_heads:
                 raise ValueError(
                     f"UNet2DConditionConfig: attention_head_dim={self.attention_head_dim} is the number of "
                     f"heads, not their size, but {channels} of block_out_channels is not a multiple of"
                     f" {num_heads}."
                 )
-
-    @property
-    def num_layers(self) -> int:
-        """Number of stages."""
-        return len(self.block_out_channels)
 
 
 class UNet2DConditionModel(ImageModel):
@@ -133,15 +127,15 @@ class UNet2DConditionModel(ImageModel):
         def attention_of(stage: int) -> MakeAttention:
             return lambda key: SpatialTransformer(
                 channels[stage],
-                per_stage(config, "cross_attention_dim")[stage],
-                per_stage(config, "attention_head_dim")[stage],
-                num_layers=per_stage(config, "transformer_layers_per_block")[stage],
+                config.per_stage("cross_attention_dim")[stage],
+                config.per_stage("attention_head_dim")[stage],
+                num_layers=config.per_stage("transformer_layers_per_block")[stage],
                 num_groups=num_groups,
                 is_linear=config.use_linear_projection,
                 key=key,
             )
 
-        num_layers = per_stage(config, "layers_per_block")
+        num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
         self.time_embedding = TimeEmbedding(channels[0], time_size, key=time_key)
         self.down_blocks, skipped = [], [channels[0]]  # channels of what the way up reads
@@ -185,7 +179,7 @@ class UNet2DConditionModel(ImageModel):
         """
         config = self.config
         check_image("sample", sample, config.in_channels)
-        sizes = set(per_stage(config, "cross_attention_dim"))
+        sizes = set(config.per_stage("cross_attention_dim"))
         if {encoder_hidden_states.shape[-1]} != sizes:
             raise ValueError(
                 f"encoder_hidden_states has shape {encoder_hidden_states.shape}, but its last dim must be "

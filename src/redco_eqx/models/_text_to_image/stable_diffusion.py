@@ -33,7 +33,8 @@ class StableDiffusion(eqx.Module):
     Paths begin with the names of the folders: `unet.down_blocks...`. `parts_spec` says which to train.
 
     - `scheduler`: how noise is added and taken away. Another one for the same weights:
-        `dataclasses.replace(model, scheduler=DDIMScheduler.from_json(model.scheduler.to_json()))`.
+        `entries = {**model.scheduler.to_json(), "clip_sample": False}` (latents have no range), then
+        `dataclasses.replace(model, scheduler=DDIMScheduler.from_json(entries))`.
 
     Raises `ValueError` for parts that do not fit each other.
     """
