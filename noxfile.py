@@ -1,5 +1,5 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples,
-faults, hosts, aot, docs, build, lint, types, bench."""
+faults, hosts, aot, docs, build, lint, types, bench, peers."""
 
 import pathlib
 import shutil
@@ -12,6 +12,15 @@ nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
 # Models that others published, and what they import: without their pins.
 FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "lineax", "gatv2-eqx"]
+
+# What is compared with, each in an environment of its own. The last Flax models are in transformers 4.
+FLAX = ["transformers==4.57.6", "jax==0.10.2"]
+PEERS = {
+    "ours": ["."],
+    "of_redco": ["redco==0.4.23", *FLAX],
+    "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
+    "of_parallax": [".", "google-parallax==0.0.2"],
+}
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 
@@ -134,3 +143,17 @@ def bench(session: nox.Session) -> None:
     session.install("google-parallax")  # another engine of layouts, to compare with
     for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """A step beside those of redco, scalax and google-parallax, each in its own environment: a table."""
+    session.install("-e", ".", "virtualenv")
+    pythons = []
+    for script, packages in PEERS.items():
+        home = pathlib.Path(session.virtualenv.location) / script
+        if not home.exists():
+            session.run("python", "-m", "virtualenv", "-q", str(home))
+            session.run(str(home / "bin" / "python"), "-m", "pip", "install", "-q", *packages, external=True)
+        pythons.append(f"{script}={home / 'bin' / 'python'}")
+    session.run("python", "benchmarks/peers.py", *pythons)
