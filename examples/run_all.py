@@ -91,6 +91,22 @@ EXAMPLES = {
         },
         upstream=(478,),
     ),
+    "text_to_text": Example(
+        {
+            "T5, ROUGE-2": ("ROUGE-2; the lead's", ">= 0.05"),
+            "T5, ROUGE-L": ("ROUGE-L; the lead's", ">= 0.24"),
+            "BART, ROUGE-2": ("ROUGE-2; the lead's", ">= 0.05"),
+            "BART, ROUGE-L": ("ROUGE-L; the lead's", ">= 0.24"),
+        },
+        upstream=(184,),
+    ),
+    "image_to_text": Example(
+        {
+            "exact match": ("share of captions; by the commonest", ">= 0.55"),
+            "BLEU": ("BLEU; by the commonest", ">= 85"),
+        },
+        upstream=(193,),
+    ),
     "differential_privacy": Example(
         {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")}, upstream=(165,)
     ),

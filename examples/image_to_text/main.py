@@ -138,7 +138,7 @@ def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Scores of the captions after each epoch, and of the most frequent one."""
-    parser = common.flags(__doc__, batch_size=32, epochs=6)
+    parser = common.flags(__doc__, batch_size=32, epochs=5)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="directory in COCO's form, in place of digits")
     parser.add_argument("--length", type=int, default=16, help="of a caption, in tokens (16)")
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         train, held_out = coco(args.data, "train2017"), coco(args.data, "val2017")
         train = [{**x, "captions": [caption]} for x in train for caption in x["captions"]]
     else:
-        train, held_out = compose(800 if args.quick else 8000, 400)
+        train, held_out = compose(1600 if args.quick else 12000, 400)
     [(frequent, _)] = collections.Counter(x["captions"][0] for x in train).most_common(1)
     baseline = metric_fn(held_out, [frequent] * len(held_out))
 

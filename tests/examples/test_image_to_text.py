@@ -57,8 +57,8 @@ def test_it_learns_more_than_the_commonest_caption(run):
         scores, baseline = run[1][score]
         assert len(scores) == 4
         assert scores[-1] > baseline + least
-    assert len((run[0] / "step-200.jsonl").read_text().splitlines()) == 400
-    best = 50 * (1 + int(np.argmax(run[1]["BLEU"][0])))
+    assert len((run[0] / "step-400.jsonl").read_text().splitlines()) == 400
+    best = 100 * (1 + int(np.argmax(run[1]["BLEU"][0])))
     assert best in {info.step for info in rx.list_checkpoints(run[0] / "checkpoints")}
 
 
