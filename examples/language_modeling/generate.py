@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers import AutoTokenizer
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -78,10 +77,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args, mesh = common.start(parser, argv)
     text = args.prompts.read_text("utf-8")
     rows = json.loads(text) if args.prompts.suffix == ".json" else text.splitlines()
-    if not rows:
-        raise ValueError(f"--prompts {args.prompts}: there is none in it.")
+    for i, row in enumerate(rows or [{}]):
+        if not isinstance(row, str) and "instruction" not in row:
+            raise ValueError(f"--prompts {args.prompts}: row {i} is no text, nor has it an instruction.")
     prompts = [row if isinstance(row, str) else code_data.prompt(row) for row in rows]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = code_data.load_tokenizer(args.model)
     model = models.load_pretrained(args.model, mesh, dtype=args.dtype, stacked=True)
     state = rx.init_state(model, key=jax.random.key(args.seed))
     results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, args)))
