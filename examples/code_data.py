@@ -64,6 +64,14 @@ def make_tokenizer(texts: list[str], size: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **special)
 
 
+def load_tokenizer(directory: str) -> Any:
+    """The tokenizer in a directory. Raises `ValueError` if it cannot fill up or end a text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    if tokenizer.pad_token is None or tokenizer.eos_token is None:
+        raise ValueError(f"{directory}: the tokenizer lacks a pad_token or an eos_token. Set it.")
+    return tokenizer
+
+
 def prompt(row: Any) -> str:
     """What stands before an answer."""
     asked = f"### Instruction:\n{row['instruction']}\n{row.get('input', '')}".rstrip()

@@ -77,8 +77,8 @@ EXAMPLES = {
         {
             "code": ("bits per byte; a bigram's", "<= 2.16"),
             "instructions": ("bits per byte; a bigram's", "<= 1.8"),
-            "code, inference": ("perplexity; a bigram's", "<= 80"),
-            "instructions, inference": ("perplexity; a bigram's", "<= 80"),
+            "code, inference": ("perplexity; a bigram's", "<= 50"),
+            "instructions, inference": ("perplexity; a bigram's", "<= 18"),
         },
         upstream=(214,),
         more="texts and a tokenizer are made, where upstream downloads both; and a baseline",

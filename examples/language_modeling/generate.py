@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers import AutoTokenizer
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -55,9 +54,10 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
         return models.generate(model, batch["inputs"], temperature=args.temperature, key=key, **options)
 
     functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": args.batch_size}
-    rx.predict(state, examples[:1], **functions)  # compiles
+    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches are of one shape
+    rx.predict(state, examples[: args.batch_size], **functions)  # compiles
     start = time.perf_counter()
-    written = np.stack(rx.predict(state, examples, **functions))
+    written = np.stack(rx.predict(state, examples, **functions))[: len(prompts)]
     speed = np.sum(written != tokenizer.pad_token_id) / (time.perf_counter() - start)
     return tokenizer.batch_decode(written, skip_special_tokens=True), float(speed)
 
@@ -77,8 +77,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args, mesh = common.start(parser, argv)
     text = args.prompts.read_text("utf-8")
     rows = json.loads(text) if args.prompts.suffix == ".json" else text.splitlines()
+    for i, row in enumerate(rows or [{}]):
+        if not isinstance(row, str) and "instruction" not in row:
+            raise ValueError(f"--prompts {args.prompts}: row {i} is no text, nor has it an instruction.")
     prompts = [row if isinstance(row, str) else code_data.prompt(row) for row in rows]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = code_data.load_tokenizer(args.model)
     model = models.load_pretrained(args.model, mesh, dtype=args.dtype, stacked=True)
     state = rx.init_state(model, key=jax.random.key(args.seed))
     results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, args)))

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from transformers import AutoTokenizer
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -37,10 +36,7 @@ def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
     """The model and tokenizer in a directory, or new ones for these texts."""
     if args.model:
         model = models.load_pretrained(args.model, mesh, stacked=True, remat="full")  # for large ones
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        if tokenizer.pad_token is None or tokenizer.eos_token is None:
-            raise ValueError(f"{args.model}: the tokenizer lacks a pad_token or an eos_token. Set it.")
-        return model, tokenizer
+        return model, code_data.load_tokenizer(args.model)
     size = 64 if args.quick else 128
     config = models.LlamaConfig(
         vocab_size=8 * size,

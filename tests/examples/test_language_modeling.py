@@ -239,3 +239,10 @@ def test_bad_input_ends_in_one_line(run, tmp_path, capsys):
     models.save_pretrained(models.load_pretrained(run[0] / "code"), bare)
     tokenizer.save_pretrained(bare)
     assert "lacks a pad_token" in refusal(capsys, "--model", str(bare))
+
+
+@pytest.mark.parametrize("text", ["[]", '["import", {"output": "x"}]', "[{}]"])
+def test_prompts_that_are_none_are_refused(run, tmp_path, text):
+    (tmp_path / "prompts.json").write_text(text)
+    with pytest.raises(ValueError, match=r"prompts\.json: row \d is no text, nor has it an instruction"):
+        infer(run, "--prompts", str(tmp_path / "prompts.json"))

@@ -72,5 +72,5 @@ def test_a_model_learns_it(tmp_path):
     write(tmp_path, "tokens", text(0, 150), text(150, 8))
     results = example.main(["--quick", "--length", "64", "--text", str(tmp_path)])
     (before, *_, after), _bigram = results["text"]
-    assert set(results) == {"text"}
+    assert set(results) == {"text", "text, inference"}
     assert after < before - 1
