@@ -65,7 +65,7 @@ from redco_eqx.models._files.pipeline import load_stable_diffusion, save_stable_
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
 from redco_eqx.models._generate.beams import Hypotheses
-from redco_eqx.models._generate.loop import generate
+from redco_eqx.models._generate.generate import generate
 from redco_eqx.models._text_to_image.sample import sample_images
 from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion, noise_losses, parts_spec, to_uint8
 
