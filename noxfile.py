@@ -123,7 +123,8 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
     program = pathlib.Path("tests/smoke.py").resolve()
     for file in files:
-        session.install("--force-reinstall", file)
+        session.install(file)
+        session.install("--force-reinstall", "--no-deps", file)
         with session.chdir(directory):  # not where the sources lie
             session.run("python", str(program))
 
