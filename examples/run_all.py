@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-Results = Mapping[str, tuple[Any, float]]
+Results = Mapping[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,14 @@ class Example:
     - `stated`: for each name of its results what that measures and what the baseline is, and the least
         (`">= 0.9"`) or most (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
+    - `along`: what the numbers of a list follow one another along, and where that begins.
 
-    Its `main` returns `{name: (number or list of those on the way, baseline)}`.
+    Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`.
     """
 
     stated: Mapping[str, tuple[str, str]]
     upstream: Sequence[int] = ()
+    along: tuple[str, int] = ("evaluation", 1)
 
 
 EXAMPLES = {
@@ -75,7 +77,31 @@ EXAMPLES = {
     "differential_privacy": Example(
         {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")}, upstream=(165,)
     ),
+    "federated_learning": Example(
+        {
+            "IID": ("accuracy; central training's", ">= 0.88"),
+            "not IID": ("accuracy; central training's", ">= 0.84"),
+            "by fit": ("accuracy by a fit per client; by vmap", "within 0.5%"),
+        },
+        upstream=(216,),
+        along=("round", 1),
+    ),
+    "meta_learning": Example(
+        {
+            "sinusoids": ("squared error after 5 steps; pretrained", "<= 1"),
+            "sinusoids, first order": ("squared error after 5 steps; pretrained", "<= 1.2"),
+            "images": ("share wrong after 5 steps; pretrained", "<= 0.3"),
+            "images, first order": ("share wrong after 5 steps; pretrained", "<= 0.3"),
+        },
+        upstream=(161,),
+        along=("inner steps", 0),
+    ),
 }
+
+
+def last(x: Any) -> float:
+    """A number, or the last of those on the way."""
+    return x[-1] if isinstance(x, list) else x
 
 
 def is_met(bound: str, number: float, baseline: float) -> bool:
@@ -104,12 +130,13 @@ def files_of(file: pathlib.Path) -> set[pathlib.Path]:
     return {file}.union(*(files_of(path) for path in candidates if path.exists()))
 
 
-def picture(file: pathlib.Path, results: Results, stated: Mapping[str, tuple[str, str]]) -> None:
+def picture(file: pathlib.Path, results: Results, example: Example) -> None:
     """Draws the curves, with baselines as broken lines; those that measure the same in one panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    measures = {name: measure.split("; ") for name, (measure, _) in stated.items()}
+    measures = {name: measure.split("; ") for name, (measure, _) in example.stated.items()}
+    along, first = example.along
     panels: dict[str, list[str]] = {}
     for name, (reached, _) in results.items():
         if isinstance(reached, list):  # a curve that is not in the table belongs to the first that is
@@ -118,11 +145,13 @@ def picture(file: pathlib.Path, results: Results, stated: Mapping[str, tuple[str
     for axes, (unit, names) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
         for name in names:
             reached, baseline = results[name]
-            (line,) = axes.plot(range(1, 1 + len(reached)), reached, marker=".", label=name)
+            steps = range(first, first + len(reached))
+            (line,) = axes.plot(steps, reached, marker=".", label=name)
             if name in measures:
                 broken: Any = {"color": line.get_color(), "linestyle": "dashed", "linewidth": 1}
-                axes.axhline(baseline, label=measures[name][1], **broken)
-        axes.set(xlabel="evaluation", ylabel=unit)
+                ends = baseline if isinstance(baseline, list) else [baseline] * len(reached)
+                axes.plot(steps, ends, label=measures[name][1], **broken)
+        axes.set(xlabel=along, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=90)
@@ -134,15 +163,14 @@ def run(name: str) -> tuple[list[str], list[str]]:
     sys.path.insert(0, str(HERE))
     results: Results = importlib.import_module(f"{name}.main").main([])
     seconds = time.perf_counter() - start
-    picture(HERE / name / "scores.png", results, example.stated)
+    picture(HERE / name / "scores.png", results, example)
     lines = sum(code_lines(file.read_text()) for file in files_of(HERE / name / "main.py"))
     upstream = " + ".join(str(n) for n in example.upstream) or "–"
     table, short = [], []
     if example.upstream and lines >= sum(example.upstream):
         short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
-        reached, baseline = results[what]
-        number = reached[-1] if isinstance(reached, list) else reached
+        number, baseline = map(last, results[what])
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
         cells = (f"[{name}]({name}/main.py)", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
