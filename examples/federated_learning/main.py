@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         rx.fit(state, train, **functions, batch_size=32, num_epochs=args.epochs, donate=False, log_every=200)
     )
     dealt = {name: deal(labels, args.clients, iid=name == "IID", seed=args.seed) for name in ("IID", "not IID")}
-    server, results = state, {}
+    server, results = state, dict[str, tuple[Any, float]]()
     for i in tqdm(range(args.fit_rounds), desc="a fit for each client", disable=None):
         server = round_by_fit(server, train, draw(dealt["not IID"], i, args=args), **functions)
     by_fit = accuracy(server)
@@ -177,8 +177,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
             if directory and i % 10 == 9:
                 rx.save(directory, server)
         results[name] = scores or [accuracy(server)], central
-    if 0 < args.fit_rounds <= len(scores) == args.rounds:
-        results["by fit"] = by_fit, scores[args.fit_rounds - 1]
+    reached = results["not IID"][0]
+    if 0 < args.fit_rounds <= len(reached) == args.rounds:
+        results["by fit"] = by_fit, reached[args.fit_rounds - 1]
     for name, (reached, reference) in results.items():
         print(f"{name}: {np.ravel(reached)[-1]:.4f}, to compare with {reference:.4f}")
     return results

@@ -31,23 +31,22 @@ RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class Model(eqx.Module):
-    """A stem for each row, then a stack of residual blocks, which see all of them."""
+    """A stem, then a stack of residual blocks."""
 
     stem: eqx.nn.Sequential
-    blocks: Any
+    blocks: dict[str, eqx.nn.Linear]
     head: eqx.nn.Linear
 
     def __call__(self, x: Float[Array, "rows ..."]) -> Float[Array, "rows outputs"]:
         """One output for each row."""
-        return jax.vmap(self.head)(
-            rx.layers.scan_layers(block, self.blocks, jax.vmap(self.stem)(x), batched=None)
-        )
+        x = rx.layers.scan_layers(block, self.blocks, jax.vmap(self.stem)(x), batched=None)
+        return jax.vmap(self.head)(x)
 
 
-def block(layer: tuple[eqx.nn.Linear, eqx.nn.Linear], x: Array) -> Array:
+def block(layer: dict[str, eqx.nn.Linear], x: Array) -> Array:
     """A residual block: its first matrix is split over its outputs, the second over its inputs."""
-    (up,) = rx.layers.column(jax.nn.standardize(x), layer[0])
-    return x + rx.layers.row(jax.nn.gelu(up), layer[1])
+    (up,) = rx.layers.column(jax.nn.standardize(x), layer["up"])
+    return x + rx.layers.row(jax.nn.gelu(up), layer["down"])
 
 
 def make_model(key: Any, *, shape: tuple[int, ...], num_outputs: int, width: int = 64) -> Model:
@@ -56,10 +55,10 @@ def make_model(key: Any, *, shape: tuple[int, ...], num_outputs: int, width: int
     channels = [shape[0], width, width, width] if shape[-1] > 8 else []
     size = width * (-(-shape[-1] // 16)) ** 2 if channels else int(np.prod(shape))
     stem = [x for n, k in zip(channels, keys) for x in (eqx.nn.Conv2d(n, width, 3, 2, 1, key=k), normed)]
-    stem += [eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(size, width, key=keys[4])]
+    stem = eqx.nn.Sequential([*stem, eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(size, width, key=keys[4])])
     up = eqx.filter_vmap(lambda key: eqx.nn.Linear(width, 2 * width, key=key))(jax.random.split(keys[5]))
     down = eqx.filter_vmap(lambda key: eqx.nn.Linear(2 * width, width, key=key))(jax.random.split(keys[6]))
-    return Model(eqx.nn.Sequential(stem), (up, down), eqx.nn.Linear(width, num_outputs, key=keys[7]))
+    return Model(stem, {"up": up, "down": down}, eqx.nn.Linear(width, num_outputs, key=keys[7]))
 
 
 def loss_of(outputs: Array, y: Array) -> Array:
@@ -135,10 +134,8 @@ def read(directory: str | None) -> list[list[np.ndarray]]:
     names = ("train/*", "test/*") if is_mini else ("images_background/*/*", "images_evaluation/*/*")
 
     def load(folder: pathlib.Path) -> np.ndarray:
-        images = [
-            np.asarray(Image.open(f).convert(mode).resize((side, side))) for f in sorted(folder.iterdir())
-        ]
-        return np.stack(images).reshape(len(images), side, side, -1).transpose(0, 3, 1, 2)
+        x = [np.asarray(Image.open(f).convert(mode).resize((side, side))) for f in sorted(folder.iterdir())]
+        return np.stack(x).reshape(len(x), side, side, -1).transpose(0, 3, 1, 2)
 
     if directory is None:
         parts = [[16 * data.images[data.target == int(i), None] for i in own] for own in ("0125689", "347")]
