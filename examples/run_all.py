@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-Results = Mapping[str, tuple[Any, float]]
+Results = Mapping[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +33,18 @@ class Example:
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
     - `flags`: what its `main` is given, with `{here}` for its folder.
     - `more`: why it has more lines than they, where it has.
-    - `along`: what the horizontal axis of its picture counts.
+    - `along`: what the numbers of a list follow one another along, and where that begins.
 
-    Its `main` returns `{name: (number or list of those on the way, baseline)}`. In place of a list there may be
-    many runs of the same, each as `{how far: number}`: the worst of the last numbers is the one that counts.
+    Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`. In place of a
+    list there may be many runs of the same, each as `{how far: number}`: the worst of the last numbers is the one
+    that counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
     upstream: Sequence[int] = ()
     flags: Sequence[str] = ()
     more: str = ""
-    along: str = "evaluation"
+    along: tuple[str, int] = ("evaluation", 1)
 
 
 EXAMPLES = {
@@ -121,12 +122,31 @@ EXAMPLES = {
             "Acrobot-v1": ("mean return in Acrobot, worst of 3 seeds; of random actions", ">= -100"),
         },
         upstream=(218,),
-        along="steps of the environments",
+        along=("steps of the environments", 0),
     ),
     "reinforcement_learning/ddpg": Example(
         {"Pendulum-v1": ("mean return, worst of 3 seeds; of random actions", ">= -250")},
         upstream=(240,),
-        along="steps of the environments",
+        along=("steps of the environments", 0),
+    ),
+    "federated_learning": Example(
+        {
+            "IID": ("accuracy; central training's", ">= 0.88"),
+            "not IID": ("accuracy; central training's", ">= 0.84"),
+            "by fit": ("accuracy by a fit per client; by vmap", "within 0.5%"),
+        },
+        upstream=(216,),
+        along=("round", 1),
+    ),
+    "meta_learning": Example(
+        {
+            "sinusoids": ("squared error after 5 steps; pretrained", "<= 1"),
+            "sinusoids, first order": ("squared error after 5 steps; pretrained", "<= 1.2"),
+            "images": ("share wrong after 5 steps; pretrained", "<= 0.3"),
+            "images, first order": ("share wrong after 5 steps; pretrained", "<= 0.3"),
+        },
+        upstream=(161,),
+        along=("inner steps", 0),
     ),
 }
 
@@ -137,11 +157,11 @@ def file_of(name: str) -> pathlib.Path:
     return file if file.exists() else HERE / name / "main.py"
 
 
-def curves_of(reached: Any) -> list[Mapping[int, float]]:
+def curves_of(reached: Any, first: int = 1) -> list[Mapping[int, float]]:
     """All runs of what was reached, by how far each was; none if it is one number."""
     if not isinstance(reached, list):
         return []
-    return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=1))]
+    return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=first))]
 
 
 def last_of(reached: Any, bound: str) -> float:
@@ -183,6 +203,7 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
     from matplotlib.ticker import MaxNLocator
 
     measures = {name: measure.split("; ") for name, (measure, _) in example.stated.items()}
+    along, first = example.along
     panels: dict[str, list[str]] = {}
     for name, (reached, _) in results.items():
         if curves_of(reached):  # a curve that is not in the table belongs to the first that is
@@ -191,7 +212,7 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
     for axes, (unit, names) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
         for name in names:
             reached, baseline = results[name]
-            curves, color = curves_of(reached), None
+            curves, color = curves_of(reached, first), None
             style: Any = {"marker": "."} if len(curves) == 1 else {"linewidth": 1}
             for curve in curves:
                 label = name if curve is curves[0] else None
@@ -199,8 +220,9 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
                 color = line.get_color()
             if name in measures:
                 broken: Any = {"color": color, "linestyle": "dashed", "linewidth": 1}
-                axes.axhline(baseline, label=measures[name][1], **broken)
-        axes.set(xlabel=example.along, ylabel=unit)
+                ends = baseline if isinstance(baseline, list) else [baseline] * len(curves[0])
+                axes.plot(list(curves[0]), ends, label=measures[name][1], **broken)
+        axes.set(xlabel=along, ylabel=unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=90)
@@ -223,7 +245,7 @@ def run(name: str) -> tuple[list[str], list[str]]:
         short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]
-        number = last_of(reached, bound)
+        number, baseline = last_of(reached, bound), last_of(baseline, bound)
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
         cells = (f"[{name}]({where.as_posix()})", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
