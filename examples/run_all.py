@@ -80,14 +80,14 @@ EXAMPLES = {
     ),
     "reinforcement_learning/ppo": Example(
         {
-            "CartPole-v1": ("mean return in CartPole, worst of 3 seeds; of random actions", ">= 475"),
-            "Acrobot-v1": ("mean return in Acrobot, worst of 3 seeds; of random actions", ">= -100"),
+            "CartPole-v1": ("return in CartPole; of random actions", ">= 475"),
+            "Acrobot-v1": ("return in Acrobot; of random actions", ">= -100"),
         },
         upstream=(218,),
         along="steps of the environments",
     ),
     "reinforcement_learning/ddpg": Example(
-        {"Pendulum-v1": ("mean return, worst of 3 seeds; of random actions", ">= -250")},
+        {"Pendulum-v1": ("return in Pendulum; of random actions", ">= -250")},
         upstream=(240,),
         along="steps of the environments",
     ),
@@ -163,7 +163,7 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
                 broken: Any = {"color": color, "linestyle": "dashed", "linewidth": 1}
                 axes.axhline(baseline, label=measures[name][1], **broken)
         axes.set(xlabel=example.along, ylabel=unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=90)
 
