@@ -158,8 +158,7 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
             grads = gradient(model, np.array(rows))
             model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
     expected = rx.to_arrays(model)
-    for axes in ({"data": 1}, {"data": 8}, {"tensor": 2, "fsdp": 2}):
-        mesh = rx.make_mesh(**axes)
+    for mesh in (rx.make_mesh(data=1), rx.make_mesh(), rx.make_mesh(tensor=2, fsdp=2)):
         state, update = update_on(mesh, args)
         state, metrics = update(state, jax.device_put(rollout, rx.batch_sharding(mesh)))
         assert metrics["loss"].value.shape == (8,)
