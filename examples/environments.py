@@ -65,8 +65,8 @@ class Rollouts:
 
     @property
     def mean_return(self) -> float:
-        """Of the episodes that ended last, two for each environment (0 before any has)."""
-        return float(np.mean(self.envs.return_queue or [0.0]))
+        """Of the episodes that ended last, two for each environment (NaN before any has)."""
+        return float(np.mean(self.envs.return_queue or [np.nan]))
 
     def random_return(self) -> float:
         """The mean return of random actions."""

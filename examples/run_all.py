@@ -35,9 +35,9 @@ class Example:
     - `more`: why it has more lines than they, where it has.
     - `along`: what the numbers of a list follow one another along, and where that begins.
 
-    Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`. In place of a
-    list there may be many runs of the same, each as `{how far: number}`: the worst of the last numbers is the one
-    that counts.
+    Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`. In place of
+    a list there may be many runs of the same, each as `{how far: number}`: the worst of the last numbers is the
+    one that counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
@@ -118,14 +118,14 @@ EXAMPLES = {
     ),
     "reinforcement_learning/ppo": Example(
         {
-            "CartPole-v1": ("mean return in CartPole, worst of 3 seeds; of random actions", ">= 475"),
-            "Acrobot-v1": ("mean return in Acrobot, worst of 3 seeds; of random actions", ">= -100"),
+            "CartPole-v1": ("return in CartPole; of random actions", ">= 475"),
+            "Acrobot-v1": ("return in Acrobot; of random actions", ">= -100"),
         },
         upstream=(218,),
         along=("steps of the environments", 0),
     ),
     "reinforcement_learning/ddpg": Example(
-        {"Pendulum-v1": ("mean return, worst of 3 seeds; of random actions", ">= -250")},
+        {"Pendulum-v1": ("return in Pendulum; of random actions", ">= -250")},
         upstream=(240,),
         along=("steps of the environments", 0),
     ),
@@ -223,7 +223,7 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
                 ends = baseline if isinstance(baseline, list) else [baseline] * len(curves[0])
                 axes.plot(list(curves[0]), ends, label=measures[name][1], **broken)
         axes.set(xlabel=along, ylabel=unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=90)
 

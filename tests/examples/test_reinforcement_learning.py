@@ -21,7 +21,7 @@ from reinforcement_learning import ddpg, ppo
 
 import redco_eqx as rx
 
-NUM_ENVS, NUM_TIMES = 8, ppo.NUM_TIMES
+NUM_ENVS, NUM_TIMES = 8, 128
 
 
 def rollouts_of(name, actions, **axes):
@@ -62,7 +62,7 @@ def test_each_step_that_counts_is_one_of_the_environment_alone(rollout):
 
 def test_the_mean_return_is_that_of_the_last_episodes():
     rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
-    assert rollouts.mean_return == 0
+    assert np.isnan(rollouts.mean_return)
     seen = rollouts(rollouts.draw, 400)
     ends = []  # the step and the return of each episode
     for i in range(NUM_ENVS):
@@ -148,8 +148,7 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
         ratio = jnp.exp(log_prob[jnp.arange(len(rows)), action] - old[i, t])
         worse = jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8)) * advantage
         error = (jax.vmap(model.critic)(jnp.asarray(observation)) - target[i, t]) ** 2 / 2
-        entropy = -(jnp.exp(log_prob) * log_prob).sum(axis=1)
-        return jnp.sum(jnp.where(acted > 0, error - worse - 0.01 * entropy, 0)) / jnp.sum(acted)
+        return jnp.sum(jnp.where(acted > 0, error - worse, 0)) / jnp.sum(acted)
 
     keys = jax.random.split(jax.random.fold_in(state.key, 0), 2)
     for key in keys:
@@ -159,8 +158,7 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
             grads = gradient(model, np.array(rows))
             model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
     expected = rx.to_arrays(model)
-    for axes in ({"data": 1}, {}, {"tensor": 2}, {"tensor": 2, "fsdp": 2}):
-        mesh = rx.make_mesh(**axes)
+    for mesh in (rx.make_mesh(data=1), rx.make_mesh(), rx.make_mesh(tensor=2, fsdp=2)):
         state, update = update_on(mesh, args)
         state, metrics = update(state, jax.device_put(rollout, rx.batch_sharding(mesh)))
         assert metrics["loss"].value.shape == (8,)
