@@ -13,8 +13,10 @@ def one(name: str) -> None:
     mesh = MeshShardingHelper([8], ["fsdp"])
     rule = FSDPShardingRule(fsdp_axis_size=8, min_fsdp_size=2**14)  # what is small is whole, as ours
 
+    optimizer = optax.adamw(comparison.LEARNING_RATE)
+
     def make_state(params):
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(comparison.LEARNING_RATE))
+        return TrainState.create(apply_fn=None, params=params, tx=optimizer)
 
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state.params, batch)

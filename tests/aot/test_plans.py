@@ -1,6 +1,7 @@
 """Plans by the TPU compiler, with no device: what fits and what does not, and what it then says."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -50,6 +51,22 @@ def test_what_the_compiler_refuses_is_said_with_its_numbers() -> None:
     assert found.memory.temporaries > found.memory.gradients
     assert "DOES NOT FIT" in str(found)
     assert "layers" in found.best.arrays[0][0]
+    # The compiler gives no program: what it would keep is known from the traced one.
+    assert re.search(
+        r"kept for the backward pass, over all devices\n[\d.]+ GiB +f32\[16,.*workloads.py", str(found)
+    )
+
+
+def test_what_a_refused_step_needs_is_what_a_larger_chip_gives_it() -> None:
+    sizes = workloads.Sizes(dim=4096, num_layers=16, num_heads=32, vocabulary=32000, length=2048, batch_size=16)
+    make = functools.partial(make_llama, sizes=sizes)
+    of_both: dict[str, Any] = {"mesh": {"tensor": 8}, "options": {"remat": ["full"]}, "reserve": 0.0}
+    refused, taken = (plan(make, sizes, target=f"{chip}:2x4", **of_both) for chip in ("v5e", "v6e"))
+    assert not refused.fits
+    assert taken.fits
+    assert refused.memory.peak == pytest.approx(taken.memory.peak, rel=0.05)
+    # The stream at each of 16 layers, and not what these compute, although embeddings are gathered outside.
+    assert taken.memory.temporaries < 16 * 16 * 2048 * 4096 * 4 + taken.memory.gradients * 2 + 3 * 2**30
 
 
 def test_the_mesh_that_is_chosen_fits_where_others_do_not() -> None:
