@@ -185,16 +185,21 @@ def test_what_the_blocks_add_first_is_predicted(name):
     assert predicted_bytes(analysis) == pytest.approx(compiled, rel=0.01)
 
 
-def test_what_is_gathered_over_fsdp_is_predicted():
+# The tied table of GPT-2 is gathered once for both ends, and has two gradients.
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("LLaMA", {"fsdp": 2, "tensor": 4}), ("GPT-2", {"fsdp": 8}), ("GPT-2", {"data": 2, "fsdp": 4})],
+)
+def test_what_is_gathered_over_fsdp_is_predicted(name, axes):
     sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=256)
-    case, mesh = workloads.family_case("LLaMA", sizes, stacked=True), rx.make_mesh(fsdp=2, tensor=4)
+    case, mesh = workloads.family_case(name, sizes, stacked=True), rx.make_mesh(**axes)
     model = abstract(case.make_model)
     predicted = rx.explain(model, mesh, loss_fn=case.loss_fn, batch=case.batch).communication
     assert predicted is not None
     # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.
     compiled = communication(workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh)
     sent = sum(c.total_bytes for c in compiled)
-    assert predicted.num_bytes_unmerged == pytest.approx(sent, rel=0.05)
+    assert predicted.num_bytes_unmerged == pytest.approx(sent, rel=0.05 if "tensor" in axes else 0.001)
 
 
 # Two more layouts, which the program would not choose: everything whole, and everything by columns.

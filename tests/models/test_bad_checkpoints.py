@@ -110,6 +110,16 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"model_type='bloom' is not known, only .*gpt2.*qwen3.*\. Pass family=",
     ),
+    "model_type of which parts are lacking": (
+        entries(model_type="gemma2"),
+        ValueError,
+        r"model_type='gemma2' is not supported: it needs a window in every second layer.*\. Pass family=",
+    ),
+    "experts": (
+        entries(model_type="mixtral"),
+        ValueError,
+        r"model_type='mixtral' is not supported: it needs routers and experts",
+    ),
     "model_type not a string": (
         entries(model_type=["gpt2"]),
         ValueError,

@@ -239,6 +239,13 @@ def small_model():
     return eqx.filter_eval_shape(lambda: eqx.nn.MLP(32, 32, 64, 3, key=jax.random.key(0)))
 
 
+def test_projections_around_the_layers_leave_the_stream_whole():
+    opt350 = next(entry for entry in ZOO if entry.name == "opt350")
+    decisions = decide(abstract(opt350), abstract_mesh(data=2, tensor=TENSOR))
+    assert decisions["decoder.project_in.weight"].spec == PartitionSpec()
+    assert strip(decisions["decoder.project_out.weight"].spec) == ("tensor",)
+
+
 def test_shard_rules_has_a_sharding_for_each_array_and_none_elsewhere():
     mesh = abstract_mesh(data=2, tensor=4)
     result = rx.shard_rules(small_model(), mesh)

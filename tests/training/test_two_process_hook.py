@@ -38,4 +38,6 @@ def test_both_are_called_alike_and_remember_what_process_0_says(
     assert first == second
     assert [step for step, *_ in first] == [2, 4, 6]
     assert [memory for *_, memory in first] == [None, [0, 2], [0, 4]]
-    assert rx.list_checkpoints(directory / "run")[-1].run.memory == [0, 6]
+    run = rx.list_checkpoints(directory / "run")[-1].run
+    assert run is not None
+    assert run.memory == [0, 6]

@@ -63,7 +63,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
 
     An array is gathered for the loss and again for its gradient. This is summed over the axes that store the
     array, whole, which is counted among the sums over the batch axes; and over other axes in parts. A block
-    that knows better gathers once, and hands each device its part of the gradient.
+    that knows better gathers once (several of them the same), and hands each device its part of the gradient.
     """
     total, numbers = 0.0, {path: leaf for leaf, path in enumerate(analysis.traced.paths)}
     users: dict[int, dict[str, None]] = {}
@@ -77,11 +77,11 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
         blocks = [] if leaf is None else list(users.get(leaf, ()))
         is_trained = leaf is not None and analysis.gradients[leaf] is not None
         if blocks and all(block in ENDS for block in blocks) and is_trained:
-            summed = 1 if merged else len(blocks)
-            total += len(blocks) * (array.num_bytes + part) - summed * array.num_bytes
+            num_sums = 1 if merged else len(blocks)
+            total += array.num_bytes + len(blocks) * part
+            total += num_sums * (part * array.over_data - array.num_bytes)
         else:
-            total += 2 * array.num_bytes
-        total += part * (array.over_data and is_trained)
+            total += 2 * array.num_bytes + part * (array.over_data and is_trained)
     return total
 
 

@@ -238,13 +238,16 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
 
 
 def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray) -> Jaxpr:
-    """The body of a `shard_map` that gathers its operand and casts it to vary over `axes`."""
+    """The body of a `shard_map` that casts its operand to vary over `axes`, and gathers it.
+
+    In this order, so that the gradient is summed over the other axes in parts.
+    """
     dim = list(spec).index("fsdp")
     rest = tuple(axis for axis in axes if axis != "fsdp")
 
     def whole(x: Array) -> Array:
-        x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
-        return jax.lax.pcast(x, rest, to="varying") if rest else x
+        x = jax.lax.pcast(x, rest, to="varying") if rest else x
+        return jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
     # Of the mapped function only the body is used; what varies has to be said in `out_specs` all the same.
     out = PartitionSpec((*axes_of(spec), *rest))

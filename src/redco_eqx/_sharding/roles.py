@@ -309,7 +309,9 @@ class _Resolver:
         def follows(a: Matrix, b: Matrix) -> bool:
             """Whether `b` may read what `a` makes, with neither a norm nor a block between."""
             start, end = place[id(a.node)], place[id(b.node)]
-            return a.out_size == b.in_size and start < end and not any(start < x < end for x in borders)
+            is_around = a.in_size not in streams and a.out_size in streams  # the blocks stand between
+            fits = a.out_size == b.in_size and start < end and not is_around
+            return fits and not any(start < x < end for x in borders)
 
         def precedes(a: Matrix, b: Matrix) -> bool:
             return a.out_size == b.in_size and place[id(a.node)] < place[id(b.node)]
@@ -322,14 +324,15 @@ class _Resolver:
         left = []
         for m in matrices:
             others = [other for other in matrices if other is not m]
-            is_open = not any(m.out_size == other.in_size for other in others)
+            is_open = not any(follows(m, other) for other in others)
+            is_first = not any(follows(other, m) for other in others)
             if m in around:
                 self._whole(m, "before or behind the blocks, whose stream stays whole", name="input")
             elif self._is_vocabulary(m) or m.groups > 1 or (m.in_size in streams) == (m.out_size in streams):
                 left.append(m)
             elif m.out_size in streams and not any(precedes(other, m) for other in others):
                 self._whole(m, "feeds the blocks, whose stream stays whole", name="input")
-            elif m.in_size > m.out_size and is_open and not any(follows(other, m) for other in others):
+            elif m.in_size > m.out_size and is_open and is_first:
                 if self._divides(m.out_size):
                     self._column(m, "a head: its output is gathered where it is used")
                 else:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from redco_eqx._step.loss import unpack_loss
 from redco_eqx._step.state import TRAIN, TrainState, stream
-from redco_eqx._step.steps import unpack_loss
 from redco_eqx._types import Batch, LossFn, Metrics
 
 

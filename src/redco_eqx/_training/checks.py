@@ -1,18 +1,15 @@
-"""What `fit` refuses before anything is compiled, and what it warns of."""
+"""Numbers, examples and batches: what is refused before anything is compiled, and what is warned of."""
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 
-from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState
-from redco_eqx._step.window import StepFn
 from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch, check_function
+from redco_eqx._types import Batch
 
 
 def check_whole(function: str, **counts: object) -> None:
@@ -52,54 +49,6 @@ def check_examples(where: str, examples: object) -> None:
         )
     if isinstance(examples, TrainState | eqx.Module):
         raise TypeError(f"{where} is a {kind}. The state comes first, then the examples.")
-
-
-def check_functions(
-    collate_fn: object,
-    loss_fn: object,
-    step_fn: object | None,
-    hook: object | None,
-    loggers: object | None,
-) -> None:
-    """Raises `TypeError` for functions of `fit` that cannot be called as they will be."""
-    check_function("fit", "collate_fn", collate_fn, "examples")
-    check_function("fit", "loss_fn", loss_fn, "model", "batch", "key")
-    if step_fn is not None:
-        check_function("fit", "step_fn", step_fn, "state", "batch")
-    if hook is not None:
-        check_function("fit", "hook", hook, "run", "row", "state")
-    if loggers is None:
-        return
-    if not isinstance(loggers, Sequence) or isinstance(loggers, str):
-        raise TypeError(
-            f"fit: loggers must be a list of functions, but is a {type(loggers).__name__}. One alone is "
-            "loggers=[logger]."
-        )
-    for logger in loggers:
-        check_function("fit", "a logger", logger, "step", "row")
-
-
-def check_kind(where: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
-    """Raises `TypeError` for what is neither `None` nor of this kind."""
-    if x is not None and not isinstance(x, kind):
-        raise TypeError(f"{where} is a {type(x).__name__}. {remedy}")
-
-
-def check_state(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    num_microbatches: int,
-    step_fn: StepFn | None,
-) -> None:
-    """Raises `ValueError` if these arguments of `fit` do not fit together."""
-    if not state.params:
-        raise ValueError(
-            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
-            "constants; jnp.asarray makes a parameter)."
-        )
-    check_optimizer(state, optimizer)
-    if step_fn is not None and num_microbatches != 1:
-        raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
 
 
 def check_batch_sizes(

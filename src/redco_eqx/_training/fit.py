@@ -22,18 +22,10 @@ from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.nonfinite import find_nonfinite
-from redco_eqx._step.optimizer import check_is_optimizer
-from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
+from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
-from redco_eqx._training.checks import (
-    check_batch_sizes,
-    check_examples,
-    check_functions,
-    check_keep_best,
-    check_kind,
-    check_positive,
-    check_state,
-)
+from redco_eqx._training.arguments import check_arguments
+from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook
@@ -41,7 +33,7 @@ from redco_eqx._training.interrupt import InterruptFlag, interruption
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
-from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
+from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
 
 
 def fit(
@@ -122,15 +114,19 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
     saved too if there are `checkpoints`.
     """
-    check_is_state(state, "fit: state")
-    check_examples("fit: train_examples", train_examples)
-    if callable(train_examples):
-        check_function("fit", "train_examples", train_examples, "epoch")
-    check_functions(collate_fn, loss_fn, step_fn, hook, loggers)
-    check_is_optimizer("fit", optimizer)
-    check_kind("fit: evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
-    check_kind(
-        "fit: checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints."
+    check_arguments(
+        state,
+        train_examples,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        step_fn=step_fn,
+        evaluation=evaluation,
+        hook=hook,
+        checkpoints=checkpoints,
+        loggers=loggers,
+        on_nonfinite=on_nonfinite,
     )
     mesh = state_mesh(state)
     checkpoints = as_checkpoints(checkpoints)
@@ -141,9 +137,6 @@ def fit(
         evaluate=evaluation and evaluation.every,
         save=checkpoints and save_every(checkpoints),
     )
-    if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
-    check_state(state, optimizer, num_microbatches, step_fn)
     if evaluation is not None:
         evaluation = evaluation.or_else(collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size)
     eval_batch_size = evaluation and evaluation.batch_size

@@ -463,8 +463,7 @@ ENTRIES = [
         {"decoder.project_*.weight": ..., **OPT_SPECS},
         None,
         "project_in and project_out stand before and after the layers: not a pair, though the second's in is "
-        "the first's out. The brief does not say how to split either; whichever is chosen, not the two "
-        "as column and row of one pair",
+        "the first's out. The stream stays whole: so is project_in, and project_out is whole, or by columns",
     ),
     _language(
         "shared_head",

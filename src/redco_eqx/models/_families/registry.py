@@ -92,6 +92,19 @@ HEADS: dict[str | None, Any] = {
 """By the name in `architectures`, where a `model_type` has several."""
 
 
+_EXPERTS = "routers and experts, which the blocks do not have"
+LACKING: dict[str, str] = {
+    "gemma": "norms whose weight is added to 1, which RMSNorm does not have",
+    "gemma2": "a window in every second layer, where a Context has one mask for all, and soft caps of scores",
+    "gemma3_text": "windows and rotary frequencies that differ between layers; a Context has one mask for all",
+    "gemma3": "a vision tower, and windows and rotary frequencies that differ between layers",
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+}
+"""What keeps well-known families out, by `model_type`: what they need that the blocks do not do."""
+
+
 def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
     """The configuration in a parsed `config.json`, and the class of the model that it describes.
 
@@ -111,9 +124,15 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
         entry, families = family[0].type_entry, {family[0].model_type: family}
     model_type = raw.get(entry)
     if not isinstance(model_type, str) or model_type not in families:
+        needs = LACKING.get(model_type) if isinstance(model_type, str) else None
+        why = (
+            f"is not known, only {', '.join(families)}"
+            if needs is None
+            else f"is not supported: it needs {needs}"
+        )
         raise ValueError(
-            f"config.json: {entry}={model_type!r} is not known, only {', '.join(families)}. Pass "
-            "family=(its Config, its Model) to load_pretrained for one of your own."
+            f"config.json: {entry}={model_type!r} {why}. Pass family=(its Config, its Model) to "
+            "load_pretrained for one of your own."
         )
     if raw.get("quantization_config") is not None:
         raise ValueError(
