@@ -104,7 +104,6 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=2 * size,
-        hidden_dropout_prob=0.2,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=args.length,
         initializer_range=0.05,
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     parser.add_argument("--task", choices=PROBLEMS, nargs="+", default=PROBLEMS, help="both, if not given")
     parser.add_argument("--model", help="directory of a BERT or RoBERTa; by default a new one is made")
     parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 1e-3 for a new model")
-    parser.add_argument("--length", type=int, default=48, help="of a text or of a pair, in tokens")
+    parser.add_argument("--length", type=int, default=64, help="of a text or of a pair, in tokens")
     args, mesh = common.start(parser, argv)
     args.rate = args.rate or (2e-5 if args.model else 1e-3)
     with tempfile.TemporaryDirectory() as directory:
