@@ -27,7 +27,7 @@ from redco_eqx.models import (
     OPTForCausalLM,
     generate,
 )
-from redco_eqx.models._generate.loop import _generate, _Options
+from redco_eqx.models._generate.generate import _generate, _Options
 from redco_eqx.models._generate.prompt import Prompt, prefill
 from redco_eqx.models._generate.sampling import candidates, sample
 

@@ -55,7 +55,7 @@ from redco_eqx.models._files.lora import load_lora, save_lora
 from redco_eqx.models._files.save import save_pretrained
 from redco_eqx.models._generate.beam_search import beam_search
 from redco_eqx.models._generate.beams import Hypotheses
-from redco_eqx.models._generate.loop import generate
+from redco_eqx.models._generate.generate import generate
 
 __all__ = [
     "BartConfig",
