@@ -162,6 +162,24 @@ def to_arrays(tree: PyTree) -> dict[str, Any]:
     return to_paths(tree, is_array)
 
 
+def buffer_paths(tree: PyTree) -> set[str]:
+    """Paths of arrays that are not trained because the class of a module has them in a tuple `buffers`, by
+    paths in that module. NumPy arrays need no such word, until something makes JAX arrays of them.
+    """
+
+    def has_some(x: object) -> bool:
+        return isinstance(x, eqx.Module) and isinstance(getattr(type(x), "buffers", None), tuple)
+
+    found: set[str] = set()
+    for keypath, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_some)[0]:
+        if has_some(node):
+            path = path_of(keypath)
+            found |= {join(path, name) for name in type(node).buffers}
+            for name, child in children(node):
+                found |= {join(path, name, inner) for inner in buffer_paths(child)}
+    return found
+
+
 def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
     """`tree` with each of its arrays replaced by the one of the same path; the inverse of `to_arrays`.
 

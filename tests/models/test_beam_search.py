@@ -71,6 +71,7 @@ def searched(
 def assert_found(tokens: Any, scores: Any, expected: list[tuple[float, Text]]) -> None:
     for row, score, (wanted, text) in zip(np.asarray(tokens), np.asarray(scores), expected, strict=True):
         np.testing.assert_array_equal(row, [*text, *[PAD] * (len(row) - len(text))])
+        # A sum of as many float32 log-probabilities as the text is long, of logits summed in another order.
         np.testing.assert_allclose(score, wanted, rtol=1e-5)
 
 
@@ -156,16 +157,26 @@ def test_one_beam_is_greedy(kind, prompts):
         np.testing.assert_array_equal(found.tokens[:, 0], expected)
 
 
-def test_a_score_is_what_the_model_says_of_the_text(prompts):
+@pytest.mark.parametrize(
+    ("name", "dtype", "rtol"),
+    [
+        ("llama", jnp.float32, 1e-5),
+        *(("llama", dtype, rtol) for dtype, rtol in ((jnp.float16, 0.01), (jnp.bfloat16, 0.05))),
+        *(("gpt2", dtype, rtol) for dtype, rtol in ((jnp.float16, 0.01), (jnp.bfloat16, 0.05))),
+    ],
+)
+def test_a_score_is_what_the_model_says_of_the_text(name, dtype, rtol, prompts):
+    """To the rounding of its dtype, with the cache and without; scores are summed in float32 always."""
     rows, _ = prompts
-    for dtype, rtol in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.05)):
-        model = make_model("llama", dtype=dtype)
-        found = beam_search(model, rows, max_new_tokens=NEW, num_beams=BEAMS, length_penalty=0.7)
-        whole = np.concatenate([np.repeat(rows, BEAMS, 0), np.reshape(found.tokens, (-1, NEW))], axis=1)
-        logits = np.asarray(forward(model, jnp.asarray(whole)), np.float64)[:, PROMPT - 1 : -1]
-        logits -= np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        totals = np.take_along_axis(logits, whole[:, PROMPT:, None], axis=-1)[..., 0].sum(axis=1)
-        np.testing.assert_allclose(np.ravel(found.scores), totals / NEW**0.7, rtol=rtol)
+    model = make_model(name, dtype=dtype)
+    found = beam_search(model, rows, max_new_tokens=NEW, num_beams=BEAMS, length_penalty=0.7)
+    assert found.scores.dtype == np.float32
+    assert (np.diff(found.scores, axis=1) <= 0).all()
+    whole = np.concatenate([np.repeat(rows, BEAMS, 0), np.reshape(found.tokens, (-1, NEW))], axis=1)
+    logits = np.asarray(forward(model, jnp.asarray(whole)), np.float64)[:, PROMPT - 1 : -1]
+    logits -= np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    totals = np.take_along_axis(logits, whole[:, PROMPT:, None], axis=-1)[..., 0].sum(axis=1)
+    np.testing.assert_allclose(np.ravel(found.scores), totals / NEW**0.7, rtol=rtol)
 
 
 def test_rows_do_not_know_of_each_other(prompts):
@@ -294,6 +305,7 @@ def test_it_is_a_predict_fn():
     assert len(found) == 5
     for row, own in enumerate(found):
         np.testing.assert_array_equal(own.tokens, expected.tokens[row])
+        # In float32; over `tensor` features are summed in another order.
         np.testing.assert_allclose(own.scores, expected.scores[row], rtol=1e-5)
 
 

@@ -136,7 +136,24 @@ def test_cached_equals_uncached(name, stacked, sources):
         wanted = beams_by_hand(model, inputs[row], mask[row], ends)
         for tokens, score, (total, text) in zip(found.tokens[row], found.scores[row], wanted, strict=True):
             np.testing.assert_array_equal(tokens, [*text, *[PAD] * (NEW - len(text))])
+            # A sum of as many float32 log-probabilities as the text is long, of logits summed in another order.
             np.testing.assert_allclose(score, total, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float16, 0.01), (jnp.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_score_in_low_precision_is_what_the_model_says_of_the_text(name, dtype, rtol, sources):
+    """To the rounding of its dtype, with the cache and without; scores are summed in float32 always."""
+    inputs, mask = sources
+    model = make(name, dtype=dtype)
+    options: Any = {"attention_mask": mask, "max_new_tokens": NEW, "num_beams": BEAMS, "eos_token_id": ()}
+    found = beam_search(model, inputs, length_penalty=0.0, **options)
+    assert found.scores.dtype == np.float32
+    new = np.reshape(found.tokens, (-1, NEW))
+    text = np.pad(new, ((0, 0), (1, 0)), constant_values=model.config.decoder_start_token_id)[:, :-1]
+    logs = forward(model, np.repeat(inputs, BEAMS, 0), np.repeat(mask, BEAMS, 0), text)
+    totals = np.take_along_axis(np.asarray(logs), new[..., None], axis=-1)[..., 0].sum(axis=1)
+    np.testing.assert_allclose(np.ravel(found.scores), totals, rtol=rtol)
 
 
 def test_a_text_begins_with_what_is_given(sources):

@@ -1,5 +1,6 @@
 """Rows that make a vocabulary divide change no number, and no file."""
 
+import json
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,8 @@ import pytest
 from checkpoint_files import CONFIGS, SINGLE, VOCABULARY, assert_same, make_arrays, write
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
+from test_encoder_models import CONFIGS as ENCODERS
+from test_encoder_models import abstract
 
 import redco_eqx as rx
 from redco_eqx import models
@@ -93,3 +96,17 @@ def test_what_cannot_be_padded_is_refused():
     with pytest.raises(ValueError, match="multiple=0, but it must be positive"):
         models.pad_vocabulary(model, 0)
     assert to_arrays(models.pad_vocabulary(model, 1)) == to_arrays(model)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ENCODERS if not name.startswith(("vit_labels", "bert_labels"))]
+)
+def test_models_with_an_encoder_are_refused_by_name(tmp_path, name):
+    """Before any weight is read: there are none here."""
+    with pytest.raises(ValueError, match=rf"pad_vocabulary: {type(abstract(name)).__name__} does not name"):
+        models.pad_vocabulary(abstract(name), 4)
+    if name.startswith("t5"):
+        return  # its files decide what it is, so that they are looked at first
+    (tmp_path / "config.json").write_text(json.dumps(ENCODERS[name]))
+    with pytest.raises(ValueError, match=r"pad_vocabulary: .* does not name"):
+        models.load_pretrained(tmp_path, rx.make_mesh(tensor=4), pad_vocabulary_to=4)

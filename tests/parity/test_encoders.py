@@ -50,6 +50,7 @@ def test_outputs_and_files_equal_torchs(name, stacked, directory, reference, tmp
     assert_bit_equal(there, reference(name))
     with torch.no_grad():
         again = torch_output(there, encoder_inputs(ENCODERS[name])).numpy()
+    # The same program on the same bits; torch does not promise the order of its sums.
     np.testing.assert_allclose(again, expected_of(reference, name), rtol=1e-6, atol=1e-6)
 
 

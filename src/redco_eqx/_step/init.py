@@ -14,7 +14,7 @@ from redco_eqx._sharding.mesh import STORED, one_device_mesh, put_global, replic
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
-from redco_eqx._tree import is_array, is_trainable, lack_of_value, path_of, to_arrays, to_paths
+from redco_eqx._tree import buffer_paths, is_array, is_trainable, lack_of_value, path_of, to_arrays, to_paths
 from redco_eqx._types import Key, as_key
 
 
@@ -38,7 +38,8 @@ def init_state(
     - `key`: a PRNG key, of which all randomness of the run comes.
     - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default
         every floating JAX array. NumPy arrays, integers and keys are never trained; `init_model` keeps NumPy
-        arrays, but `eqx.filter_shard` makes JAX arrays of them.
+        arrays, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not. What the class of a module names in
+        a tuple `buffers`, by paths in it, is never trained either, of whatever kind it is.
 
     **Raises:**
 
@@ -55,6 +56,8 @@ def init_state(
     arrays = to_arrays(model)
     state_arrays = {} if model_state is None else to_arrays(model_state)
     chosen = to_paths(eqx.filter(model, trainable), lambda x: is_array(x) and is_trainable(x))
+    for path in buffer_paths(model):
+        chosen.pop(path, None)
     if optimizer is not None and not chosen:
         raise ValueError(
             f"init_state: none of the {len(arrays)} arrays of the model is trainable, but an optimizer was "

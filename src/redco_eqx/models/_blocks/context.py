@@ -165,21 +165,16 @@ class Context:
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
     ) -> Float[Array, "b t width"]:
-        """Attention of these tokens over the encoder's, heads side by side. Options as for `attend`.
-
-        The batch may be a multiple of the memory's: neighbouring rows, such as the beams of one text, then read
-        the same row of it, which is not repeated.
-        """
+        """Attention of these tokens over the encoder's, heads side by side. Options as for `attend`."""
         if self.memory is None:
             raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
-        memory, num_tokens = self.memory, query.shape[1]
+        memory = self.memory
         output = attend(
-            rearrange(query, "(b n) t h d -> b (n t) h d", b=memory.mask.shape[0]),
-            memory.key.astype(query.dtype), memory.value.astype(query.dtype),
+            query, memory.key.astype(query.dtype), memory.value.astype(query.dtype),
             mask=memory.mask[:, None, None], causal=False, scale=scale,
             implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
         )  # fmt: skip
-        return rearrange(output, "b (n t) h d -> (b n) t (h d)", t=num_tokens)
+        return rearrange(output, "b t h d -> b t (h d)")
 
 
 def check_tokens(

@@ -74,7 +74,7 @@ class Model(eqx.Module):
     tied_by_file: ClassVar[bool] = False
     """Whether `tie_word_embeddings` is decided by what files hold, whatever `config.json` says."""
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Paths of arrays that are never trained; they are of NumPy."""
+    """Paths of arrays that are never trained, see `init_state`; they are of NumPy."""
 
     def __init__(
         self,
