@@ -143,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args, mesh = environments.start(__doc__, argv, **flags, steps=150_000)
     if args.batch_size % args.num_envs or NUM_TIMES % (args.batch_size // args.num_envs):
         raise ValueError(f"--batch-size {args.batch_size}: not {args.num_envs} times a part of {NUM_TIMES}.")
+    if args.steps < args.num_envs * NUM_TIMES:
+        raise ValueError(f"--steps {args.steps}: a rollout alone has {args.num_envs * NUM_TIMES}.")
     return {name: learn(name, args, mesh) for name in args.env}
 
 

@@ -282,6 +282,8 @@ def test_what_was_learnt_is_saved(tmp_path):
         (ppo, ["--env", "NoSuch-v1"], "--env NoSuch-v1"),
         (ppo, ["--num-envs", "6"], "--num-envs 6"),
         (ppo, ["--batch-size", "100"], "--batch-size 100"),
+        (ppo, ["--steps", "100"], "--steps 100"),
+        (ddpg, ["--steps", "1000"], "--steps 1000"),
         (ddpg, ["--batch-size", "1024"], "--batch-size 1024 --epochs 64"),
         (ddpg, ["--checkpoints", "somewhere"], "--checkpoints"),
         (ddpg, ["--tensor", "3"], "fsdp * tensor = 3 must divide"),
