@@ -60,10 +60,8 @@ def make_model(key: Any, num_inputs: int, num_actions: int) -> Learner:
     """Both are the same at first."""
 
     def agent() -> Agent:
-        mlp, (actor_key, critic_key) = (
-            functools.partial(eqx.nn.MLP, width_size=64, depth=2),
-            jax.random.split(key),
-        )
+        mlp = functools.partial(eqx.nn.MLP, width_size=64, depth=2)
+        actor_key, critic_key = jax.random.split(key)
         actor = mlp(num_inputs, num_actions, final_activation=jnp.tanh, key=actor_key)
         return Agent(actor, mlp(num_inputs + num_actions, "scalar", key=critic_key))
 
@@ -164,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args, mesh = environments.start(__doc__, argv, **flags, steps=20_000)
     if args.epochs * args.num_envs < args.batch_size or args.batch_size % (mesh.size // mesh.shape["tensor"]):
         got = f"--batch-size {args.batch_size} --epochs {args.epochs} --num-envs {args.num_envs}"
-        raise ValueError(
-            f"{got}: there is no batch of that size after each step, or the devices cannot share it."
-        )
+        raise ValueError(f"{got}: no whole batch for each step, or the devices cannot share one.")
+    if args.steps < RANDOM_STEPS + args.num_envs:
+        raise ValueError(f"--steps {args.steps}: the first {RANDOM_STEPS} are random, so there must be more.")
     return {name: learn(name, args, mesh) for name in args.env}
 
 

@@ -29,7 +29,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import environments
 
-DISCOUNT, NUM_TIMES = 0.98, 32  # of rewards to come; the steps of a rollout
+DISCOUNT, DECAY, CLIP = 0.98, 0.8, 0.2  # of rewards to come, of later errors, of ratios of probabilities
+NUM_TIMES = 32  # of a rollout
 
 
 class ActorCritic(eqx.Module):
@@ -60,29 +61,25 @@ def predict_fn(model: ActorCritic, observations: Any, key: Any) -> tuple[Array, 
     return jax.vmap(jax.vmap(model))(observations)
 
 
-def loss_fn(
-    model: ActorCritic, batch: Any, key: Any, *, clip: float = 0.2
-) -> tuple[rx.Mean, dict[str, rx.Mean]]:
+def loss_fn(model: ActorCritic, batch: Any, key: Any) -> tuple[rx.Mean, dict[str, rx.Mean]]:
     """The clipped surrogate and the error of the expected return (equations 7 and 9); and the entropy."""
     log_probs, values = jax.vmap(model)(batch["observation"])
     ratio = jnp.exp(jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[:, 0] - batch["log_prob"])
     advantage, weight = batch["advantage"], batch["weight"]
-    surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=1)
     losses = 0.5 * (values - batch["target"]) ** 2 - surrogate
     return rx.Mean(losses @ weight, weight.sum()), {"entropy": rx.Mean(entropy @ weight, weight.sum())}
 
 
-def advantages(
-    rollout: Mapping[str, Array], values: Array, *, decay: float = 0.8
-) -> Float[Array, "envs times"]:
+def advantages(rollout: Mapping[str, Array], values: Array) -> Float[Array, "envs times"]:
     """How much better than expected each action turned out: GAE (Schulman et al. 2016, equation 16)."""
     after = DISCOUNT * values[:, 1:] * (1 - rollout["terminated"])
     errors = rollout["reward"] + after - values[:, :-1]
 
     def back(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         error, ended = now
-        advantage = error + DISCOUNT * decay * (1 - ended) * later
+        advantage = error + DISCOUNT * DECAY * (1 - ended) * later
         return advantage, advantage
 
     _, found = jax.lax.scan(back, jnp.zeros(len(errors)), (errors.T, rollout["ended"].T), reverse=True)
@@ -145,9 +142,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     flags: Any = {"env": ["CartPole-v1", "Acrobot-v1"], "num_envs": 16, "batch_size": 512, "epochs": 20}
     args, mesh = environments.start(__doc__, argv, **flags, steps=150_000)
     if args.batch_size % args.num_envs or NUM_TIMES % (args.batch_size // args.num_envs):
-        raise ValueError(
-            f"--batch-size {args.batch_size}: not {args.num_envs} envs times a part of {NUM_TIMES}."
-        )
+        raise ValueError(f"--batch-size {args.batch_size}: not {args.num_envs} times a part of {NUM_TIMES}.")
+    if args.steps < args.num_envs * NUM_TIMES:
+        raise ValueError(f"--steps {args.steps}: a rollout alone has {args.num_envs * NUM_TIMES}.")
     return {name: learn(name, args, mesh) for name in args.env}
 
 

@@ -96,14 +96,14 @@ def test_advantages_are_the_sums_of_their_definition(rollout, double):
     rollout = {name: x.astype(np.float64) for name, x in rollout.items()}
     rollout["terminated"][0] = 0  # these were cut short
     values = np.random.default_rng(0).normal(size=(NUM_ENVS, NUM_TIMES + 1))
-    found = ppo.advantages(rollout, jnp.asarray(values), decay=0.9)
+    found = ppo.advantages(rollout, jnp.asarray(values))
     for i in range(NUM_ENVS):
         for t in range(0, NUM_TIMES, 7):
             expected = 0.0
             for k in range(t, NUM_TIMES):
                 after = 0.0 if rollout["terminated"][i, k] else values[i, k + 1]
                 error = rollout["reward"][i, k] + ppo.DISCOUNT * after - values[i, k]
-                expected += (ppo.DISCOUNT * 0.9) ** (k - t) * error
+                expected += (ppo.DISCOUNT * ppo.DECAY) ** (k - t) * error
                 if rollout["ended"][i, k]:
                     break
             np.testing.assert_allclose(found[i, t], expected, rtol=1e-10)
@@ -282,6 +282,8 @@ def test_what_was_learnt_is_saved(tmp_path):
         (ppo, ["--env", "NoSuch-v1"], "--env NoSuch-v1"),
         (ppo, ["--num-envs", "6"], "--num-envs 6"),
         (ppo, ["--batch-size", "100"], "--batch-size 100"),
+        (ppo, ["--steps", "100"], "--steps 100"),
+        (ddpg, ["--steps", "1000"], "--steps 1000"),
         (ddpg, ["--batch-size", "1024"], "--batch-size 1024 --epochs 64"),
         (ddpg, ["--checkpoints", "somewhere"], "--checkpoints"),
         (ddpg, ["--tensor", "3"], "fsdp * tensor = 3 must divide"),
