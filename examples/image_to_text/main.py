@@ -81,7 +81,8 @@ def metric_fn(examples: Sequence[Any], captions: Sequence[str]) -> dict[str, flo
 def compose(num: int, held_out: int) -> tuple[list[Any], list[Any]]:
     """Pictures of two of scikit-learn's digits, each in a quarter of its own, and their captions.
 
-    The upper or left one is named first. What is held out shows the last fifth of the digits, of other hands.
+    The upper or left one is named first. What is held out shows the last fifth of the digits alone, which were
+    mostly written by other hands.
     """
     data: Any = load_digits()
     random, examples = np.random.default_rng(0), []
