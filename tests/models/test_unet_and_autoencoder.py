@@ -50,8 +50,9 @@ def abstract(raw: dict[str, Any], **options: Any) -> Any:
 
 
 def make(name: str, **changes: Any) -> Any:
-    """A model with random numbers for its arrays."""
-    return filled(abstract({**CONFIGS[name], **changes}), jnp.float32, 0)
+    """A model with random numbers for its arrays, such that images keep their size."""
+    model = filled(abstract({**CONFIGS[name], **changes}), jnp.float32, 0)
+    return jax.tree.map(lambda x: x / x[0, ..., 0].size ** 0.5 if jnp.ndim(x) == 4 else x, model)
 
 
 def batch_of(name: str) -> Any:
@@ -339,11 +340,15 @@ def large(name: str, engine: str) -> tuple[Any, Any]:
 
 
 ENGINES = ["names", "program"]
+WHOLE_IS_SAID = pytest.mark.filterwarnings(
+    "ignore:shard_rules"
+)  # of shortcuts and projections, 4% of the bytes
 SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.85, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
 """Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
 says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
 
 
+@WHOLE_IS_SAID
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["unet", "unet_linear"])
 def test_pairs_are_split_and_the_stream_is_whole(name, engine):
@@ -382,6 +387,7 @@ def by_hand(name: str) -> int:
     return 4 * (BATCH // 2) * total
 
 
+@WHOLE_IS_SAID
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["unet", "vae"])
 def test_a_step_sends_no_more_than_its_layout_must(name, engine):
@@ -403,7 +409,7 @@ def test_a_step_sends_no_more_than_its_layout_must(name, engine):
 @pytest.mark.parametrize("mesh_name", ["2x2x2", "tensor8"])
 @pytest.mark.parametrize("name", ["unet", "vae"])
 def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
-    # The new parameters of SGD with step 1 are the gradient. Over 8 shards, 4 heads and 8 groups divide or not.
+    # The new parameters of SGD with step 1 are the gradient. Over 8 shards 4 heads do not divide.
     model, batch, optimizer = make(name), batch_of(name), optax.sgd(1.0)
     updated = []
     for mesh in (mesh_of("one"), mesh_of(mesh_name)):
@@ -413,4 +419,8 @@ def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
         rows = jax.device_put(batch, rx.batch_sharding(mesh))
         new, metrics = jax.jit(step).lower(state, rows).compile(compiler_options=QUICK_COMPILE)(state, rows)
         updated.append((to_arrays(new.model), metrics["loss"].value))
-    assert_close(updated[1], updated[0], rtol=1e-3, atol=2e-5)
+    (expected, loss), (found, loss_there) = updated
+    assert_close(loss_there, loss, rtol=1e-5)
+    for path, before in to_arrays(model).items():
+        gradient, difference = expected[path] - before, np.asarray(found[path]) - np.asarray(expected[path])
+        assert np.abs(difference).max() <= 1e-4 * np.abs(gradient).max() + 1e-6, path

@@ -55,8 +55,8 @@ class StagesConfig(DiffusersConfig):
         return found
 
     def check_stages(self, **allowed: tuple[str, ...]) -> None:
-        """Refuses, by `ValueError`, stages of other kinds than are `allowed` for an entry, too few or too many of
-        them, and channels that do not divide into the groups of a norm.
+        """Refuses, by `ValueError`, kinds of stages that are not `allowed`, another number of them, and
+        channels that do not divide into the groups of a norm.
         """
         for entry, kinds in allowed.items():
             found = getattr(self, entry)
