@@ -226,7 +226,7 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     """What was reached, and what to compare it with, as `learn_digits` and `fine_tune` say."""
-    parser = common.flags(__doc__, batch_size=64, epochs=20)
+    parser = common.flags(__doc__, batch_size=64, epochs=16)
     parser.add_argument("--model", help="directory of Stable Diffusion; by default a model of digits is made")
     parser.add_argument("--data", default=".", help="a folder of pictures to fine-tune on")
     parser.add_argument("--prompt", default="a photo of sks dog", help="the text of these pictures")

@@ -14,7 +14,7 @@ from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion
 def sample_images(
     model: StableDiffusion,
     input_ids: Int[Array, "b t"],
-    negative_ids: Int[Array, "b t"] | None = None,
+    negative_ids: Int[Array, "_ _"] | None = None,
     *,
     num_steps: int = 50,
     guidance_scale: float = 7.5,
