@@ -9,7 +9,7 @@ some steps; and what tracing and compiling took. Times are over ours on the same
 
 Left out: levanter and haliax, whose releases in the registry are years old; XLA's auto_sharding, which neither
 JAX 0.10 (no `AUTO` for shardings, no `use_auto_spmd_partitioning` among its options) nor its binaries hold;
-EasyDeL, which needs JAX 0.9 and 130 packages, Ray among them.
+EasyDeL, which resolves to JAX 0.9 and some 130 packages, Ray among them.
 """
 
 import json
