@@ -5,9 +5,10 @@
 
 The same on many hosts, under SLURM (the file says how many) or by their addresses:
 
-    export SCRIPT=examples/text_to_text/main.py FLAGS="--model flan-t5-xxl --data xsum --lengths 512 64 --devices 0"
-    sbatch examples/launch/slurm.sh $FLAGS --tensor 8
-    examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT $FLAGS --tensor 8
+    export SCRIPT=examples/text_to_text/main.py
+    FLAGS="--model flan-t5-xxl --data xsum --lengths 512 64 --devices 0 --tensor 8"
+    sbatch examples/launch/slurm.sh $FLAGS
+    examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT $FLAGS
 
 `--model` is a directory of a T5 or BART, `--data` one with `train` and `validation` in it, as .parquet, .csv or
 .jsonl. The summaries are written by beam search and scored by ROUGE, beside the lead: the first words of
