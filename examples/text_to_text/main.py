@@ -1,13 +1,14 @@
 """Summaries: of a function of the standard library, what its docstring says first; or of news, as in XSum.
 
     python examples/text_to_text/main.py                     # a small new T5, and a small new BART
-    python examples/text_to_text/main.py --model flan-t5-xl --data xsum --devices 0 --tensor 8
+    python examples/text_to_text/main.py --model flan-t5-xl --data xsum --lengths 512 64 --devices 0 --tensor 8
 
 The same on many hosts, under SLURM (the file says how many) or by their addresses:
 
     export SCRIPT=examples/text_to_text/main.py
-    sbatch examples/launch/slurm.sh --model flan-t5-xxl --data xsum --devices 0 --tensor 8
-    examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT --model flan-t5-xxl --data xsum --devices 0
+    FLAGS="--model flan-t5-xxl --data xsum --lengths 512 64 --devices 0 --tensor 8"
+    sbatch examples/launch/slurm.sh $FLAGS
+    examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT $FLAGS
 
 `--model` is a directory of a T5 or BART, `--data` one with `train` and `validation` in it, as .parquet, .csv or
 .jsonl. The summaries are written by beam search and scored by ROUGE, beside the lead: the first words of
