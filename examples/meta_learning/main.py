@@ -27,7 +27,7 @@ import redco_eqx as rx
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 
-RATES = (0.01, 0.03, 0.1, 0.3)
+RATES = (0.003, 0.03, 0.3)
 
 
 class Model(eqx.Module):

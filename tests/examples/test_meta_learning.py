@@ -43,13 +43,14 @@ def make_of(batch, outputs):
     return functools.partial(maml.make_model, shape=batch["x"].shape[2:], num_outputs=outputs, width=8)
 
 
-def after_a_step(axes, kind, **rule):
+def after_a_step(axes, kind):
     """What one meta-step by SGD adds to the parameters."""
     mesh, batch, optimizer = rx.make_mesh(**axes), batch_of(kind), optax.sgd(1.0)
     model = rx.init_model(make_of(batch, 1 if kind == "sinusoids" else 2), mesh, key=jax.random.key(0))
     shardings = rx.shard_rules(model, mesh)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
-    loss_fn = functools.partial(maml.loss_fn, **RULE, **rule)
+    num_steps = 2 if kind == "sinusoids" else 1  # convolutions compile long
+    loss_fn = functools.partial(maml.loss_fn, num_steps=num_steps, rate=0.1)
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
     step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     after, _ = jax.jit(step)(state, batch)
@@ -59,10 +60,9 @@ def after_a_step(axes, kind, **rule):
 @pytest.mark.parametrize("kind", ["sinusoids", "images"])
 def test_a_meta_step_is_the_same_on_every_mesh(kind, double):
     expected = after_a_step({"data": 1}, kind)
-    for axes in ({"tensor": 2, "fsdp": 2}, {"tensor": 8}):
-        for path, change in after_a_step(axes, kind).items():
-            assert change.dtype == np.float64
-            np.testing.assert_allclose(change, expected[path], rtol=1e-8, atol=1e-12, err_msg=path)
+    for path, change in after_a_step({"tensor": 2, "fsdp": 2}, kind).items():
+        assert change.dtype == np.float64
+        np.testing.assert_allclose(change, expected[path], rtol=1e-8, atol=1e-12, err_msg=path)
 
 
 def test_the_second_order_is_that_of_a_finite_difference_and_the_first_leaves_it_out(double):
