@@ -138,16 +138,6 @@ EXAMPLES = {
         upstream=(216,),
         along=("round", 1),
     ),
-    "meta_learning": Example(
-        {
-            "sinusoids": ("squared error; pretrained", "<= 1"),
-            "sinusoids, first order": ("squared error; pretrained", "<= 1.2"),
-            "images": ("share wrong; pretrained", "<= 0.3"),
-            "images, first order": ("share wrong; pretrained", "<= 0.3"),
-        },
-        upstream=(161,),
-        along=("inner steps", 0),
-    ),
 }
 
 
