@@ -216,7 +216,7 @@ def test_options_of_models_of_text_are_refused(raw, option):
 
 
 def test_dropout_needs_a_key_and_training_mode():
-    batch, key = batch_of("unet"), jax.random.key(0)
+    batch, key = jax.tree.map(jnp.asarray, batch_of("unet")), jax.random.key(0)
     run = eqx.filter_jit(lambda model, key: model(*batch, key=key))
     plain, every = make("unet"), make("unet", dropout=0.3)
     expected = run(plain, None)

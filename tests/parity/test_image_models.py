@@ -173,7 +173,7 @@ def test_gradients_of_the_noise_prediction_equal_those_of_torch(name, saved):
     loss.backward()
 
     def loss_fn(model):
-        return jnp.mean(jnp.square(model(sample, times, texts) - noise))
+        return jnp.mean(jnp.square(model(*map(jnp.asarray, (sample, times, texts))) - noise))
 
     for remat in ("none", "full"):
         model = load_pretrained(saved(name), remat=remat)
@@ -201,7 +201,7 @@ def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffuser
     loss.backward()
 
     def loss_fn(model):
-        mean, log_variance = model.encode(pixels)
+        mean, log_variance = model.encode(jnp.asarray(pixels))
         decoded = model.decode(mean + 0.5 * jnp.exp(0.5 * log_variance))
         kl = 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance, axis=(1, 2, 3))
         loss = jnp.mean(jnp.square(decoded - pixels)) + 1e-2 * jnp.mean(kl)
