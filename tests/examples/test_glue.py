@@ -103,4 +103,4 @@ def test_a_model_of_another_kind_is_named(tables, tmp_path):
     flags = ["--data", str(tables), "--task", "classification", "--label", "kind", "--model", str(tmp_path)]
     with pytest.raises(SystemExit) as caught:
         common.run(lambda: example.main([*TINY, *flags]))
-    assert "a vit, but it must be one of bert, roberta" in str(caught.value)
+    assert "a vit has no classifier here, only bert and roberta" in str(caught.value)

@@ -9,6 +9,8 @@ pytest.importorskip("transformers", exc_type=ImportError)
 import json
 
 import common
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow
 import pyarrow.csv
@@ -119,7 +121,7 @@ def test_padding_does_not_change_the_loss(run, xsum):
     losses = []
     for lengths in ((16, 16), (24, 20)):
         batch = example.collate_fn(examples, tokenizer=tokenizer, lengths=lengths)
-        loss = example.loss_fn(model, batch, None)
+        loss = example.loss_fn(model, jax.tree.map(jnp.asarray, batch), None)
         losses.append((float(loss.total), float(loss.weight)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     ends = sum(len(tokenizer(x["summary"])["input_ids"]) for x in examples)
