@@ -350,7 +350,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 for _variant in ("mistral", "qwen3", "olmo2", "phi3", "smollm3"):
     LAYOUTS[_variant] = LAYOUTS["llama"]
-LAYOUTS["opt_350m"] = {**LAYOUTS["opt_125m"], "project_in.weight": COLUMN, "project_out.weight": ROW}
+LAYOUTS["opt_350m"] = {**LAYOUTS["opt_125m"], "project_in.weight": WHOLE, "project_out.weight": COLUMN}
 LAYOUTS["qwen2"] = {
     **LAYOUTS["llama"],
     "lm_head.weight": None,
