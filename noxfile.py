@@ -1,4 +1,4 @@
-"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples,
+"""Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
 faults, hosts, aot, docs, build, lint, types, bench, peers."""
 
 import pathlib
@@ -77,6 +77,18 @@ def test_examples(session: nox.Session) -> None:
     """Each example at a tiny size: what it learns, against a baseline."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
     session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
+
+
+@nox.session
+def long(session: nox.Session) -> None:
+    """The tests that take longest, which the other sessions leave out."""
+    session.install("-e", ".[all]", *group("tests"), *group("examples"))
+    files = (
+        "tests/models/test_sample_images.py",
+        "tests/models/test_unet_and_autoencoder.py",
+        "tests/examples",
+    )
+    session.run("pytest", *files, "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

@@ -134,6 +134,7 @@ def test_a_round_draws_whole_epochs_of_some_clients():
     assert not np.array_equal(rows, fed.draw(clients, 6, args=ARGS)[: len(rows), :6, :5])
 
 
+@pytest.mark.long
 def test_it_learns_and_goes_on_from_its_checkpoints(tmp_path):
     flags = ["--epochs", "2", "--fit-rounds", "1", "--clients-per-round", "10", "--rounds", "12"]
     flags += ["--checkpoints", str(tmp_path)]
@@ -146,6 +147,7 @@ def test_it_learns_and_goes_on_from_its_checkpoints(tmp_path):
         assert rest[name][0] == whole[name][0][10:]
 
 
+@pytest.mark.long
 def test_files_of_mnist_are_learnt_by_convolutions(tmp_path):
     random = np.random.default_rng(0)
     for name, num in {"train": 48, "t10k": 16}.items():

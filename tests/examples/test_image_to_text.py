@@ -53,6 +53,7 @@ def coco(tmp_path_factory):
     return directory
 
 
+@pytest.mark.long
 def test_it_learns_more_than_the_commonest_caption(run):
     scores, baseline = run[1]["BLEU"]
     assert len(scores) == 4
@@ -64,6 +65,7 @@ def test_it_learns_more_than_the_commonest_caption(run):
     assert best in {info.step for info in rx.list_checkpoints(run[0] / "checkpoints")}
 
 
+@pytest.mark.long
 def test_a_directory_of_a_model_is_trained_on_a_directory_in_the_form_of_coco(run, coco):
     size = {"size": {"height": 20, "width": 20}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (run[0] / "preprocessor_config.json").write_text(json.dumps(size))

@@ -31,6 +31,7 @@ def test_a_caption_is_a_token_for_each_word():
     assert len({tuple(tokenizer(word)["input_ids"]) for word in example.WORDS}) == 10
 
 
+@pytest.mark.long
 def test_a_batch_has_images_and_texts_and_the_loss_its_weights(digits):
     model, _, _ = digits
     collate = partial(
@@ -60,6 +61,7 @@ def digits(tmp_path_factory):
     return directory, picture, example.main([*flags, "--output", str(directory)])
 
 
+@pytest.mark.long
 def test_digits_are_learnt(digits):
     _, picture, results = digits
     accuracies, known = results["digits"]
@@ -68,6 +70,7 @@ def test_digits_are_learnt(digits):
     assert PIL.Image.open(picture).size == (400, 160)
 
 
+@pytest.mark.long
 def test_a_directory_is_fine_tuned_on_a_folder_of_pictures(digits, tmp_path, capsys):
     directory, _, _ = digits
     index = json.loads((directory / "model_index.json").read_text())

@@ -78,6 +78,7 @@ def run(xsum, tmp_path_factory):
     return directory, example.main([*TINY, *flags])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["T5", "BART"])
 def test_each_family_learns_more_than_the_lead(run, family):
     for score in ("ROUGE-2", "ROUGE-L"):
@@ -86,6 +87,7 @@ def test_each_family_learns_more_than_the_lead(run, family):
         assert scores[-1] > lead + 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["T5", "BART"])
 def test_the_best_by_each_score_is_kept_and_the_predictions_are_written(run, family):
     kept = {info.step for info in rx.list_checkpoints(run[0] / "checkpoints" / family)}
@@ -98,6 +100,7 @@ def test_the_best_by_each_score_is_kept_and_the_predictions_are_written(run, fam
     assert found["rougeL"] == pytest.approx(run[1][f"{family}, ROUGE-L"][0][-1])
 
 
+@pytest.mark.long
 def test_a_run_that_is_over_gives_its_last_scores(run, xsum):
     flags = ["--data", str(xsum), "--checkpoints", str(run[0] / "checkpoints"), "--family", "BART"]
     again = example.main([*TINY, *flags])
@@ -105,6 +108,7 @@ def test_a_run_that_is_over_gives_its_last_scores(run, xsum):
         assert (scores, lead) == ([pytest.approx(run[1][name][0][-1])], run[1][name][1])
 
 
+@pytest.mark.long
 def test_a_directory_of_a_model_is_trained_further(run, xsum):
     flags = ["--model", str(run[0] / "BART"), "--data", str(xsum), "--fsdp", "2"]
     scores, lead = example.main([*TINY[:-4], "--epochs", "1", *flags])["BART, ROUGE-L"]
@@ -112,6 +116,7 @@ def test_a_directory_of_a_model_is_trained_further(run, xsum):
     assert scores[-1] > run[1]["BART, ROUGE-L"][0][-1] - 0.05, "at a rate of 2e-5"
 
 
+@pytest.mark.long
 def test_padding_does_not_change_the_loss(run, xsum):
     from redco_eqx import models
 

@@ -73,6 +73,7 @@ def predict_fn(model, batch, key):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [{}, {"tensor": 2, "fsdp": 2}])
 def test_images_and_training_do_not_depend_on_the_mesh(axes):
     batch, optimizer, key = batch_of(), optax.sgd(1.0), jax.random.key(1)

@@ -291,22 +291,12 @@ LAYOUT = {
     r"resnets\.\d\.conv2\.weight": ROW,
     r"conv_shortcut\.weight": WHOLE,
     r"proj_(in|out)\.weight": WHOLE,
-    r"attn1\.to_[qkv]\.weight": COLUMN,
-    r"attn1\.to_out\.0\.weight": ROW,
+    r"attn[12]\.to_[qkv]\.weight": COLUMN,
+    r"attn[12]\.to_out\.0\.weight": ROW,
     r"net\.0\.(value|gate)\.weight": COLUMN,
     r"net\.2\.weight": ROW,
 }
 """How a UNet is split: pairs, whose inner features stay split, around a stream that is whole."""
-OVER_THE_TEXT = {
-    "names": {
-        r"attn2\.to_[qkv]\.weight": COLUMN,
-        r"attn2\.to_out\.0\.weight": ROW,
-    },
-    "program": {  # a text is shorter than an image has pixels: to sum its keys and values sends less
-        r"attn2\.to_[kv]\.weight": ROW,
-        r"attn2\.to_(q|out\.0)\.weight": WHOLE,
-    },
-}
 
 
 def in_megatron_terms(spec: jax.sharding.PartitionSpec) -> str:
@@ -343,7 +333,7 @@ ENGINES = ["names", "program"]
 WHOLE_IS_SAID = pytest.mark.filterwarnings(
     "ignore:shard_rules"
 )  # of shortcuts and projections, 4% of the bytes
-SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.85, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
+SHARE = {("unet", "names"): 1.03, ("unet", "program"): 1.03, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
 """Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
 says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
 
@@ -353,7 +343,7 @@ says more than names do. By its program the ends of the autoencoder are split, b
 @pytest.mark.parametrize("name", ["unet", "unet_linear"])
 def test_pairs_are_split_and_the_stream_is_whole(name, engine):
     layout = to_paths(large(name, engine)[1], is_leaf=lambda x: isinstance(x, NamedSharding))
-    for pattern, expected in (LAYOUT | OVER_THE_TEXT[engine]).items():
+    for pattern, expected in LAYOUT.items():
         found = {path: in_megatron_terms(x.spec) for path, x in layout.items() if re.search(pattern, path)}
         assert found, pattern
         assert {path: x for path, x in found.items() if x != expected} == {}
@@ -406,7 +396,7 @@ def test_a_step_sends_no_more_than_its_layout_must(name, engine):
     assert total <= SHARE[name, engine] * by_hand(name)
 
 
-@pytest.mark.parametrize("mesh_name", ["2x2x2", "tensor8"])
+@pytest.mark.parametrize("mesh_name", ["2x2x2", pytest.param("tensor8", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["unet", "vae"])
 def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
     # The new parameters of SGD with step 1 are the gradient. Over 8 shards 4 heads do not divide.

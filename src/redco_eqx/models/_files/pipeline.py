@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -112,7 +113,7 @@ def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
 
 
 def save_stable_diffusion(
-    model: StableDiffusion, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+    model: eqx.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
     """Writes a model as a directory that diffusers' `StableDiffusionPipeline` opens as it is.
 
