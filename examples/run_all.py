@@ -138,6 +138,16 @@ EXAMPLES = {
         upstream=(216,),
         along=("round", 1),
     ),
+    "meta_learning": Example(
+        {
+            "sinusoids": ("squared error after 5 steps; pretrained", "<= 0.2"),
+            "sinusoids, first order": ("squared error after 5 steps; pretrained", "<= 0.5"),
+            "images": ("share wrong after 5 steps; pretrained", "<= 0.24"),
+            "images, first order": ("share wrong after 5 steps; pretrained", "<= 0.4"),
+        },
+        upstream=(161,),
+        along=("inner steps", 0),
+    ),
 }
 
 
