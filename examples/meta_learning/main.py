@@ -153,13 +153,13 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[list[float], list[flo
     parser.add_argument("--ways", type=int, default=5, help="classes of a task (5)")
     parser.add_argument("--shots", type=int, default=1, help="examples of a class in each half of a task (1)")
     args, mesh = common.start(parser, argv)
-    epochs, num = (2, 640) if args.quick else (args.epochs, 3200)
+    epochs, num = (2, 1600) if args.quick else (args.epochs, 3200)
     parts, key, results = read(args.data), jax.random.key(args.seed), {}
     # Where inner steps go too far, as they do at first, the gradients through them are steep.
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0, 2e-3, 100)))
     images = [functools.partial(image_tasks, classes=x, ways=args.ways, shots=args.shots) for x in parts]
-    # Tasks to train on and to test with; the numbers of classes of a task, and of all; the number of inner steps
-    # in training; their rate by second order, and by first.
+    # Tasks to train on and to test with; the numbers of classes of a task, and of all; inner steps in training,
+    # with their rate by second order and by first.
     problems: Any = {} if args.data else {"sinusoids": (sinusoids, sinusoids, 1, 1, 3, (0.01, 0.01))}
     problems["images"] = (*images, args.ways, len(parts[0]), 5, (0.4, 0.1))
 
