@@ -229,7 +229,7 @@ def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> J
         raise ValueError(f"{file}: {field.name}={value!r}, but it must be: {expected}.")
     if isinstance(found, float) and not math.isfinite(found):
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
-    least = 0 if field.default == 0 else 1
+    least = field.metadata.get("least", 0 if field.default == 0 else 1)
     counts = [x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int]
     if not field.name.endswith("token_id") and any(x < least for x in counts):
         raise ValueError(

@@ -36,7 +36,7 @@ class SmolLM3Config(LlamaConfig):
     eos_token_id: int | tuple[int, ...] | None = 128001
     pad_token_id: int | None = 128004
     rope: Rope = dataclasses.field(default_factory=lambda: Rope(theta=2000000.0))
-    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"least": 0})
     no_rope_layer_interval: int = 4
 
     def __post_init__(self) -> None:
