@@ -76,7 +76,7 @@ class Rollouts:
 
 
 def start(
-    doc: str | None, argv: Sequence[str] | None, *, env: list[str], num_envs: int, steps: int, **defaults: int
+    doc: str | None, argv: Sequence[str] | None, *, env: list[str], num_envs: int, steps: int, **defaults: Any
 ) -> tuple[argparse.Namespace, Mesh]:
     """`common.start`, and which environments, how many of each at a time, and for how long."""
     parser = common.flags(doc, **defaults)

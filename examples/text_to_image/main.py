@@ -85,12 +85,15 @@ def collate_fn(
     examples: Sequence[tuple[Any, str, Any]], *, tokenizer: CLIPTokenizer, processor: models.ImageProcessor
 ) -> dict[str, np.ndarray]:
     """Images, their texts, and what the loss of each is multiplied by."""
-    images, texts, weights = zip(*examples)
+    images, texts, weights = (list(x) for x in zip(*examples))
     fill: Any = {"padding": "max_length", "truncation": True, "return_tensors": "np"}
-    empty, tokens = (
-        tokenizer(list(x), **fill)["input_ids"].astype(np.int32) for x in ([""] * len(texts), texts)
-    )
-    return {"images": processor(images), "tokens": tokens, "empty": empty, "weight": np.float32(weights)}
+    empty, tokens = (tokenizer(x, **fill)["input_ids"].astype(np.int32) for x in ([""] * len(texts), texts))
+    return {
+        "images": processor(images),
+        "tokens": tokens,
+        "empty": empty,
+        "weight": np.array(weights, np.float32),
+    }
 
 
 def autoencoder_loss(model: models.StableDiffusion, batch: Any, key: Any) -> Any:
@@ -202,7 +205,8 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
     examples = read_folder(args)
     model = models.load_stable_diffusion(args.model, mesh)
     tokenizer = CLIPTokenizer.from_pretrained(args.model, subfolder="tokenizer")
-    size = model.unet.config.sample_size * model.vae.config.downscale
+    size: Any = model.unet.config.sample_size
+    size *= model.vae.config.downscale
     processor = models.ImageProcessor(size=size, crop=(size, size))
     options: Any = {"collate_fn": partial(collate_fn, tokenizer=tokenizer, processor=processor)}
     options["batch_size"] = args.batch_size

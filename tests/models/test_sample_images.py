@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import cache
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -78,7 +79,8 @@ def predict_fn(model, batch, key):
 def test_images_and_training_do_not_depend_on_the_mesh(axes):
     batch, optimizer, key = batch_of(), optax.sgd(1.0), jax.random.key(1)
     steps = []
-    for layout in (ALONE, axes):
+    layouts: list[Any] = [ALONE, axes]
+    for layout in layouts:
         model, mesh = on(**layout), rx.make_mesh(**layout)
         placed = jax.device_put(batch, rx.batch_sharding(mesh))
         spec = models.parts_spec(model, "unet", "text_encoder")
@@ -228,7 +230,8 @@ def test_old_files_are_read_as_diffusers_reads_them(saved):
 
 def test_bad_arguments_are_refused():
     model, ids = alone(), jnp.zeros((2, LENGTH), int)
-    key, free = jax.random.key(0), {"guidance_scale": 1.0}
+    key = jax.random.key(0)
+    free: Any = {"guidance_scale": 1.0}
     for options, message in [
         ({"key": key}, "guidance_scale=7.5, and negative_ids is not given"),
         ({"negative_ids": ids, **free, "key": key}, "guidance_scale=1.0, and negative_ids is given"),
