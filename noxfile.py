@@ -83,12 +83,9 @@ def test_examples(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The tests that take longest, which the other sessions leave out."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
-    files = (
-        "tests/models/test_sample_images.py",
-        "tests/models/test_unet_and_autoencoder.py",
-        "tests/examples",
+    session.run(
+        "pytest", "tests", "tests/examples", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
     )
-    session.run("pytest", *files, "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

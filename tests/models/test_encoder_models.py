@@ -225,7 +225,14 @@ def updated(name: str, mesh_name: str) -> Any:
     return jax.device_get((to_arrays(new.model), metrics["loss"].value))
 
 
-@pytest.mark.parametrize("mesh_name", [name for name in MESHES if name != "one"])
+@pytest.mark.parametrize(
+    "mesh_name",
+    [
+        name if name in ("2x2x2", "data2xtensor4") else pytest.param(name, marks=pytest.mark.long)
+        for name in MESHES
+        if name != "one"
+    ],
+)
 @pytest.mark.parametrize("name", ["t5", "bart", "bert_masked", "vit_gpt2"])
 def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
     # float32, in which sums over devices have another order.

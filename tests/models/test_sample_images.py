@@ -140,6 +140,7 @@ def test_a_rescaled_scheduler_and_other_sizes_are_taken():
     assert np.isfinite(found).all()
 
 
+@pytest.mark.long
 def test_the_loss_in_half_precision_is_nearly_the_same():
     batch, key = jax.tree.map(jnp.asarray, batch_of(4)), jax.random.key(2)
     exact = loss_fn(alone(), batch, key)

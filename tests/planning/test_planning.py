@@ -141,6 +141,7 @@ def test_microbatches_and_remat_are_chosen_where_memory_is_short() -> None:
     assert found.memory.peak <= less < roomy.memory.peak
 
 
+@pytest.mark.long
 def test_options_that_change_paths_or_the_program_are_laid_out_and_counted_for_themselves() -> None:
     options: Any = {"stacked": [False, True], "remat": ["none", "full"]}
     found = plan(make_llama, **OF_LLAMA, options=options)
