@@ -1,12 +1,12 @@
 """How much of a model a program reads where it says itself what its gradient keeps: in a `jax.checkpoint`."""
 
-import math
 from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from redco_eqx._dataflow.programs import body, called
-from redco_eqx._program.atoms import Atom, shape_of, type_of
+from redco_eqx._dataflow.walk import num_bytes
+from redco_eqx._program.atoms import shape_of, type_of
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 """The names that JAX has had for it."""
@@ -18,10 +18,6 @@ def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
     `weights` says which inputs are some. What is made of weights alone, such as a cast or a slice, is one too.
     """
     return _read(program, weights)[0]
-
-
-def num_bytes(atom: Atom) -> int:
-    return math.prod(shape_of(atom)) * type_of(atom).dtype.itemsize
 
 
 def _read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
@@ -41,7 +37,8 @@ def _of(equation: JaxprEqn, inputs: Sequence[bool]) -> tuple[int, Sequence[bool]
     if not any(inputs):
         return 0, none
     if kind in CHECKPOINTS:
-        return sum(num_bytes(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight), none
+        read = [type_of(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight]
+        return sum(map(num_bytes, read)), none
     if kind == "scan":
         read, _ = _read(body(equation.params["jaxpr"]), inputs)
         return read * equation.params["length"], none

@@ -17,9 +17,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from redco_eqx._dataflow.walk import num_bytes
 from redco_eqx._parallel.fsdp import gather, is_split
 from redco_eqx._program.atoms import Atom, shape_of, type_of
-from redco_eqx._program.checkpoints import CHECKPOINTS, bytes_in_checkpoints, num_bytes
+from redco_eqx._program.checkpoints import CHECKPOINTS, bytes_in_checkpoints
 from redco_eqx._program.trace import Program, abstract
 from redco_eqx._sharding.mesh import axes_of
 
@@ -86,7 +87,7 @@ class _Walk:
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
                 self.gathers_in_checkpoint |= in_checkpoint
-                self.bytes_outside += 0 if in_checkpoint else num_bytes(atom) * self._times
+                self.bytes_outside += 0 if in_checkpoint else num_bytes(type_of(atom)) * self._times
             return gathered[atom]
 
         for equation in jaxpr.eqns:

@@ -306,15 +306,15 @@ class _Resolver:
         place = {id(node): i for i, node in enumerate(walk)}
         borders = [place[id(node)] for node in [*blocks, *filter(is_norm, walk)]]
 
+        def precedes(a: Matrix, b: Matrix) -> bool:
+            """Whether `b` comes later and fits what `a` makes."""
+            return a.out_size == b.in_size and place[id(a.node)] < place[id(b.node)]
+
         def follows(a: Matrix, b: Matrix) -> bool:
             """Whether `b` may read what `a` makes, with neither a norm nor a block between."""
-            start, end = place[id(a.node)], place[id(b.node)]
             is_around = a.in_size not in streams and a.out_size in streams  # the blocks stand between
-            fits = a.out_size == b.in_size and start < end and not is_around
-            return fits and not any(start < x < end for x in borders)
-
-        def precedes(a: Matrix, b: Matrix) -> bool:
-            return a.out_size == b.in_size and place[id(a.node)] < place[id(b.node)]
+            is_parted = any(place[id(a.node)] < x < place[id(b.node)] for x in borders)
+            return precedes(a, b) and not is_around and not is_parted
 
         inside = [place[id(below)] for node in blocks for below in node.walk()]
         square = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
