@@ -16,6 +16,7 @@ import re
 import sys
 import time
 import tokenize
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -244,6 +245,24 @@ def run(name: str) -> tuple[list[str], list[str]]:
     return table, short
 
 
+def run_apart(name: str) -> tuple[list[str], list[str]]:
+    """`run`, for another process: an error is raised as text, for some hold what cannot leave theirs."""
+    try:
+        return run(name)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
+
+
+def with_rows(page: str, name: str, table: list[str]) -> str:
+    """A page whose table has these rows of an example, and the others in the order of `EXAMPLES`."""
+    lines, order = page.splitlines(), list(EXAMPLES)
+    rows = [line for line in lines if line.startswith("| [") and not line.startswith(f"| [{name}](")]
+    kept = [line for line in lines if not line.startswith("| [")]
+    head = next(i for i, line in enumerate(kept) if line.startswith("| ---"))
+    kept[head + 1 : head + 1] = sorted(rows + table, key=lambda row: order.index(row[3 : row.index("]")]))
+    return "\n".join(kept) + "\n"
+
+
 def main(names: Sequence[str]) -> None:
     """Runs them one after the other, each in its own process, and replaces their rows."""
     unknown = sorted(set(names) - set(EXAMPLES))
@@ -253,13 +272,9 @@ def main(names: Sequence[str]) -> None:
     for name in names or EXAMPLES:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            table, missed = process.submit(run, name).result()
+            table, missed = process.submit(run_apart, name).result()
         short += missed
-        lines = page.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if not line.startswith(f"| [{name}](")]
-        last = max(i for i, line in enumerate(kept) if line.startswith("|"))
-        kept[last + 1 : last + 1] = table
-        page.write_text("\n".join(kept) + "\n", encoding="utf-8")
+        page.write_text(with_rows(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
     if short:
         sys.exit("error: " + "; ".join(short))
 
