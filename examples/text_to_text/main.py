@@ -87,22 +87,19 @@ def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, fl
 
 
 def docstrings(every: int) -> tuple[list[Any], list[Any]]:
-    """Functions, and the line in which their docstrings say what they do; what follows it is left in them.
+    """Bodies of functions, and the line in which their docstrings say what they do.
 
-    They are from every so manieth module of the standard library, of which one in ten is held out. To train on
-    there are also the words of each summary in alphabetical order: a new model has to learn what copying is.
+    They are from every so manieth module of the standard library, of which one in ten is held out.
     """
     root, parts = pathlib.Path(sysconfig.get_path("stdlib")), ({}, {})
     files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
     for i, file in enumerate(files[::every]):
         for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
-                summary, _, rest = docstring.partition("\n\n")
-                node.body[0] = ast.Expr(ast.Constant(rest))
+            if isinstance(node, ast.FunctionDef) and node.body[1:] and (docstring := ast.get_docstring(node)):
+                summary = docstring.partition("\n\n")[0]
                 if "\n" not in summary:
-                    parts[i % 10 == 0][ast.unparse(node)] = summary
+                    parts[i % 10 == 0]["\n".join(map(ast.unparse, node.body[1:]))] = summary
     train, held_out = ([{"document": d, "summary": s} for d, s in part.items()] for part in parts)
-    train += [{**x, "document": " ".join(sorted(x["summary"].split()))} for x in train]
     return train, [x for x in held_out if x["document"] not in parts[0]]
 
 
@@ -189,7 +186,7 @@ def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Seq
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """ROUGE of each model's summaries after each epoch, and of the lead."""
     rx.initialize_distributed()
-    parser = common.flags(__doc__, batch_size=32, epochs=5)
+    parser = common.flags(__doc__, batch_size=32, epochs=8)
     parser.add_argument("--family", nargs="+", choices=RATES, default=RATES, help="of new models (both)")
     parser.add_argument("--model", type=pathlib.Path, help="directory of a checkpoint, in place of new models")
     parser.add_argument("--data", help="a directory in place of the data that comes along")
