@@ -14,12 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from redco_eqx._program.atoms import Atom, dtype_of, type_of
+from redco_eqx._program.checkpoints import CHECKPOINTS
 
 Value: TypeAlias = jax.Array | np.ndarray
 """What a variable stands for when the program runs."""
 
 # What these primitives call is run in their place, on the same operands.
-CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
+CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", *CHECKPOINTS)
 
 
 @dataclasses.dataclass(frozen=True)
