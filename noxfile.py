@@ -16,10 +16,10 @@ FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "
 # What is compared with, each in an environment of its own. The last Flax models are in transformers 4.
 FLAX = ["transformers==4.57.6", "jax==0.10.2"]
 PEERS = {
-    "ours": ["."],
+    "ours": ["-e", "."],
     "of_redco": ["redco==0.4.23", *FLAX],
     "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
-    "of_parallax": [".", "google-parallax==0.0.2"],
+    "of_parallax": ["-e", ".", "google-parallax==0.0.2"],
 }
 
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -162,8 +162,9 @@ def peers(session: nox.Session) -> None:
     pythons = []
     for script, packages in PEERS.items():
         home = pathlib.Path(session.virtualenv.location) / script
+        python = str(home / "bin" / "python")
         if not home.exists():
-            session.run("python", "-m", "virtualenv", "-q", str(home))
-            session.run(str(home / "bin" / "python"), "-m", "pip", "install", "-q", *packages, external=True)
-        pythons.append(f"{script}={home / 'bin' / 'python'}")
+            session.run_install("python", "-m", "virtualenv", "-q", str(home))
+        session.run_install(python, "-m", "pip", "install", "-q", *packages, external=True)
+        pythons.append(f"{script}={python}")
     session.run("python", "benchmarks/peers.py", *pythons)

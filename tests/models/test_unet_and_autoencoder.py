@@ -291,12 +291,24 @@ LAYOUT = {
     r"resnets\.\d\.conv2\.weight": ROW,
     r"conv_shortcut\.weight": WHOLE,
     r"proj_(in|out)\.weight": WHOLE,
-    r"attn[12]\.to_[qkv]\.weight": COLUMN,
-    r"attn[12]\.to_out\.0\.weight": ROW,
+    r"attn1\.to_[qkv]\.weight": COLUMN,
+    r"attn1\.to_out\.0\.weight": ROW,
     r"net\.0\.(value|gate)\.weight": COLUMN,
     r"net\.2\.weight": ROW,
 }
 """How a UNet is split: pairs, whose inner features stay split, around a stream that is whole."""
+OVER_THE_TEXT = {
+    "names": {
+        r"attn2\.to_[qkv]\.weight": COLUMN,
+        r"attn2\.to_out\.0\.weight": ROW,
+    },
+    "program": {  # a text is shorter than a large image has pixels: to sum its keys and values sends less
+        r"(down|up)_blocks.*attn2\.to_[kv]\.weight": ROW,
+        r"(down|up)_blocks.*attn2\.to_(q|out\.0)\.weight": WHOLE,
+        r"mid_block.*attn2\.to_[qkv]\.weight": COLUMN,
+        r"mid_block.*attn2\.to_out\.0\.weight": ROW,
+    },
+}
 
 
 def in_megatron_terms(spec: jax.sharding.PartitionSpec) -> str:
@@ -333,7 +345,7 @@ ENGINES = ["names", "program"]
 WHOLE_IS_SAID = pytest.mark.filterwarnings(
     "ignore:shard_rules"
 )  # of shortcuts and projections, 4% of the bytes
-SHARE = {("unet", "names"): 1.03, ("unet", "program"): 1.03, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
+SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.87, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
 """Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
 says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
 
@@ -343,7 +355,7 @@ says more than names do. By its program the ends of the autoencoder are split, b
 @pytest.mark.parametrize("name", ["unet", "unet_linear"])
 def test_pairs_are_split_and_the_stream_is_whole(name, engine):
     layout = to_paths(large(name, engine)[1], is_leaf=lambda x: isinstance(x, NamedSharding))
-    for pattern, expected in LAYOUT.items():
+    for pattern, expected in (LAYOUT | OVER_THE_TEXT[engine]).items():
         found = {path: in_megatron_terms(x.spec) for path, x in layout.items() if re.search(pattern, path)}
         assert found, pattern
         assert {path: x for path, x in found.items() if x != expected} == {}

@@ -12,7 +12,7 @@ from redco_eqx._dataflow.costs import Costs, count
 from redco_eqx._dataflow.program import Traced, trace_step
 from redco_eqx._dataflow.report import why_split, why_whole
 from redco_eqx._dataflow.rules import rule_of
-from redco_eqx._dataflow.search import Layout, as_layout, freed_bytes, relax, score
+from redco_eqx._dataflow.search import Layout, as_layout, freed_bytes, graft, relax, score
 from redco_eqx._dataflow.simulation import Sent, simulate
 from redco_eqx._dataflow.splits import Split
 from redco_eqx._dataflow.values import Value
@@ -211,8 +211,11 @@ def choose_layout(
             f"{total - sum(freed[n] for n in most):.0f}. Use more devices for tensor or fsdp."
         )
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=judge)
-    layout = relax(layout, paths, len(analysis.walk.steps), decided, judge)
+    num_steps = len(analysis.walk.steps)
+    layout = relax(layout, paths, num_steps, decided, judge)
     other = analysis.laid_out({**given, **fixed})
-    if other is not None and judge(other.layout) > judge(layout):
-        return dataclasses.replace(other, is_given=True)
+    if other is not None:
+        layout = graft(layout, other.layout, paths, num_steps, decided, judge)
+        if judge(other.layout) > judge(layout):
+            return dataclasses.replace(other, is_given=True)
     return dataclasses.replace(analysis, layout=layout)
