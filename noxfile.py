@@ -112,7 +112,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every block of the site is run, and the site is built, into `site/`."""
+    """Every block of the site is run, and the site is built with its notebook executed, into `site/`."""
     session.install("-e", ".[all]", *group("tests"), *group("docs"))
     session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
     session.run(

@@ -1,8 +1,8 @@
 """Draws the pictures of the site that are no output of an example: `python docs/pictures.py`."""
 
 import pathlib
-import re
 
+from house import rooms
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -40,13 +40,6 @@ def pair() -> None:
         axes.annotate("", (stop, 1), (start, 1), arrowprops={"arrowstyle": "->", "color": "#333"})
         axes.text((start + stop) / 2, 1.1, text, ha="center", fontsize=9.5, color="#b3261e", weight="bold")
     figure.savefig(PICTURES / "pair.png", dpi=150)
-
-
-def rooms() -> dict[str, set[str]]:
-    """Each room and what it imports, by CONTRIBUTING.md: a test holds that to the real imports."""
-    page = (pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| `([\w/]+)` \|.*\| (?:`(.*)` )?\|$", page, re.MULTILINE)
-    return {room: set(imports.split()) for room, imports in rows}
 
 
 def house() -> None:

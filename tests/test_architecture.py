@@ -4,28 +4,19 @@ import ast
 import graphlib
 import inspect
 import pathlib
-import re
 import subprocess
 import sys
 
 import pytest
+from house import rooms
 
 import redco_eqx as rx
 from redco_eqx import models
 
 PACKAGE = pathlib.Path(rx.__file__).parent
 
-ROOT = PACKAGE.parent.parent
 PURE = ("_dataflow", "_sharding", "_parallel", "_program", "_step")
 EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
-
-
-def rooms() -> dict[str, set[str]]:
-    """The list in CONTRIBUTING.md: each room, in order, and what it may import."""
-    rows = re.findall(
-        r"^\| `([\w/]+)` \|.*\| (?:`(.*)` )?\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
-    )
-    return {room: set(imports.split()) for room, imports in rows}
 
 
 ROOMS = rooms()

@@ -1,23 +1,19 @@
 """Every Python block of the README runs, in order, in one namespace, and prints what stands below it."""
 
-import pathlib
 import re
+
+import pages
 
 import redco_eqx as rx
 
-ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+README = (pages.ROOT / "README.md").read_text()
 
 
 def test_python_blocks_run_and_the_tables_are_true(capfd, tmp_path, monkeypatch, recwarn):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "readme"}
-    example, program = blocks("python")
-    table, by_program = blocks("text")
+    example, program = (block.code for block in pages.blocks_of(pages.ROOT / "README.md", "python"))
+    table, by_program = (block.code for block in pages.blocks_of(pages.ROOT / "README.md", "text"))
 
     exec(compile(example, "README.md", "exec"), namespace)
     out, err = capfd.readouterr()
@@ -35,7 +31,7 @@ def test_python_blocks_run_and_the_tables_are_true(capfd, tmp_path, monkeypatch,
 
 
 def test_commands_of_the_readme_are_those_of_ci():
-    ci = (ROOT / ".ci" / "run").read_text()
+    ci = (pages.ROOT / ".ci" / "run").read_text()
     assert "python -m pip install nox && python -m nox -s tests" in README
     assert "python -m pip install nox && python -m nox -s tests" in ci
 
@@ -44,4 +40,4 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert len(README.splitlines()) <= 150
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert len(links) > 20
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (pages.ROOT / link).exists()] == []

@@ -157,6 +157,10 @@ def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTre
 def to_arrays(tree: PyTree) -> dict[str, Any]:
     """The arrays of a tree as a flat `{path: array}`, in the tree's order.
 
+    ```python
+    sizes = {path: x.size for path, x in rx.to_arrays(model).items()}
+    ```
+
     Raises `ValueError` if two leaves have the same path.
     """
     return to_paths(tree, is_array)
@@ -182,6 +186,12 @@ def buffer_paths(tree: PyTree) -> set[str]:
 
 def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
     """`tree` with each of its arrays replaced by the one of the same path; the inverse of `to_arrays`.
+
+    ```python
+    arrays = rx.to_arrays(model)
+    arrays["layers.1.bias"] = jnp.zeros_like(arrays["layers.1.bias"])
+    model = rx.from_arrays(model, arrays)
+    ```
 
     **Raises:**
 
@@ -246,6 +256,12 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     For low-precision compute over float32 parameters, inside a loss or predict function:
     `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too: bfloat16 times float32 is
     float32.
+
+    ```python
+    def half_loss(model, batch, key):
+        model, batch = rx.cast((model, batch), jnp.bfloat16)
+        return loss_fn(model, batch, key)
+    ```
     """
 
     def one(x: PyTree) -> PyTree:

@@ -44,6 +44,14 @@ class Mean:
     `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` are of its value; all metrics of a step are text by
     `json.dumps(metrics, default=float)`.
 
+    ```python
+    total = rx.Mean(6.0, 3.0) + rx.Mean(2.0, 1.0)      # 8 over 4 tokens, wherever they were: 2.0
+
+    def masked_loss(model, batch, key):
+        errors, counts = (jax.vmap(model)(batch) - batch) ** 2, batch > 0
+        return rx.Mean((errors * counts).sum(), counts.sum())
+    ```
+
     **Arguments:**
 
     - `total`: the weighted sum, a scalar. Kept in float32 or wider.

@@ -1,20 +1,36 @@
-"""Every public name stands in the reference of the site, once."""
+"""Every public name stands in the reference of the site, once, and with an example."""
 
 import importlib
-import pathlib
 import re
 
+import pages
 import pytest
 
-REFERENCE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "api"
-LISTED = re.findall(
-    r"^::: (\S+)$", "\n".join(page.read_text() for page in REFERENCE.glob("*.md")), re.MULTILINE
-)
+REFERENCE = sorted((pages.PAGES / "api").glob("*.md"))
+SECTIONS = [
+    pytest.param(section, id=f"{page.stem}: {re.findall(r'^#+ (.*)$', section, re.MULTILINE)[0]}")
+    for page in REFERENCE
+    for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    if ":::" in section
+]
 FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "loop", "models", "types"))]
+
+
+def listed(text: str) -> list[str]:
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("face", FACES)
 def test_each_name_of_a_face_is_listed_once(face):
     modules = {name.rpartition(".")[2] for name in FACES}
     names = [f"{face}.{name}" for name in importlib.import_module(face).__all__ if name not in modules]
-    assert sorted(names) == sorted(name for name in LISTED if name.rpartition(".")[0] == face)
+    everywhere = [name for page in REFERENCE for name in listed(page.read_text())]
+    assert sorted(names) == sorted(name for name in everywhere if name.rpartition(".")[0] == face)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_each_name_is_used_in_an_example_of_its_own_or_of_its_section(section):
+    """All of them are run, by `test_pages.py`."""
+    for name in listed(section):
+        near = [b.code for b in pages.blocks(section) if b.language == "python" and b.name in (None, name)]
+        assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", code) for code in near), name

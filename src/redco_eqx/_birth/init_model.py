@@ -56,6 +56,13 @@ def init_model(
     operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that
     are made alike share their compiled programs, so depth does not add to the compilation.
 
+    ```python
+    def make_model(key):
+        return eqx.nn.MLP(16, 16, 64, depth=1, key=key)
+
+    model = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
+    ```
+
     **Arguments:**
 
     - `make_model`: makes the model from a key. Its arrays must not depend on anything outside.

@@ -17,6 +17,12 @@ class Checkpoints:
     `every_...` it does so after each epoch. An evaluation that is due comes before, and its results are part of
     the checkpoint.
 
+    ```python
+    checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
+    state = rx.fit(state, examples, **pipeline, num_epochs=2, checkpoints=checkpoints,
+                   evaluation=rx.Evaluation(held_out))
+    ```
+
     - `directory`: of this run. If there are checkpoints of it already, `fit` goes on from the newest, provided
         that they are of a run that began with the same key and parameters. `~` is the home directory.
     - `every_steps`, `every_epochs`, `every_minutes`: how often; several can be given.

@@ -20,6 +20,12 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     One whose record is damaged is left out with a warning.
 
+    ```python
+    rx.save("run", state, metrics={"eval/loss": 0.5})
+    newest = rx.list_checkpoints("run")[-1]
+    print(newest.step, newest.metrics)
+    ```
+
     **Arguments:**
 
     - `directory`: as for `save`; it need not exist.

@@ -36,6 +36,12 @@ def restore(
     """Reads a checkpoint into a state like `like`: its shapes, dtypes, mesh and layout, whatever the mesh on
     which it was saved. Every array is verified, bit for bit.
 
+    ```python
+    rx.save("run", state)
+    other = rx.init_model(make_model, rx.make_mesh(fsdp=8), key=jax.random.key(0))
+    state = rx.restore("run", like=rx.init_state(other, optimizer, key=jax.random.key(1)))   # on another mesh
+    ```
+
     **Main arguments:**
 
     - `directory`: as for `save`.

@@ -219,6 +219,10 @@ def save(
 ) -> pathlib.Path:
     """Writes one checkpoint and returns when it is complete. In a loop, use `Checkpoints(...).open()`.
 
+    ```python
+    path = rx.save("run", state, extras={"note": "before the long run"})
+    ```
+
     **Arguments:**
 
     - `directory`: of the run; the checkpoint becomes a directory in it, named after `state.step`.

@@ -92,10 +92,9 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     Not counted: transfers to and from the host, and point-to-point `send` and `recv`.
 
     ```python
-    step = jit_step(partial(train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
-    found = communication(step.lower(state, batch).compile(), mesh)
+    found = rx.communication(step.lower(state, batch).compile(), mesh)
     print(found)
-    assert set(found.by_axes) == {("data",), ("tensor",)}
+    print(found.total.sent_bytes)
     ```
 
     **Arguments:**

@@ -47,6 +47,11 @@ def batches(
 ) -> Generator[Batch]:
     """The batches of one epoch, placed on the mesh with their leading dim split over its data shards.
 
+    ```python
+    for batch in rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2)):
+        state, metrics = step(state, batch)
+    ```
+
     **Arguments:**
 
     - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging

@@ -24,7 +24,7 @@ class Data:
     """Examples and how to read them, wherever examples are taken; alone they stand for all defaults.
 
     ```python
-    state = rx.fit(state, rx.Data(examples, num_workers=4), ...)
+    state = rx.fit(state, rx.Data(examples, num_workers=4), **pipeline, num_epochs=1)
     ```
 
     - `examples`: anything with `len(examples)` and `examples[int]`; for training also a function from the
@@ -62,7 +62,10 @@ class Stream:
     """Examples that come one after the other, in the order in which they come.
 
     ```python
-    state = rx.fit(state, rx.Stream(dataset.shuffle(seed=0)), num_steps=1000, checkpoints="run", ...)
+    def rows(epoch):
+        yield from np.random.default_rng(epoch).permutation(examples)
+
+    state = rx.fit(state, rx.Stream(rows), **pipeline, num_steps=20, checkpoints="run")
     ```
 
     It is read by one thread, one batch further ahead than `prefetch` says (on several processes three), so

@@ -42,8 +42,8 @@ class Epochs:
     """The training batches of a run, without end: each epoch in an order of its own, its ragged tail left out.
 
     ```python
-    epochs = rx.loop.Epochs(examples, collate_fn, batch_size=32, mesh=mesh)
-    for batch, place in epochs.after(0, 0, key=key):
+    epochs = rx.loop.Epochs(examples, collate_fn, batch_size=64, mesh=mesh)
+    for batch, place in epochs.after(0, 0, key=jax.random.key(2)):
         state, metrics = step(state, batch)
         if place.epoch == 3:
             break

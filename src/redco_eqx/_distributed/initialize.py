@@ -28,6 +28,11 @@ def initialize_distributed(
     variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, which come after arguments
     and before what is found. With one process, or where nothing says that there are more, it does nothing.
 
+    ```python
+    rx.initialize_distributed()      # on one machine it does nothing
+    mesh = rx.make_mesh(fsdp=8)      # of the devices of all processes
+    ```
+
     **Main arguments:**
 
     - `coordinator_address`: `"host:port"` of process 0, which opens that port.

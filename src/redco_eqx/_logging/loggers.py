@@ -54,7 +54,12 @@ def _format_row(row: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger(_Closing):
-    """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from."""
+    """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from.
+
+    ```python
+    state = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=[rx.ConsoleLogger(progress=False)])
+    ```
+    """
 
     def __init__(self, stream: TextStream | None = None, *, progress: bool | None = None):
         """**Arguments:**
@@ -81,6 +86,12 @@ class JSONLLogger(_Closing):
     finds the rows of that run again, should it be killed: several runs can have one file, one at a time. Each
     line is handed to the operating system at once, so that a crash loses none. JSON has no NaN or infinities:
     they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads back.
+
+    ```python
+    loggers = [rx.ConsoleLogger(), rx.JSONLLogger("log.jsonl")]
+    state = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=loggers)
+    rows = [json.loads(line) for line in open("log.jsonl")]
+    ```
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -137,7 +148,13 @@ class JSONLLogger(_Closing):
 
 
 class TensorBoardLogger(_Closing):
-    """Writes rows as TensorBoard scalars, by tensorboardX (`pip install "redco_eqx[log]"`)."""
+    """Writes rows as TensorBoard scalars, by tensorboardX (`pip install "redco_eqx[log]"`).
+
+    ```python
+    loggers = [rx.ConsoleLogger(), rx.TensorBoardLogger("logs")]   # tensorboard --logdir logs
+    state = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=loggers)
+    ```
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None):
         """**Arguments:**

@@ -34,6 +34,11 @@ def column(
     then over the shards, in **one** all-reduce of the size of `x`, by every compiler; written as separate
     layers, they cost one for each sibling where the compiler does not merge them (on CPU).
 
+    ```python
+    attention = eqx.nn.MultiheadAttention(8, 64, key=key)
+    q, k, v = rx.layers.column(x, attention.query_proj, attention.key_proj, attention.value_proj, unit=8)
+    ```
+
     **Arguments:**
 
     - `x`: what all of them read.
@@ -97,6 +102,11 @@ def row(
     Forward that is one all-reduce of the size of the output; backward nothing is communicated. The output is
     named `row_out`, so that the rematerialisation policy of that name (see [`scan_layers`][]) keeps it:
     recomputing it would communicate again.
+
+    ```python
+    (hidden,) = rx.layers.column(x, mlp.layers[0])
+    x = x + rx.layers.row(jax.nn.gelu(hidden), mlp.layers[1])
+    ```
 
     **Arguments:**
 

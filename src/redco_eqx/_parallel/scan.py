@@ -35,6 +35,15 @@ def scan_layers(
     time (ZeRO-3). Without a step, what is gathered when is left to the compiler, which gathers a stack whole.
     Over `tensor` nothing is communicated here; [`column`][] and [`row`][] say what the layers do.
 
+    ```python
+    def block(mlp, x):
+        (hidden,) = rx.layers.column(x, mlp.layers[0])
+        return x + rx.layers.row(jax.nn.gelu(hidden), mlp.layers[1])
+
+    blocks = eqx.filter_vmap(make_mlp)(jax.random.split(key, 12))          # twelve, stacked
+    x = rx.layers.scan_layers(block, blocks, x, remat="row_out")
+    ```
+
     **Arguments:**
 
     - `layer_fn`: `(layer, x) -> x`.

@@ -28,6 +28,10 @@ def embed(
     Over `fsdp` the table's width is gathered, and its gradient reduced and scattered; left to itself, the
     compiler would gather the batch. For a table that is not split, such as one of positions, index it.
 
+    ```python
+    x = rx.layers.embed(table, tokens)
+    ```
+
     **Arguments:**
 
     - `table`: one row for each token.
@@ -92,6 +96,10 @@ def cross_entropy(
     Over `tensor` the logits stay split over the vocabulary: three numbers for each token are reduced forward,
     and backward one all-reduce of the size of `hidden`. The batch is not gathered, nor are the logits. Over
     `fsdp` the head is gathered once, and its gradient reduced and scattered once, in whatever number of chunks.
+
+    ```python
+    loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])    # the table is the head, too
+    ```
 
     **Arguments:**
 

@@ -108,6 +108,12 @@ def explain(
 
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
     which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
+
+    ```python
+    found = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
+    print(found)
+    print(found.decisions["layers.0.weight"].reason)
+    ```
     """
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)

@@ -31,6 +31,13 @@ def make_mesh(
     there. Use it for all that this library is given. Constraints of your model by the names of your own mesh
     (`"dp"`) do not hold on it: write them by the three names.
 
+    ```python
+    mesh = rx.make_mesh()                           # all devices for data
+    mesh = rx.make_mesh(tensor=4)                   # each layer over four, and data over what is left
+    mesh = rx.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
+    ```
+
     **Arguments:**
 
     - `tensor`: over how many devices each layer's matrices are split (Megatron).
@@ -138,7 +145,12 @@ def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> in
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The leading dim split over `("data", "fsdp")`, the other dims whole."""
+    """The leading dim split over `("data", "fsdp")`, the other dims whole.
+
+    ```python
+    batch = jax.device_put(batch, rx.batch_sharding(mesh))
+    ```
+    """
     check_mesh(mesh)
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     return NamedSharding(mesh, PartitionSpec(axes if axes else None))

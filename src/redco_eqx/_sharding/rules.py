@@ -87,6 +87,12 @@ def shard_rules(
     `("fsdp", "tensor")`, and gathered for use by the steps, as what `fsdp` splits is. Place a model by
     `eqx.filter_shard(model, result)`.
 
+    ```python
+    shardings = rx.shard_rules(model, mesh)                                    # by two rules
+    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)      # by the program
+    model = eqx.filter_shard(model, shardings)
+    ```
+
     **Arguments:**
 
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).

@@ -29,6 +29,13 @@ def init_state(
 
     The arrays are taken, not copied: a step that donates the state deletes the model's too.
 
+    ```python
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+
+    last = eqx.tree_at(lambda m: m.layers[-1].weight, jax.tree.map(lambda _: False, model), True)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1), trainable=last)    # that matrix alone
+    ```
+
     **Arguments:**
 
     - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. Its arrays

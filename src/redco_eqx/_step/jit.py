@@ -36,6 +36,11 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
     gradients of a step of your own are right on every mesh, as those of `train_step` are: XLA's partitioner
     takes those of grouped convolutions for too large where a batch is split over some of the mesh axes only.
 
+    ```python
+    step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
+    state, metrics = step(state, batch)       # the state that was given is used up
+    ```
+
     **Arguments:**
 
     - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. More arrays than

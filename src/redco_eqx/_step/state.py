@@ -28,6 +28,13 @@ class TrainState:
     filtering, and `dataclasses.replace` makes a changed copy. Arrays of the model are held flat, by path,
     so a state of a thousand leaves is flattened in C++ and reads like a checkpoint.
 
+    ```python
+    state: rx.TrainState = rx.init_state(model, optimizer, key=jax.random.key(1))
+    print(state.step, state.params["layers.0.weight"].sharding)
+    smaller = dataclasses.replace(state, params=jax.tree.map(lambda x: x / 2, state.params))
+    y = smaller.model(batch[0])
+    ```
+
     - `params`: the trainable arrays, `{path: array}`.
     - `frozen`: the model's other arrays.
     - `model_state`: the arrays of its `eqx.nn.State`; empty if it has none.

@@ -52,6 +52,12 @@ def train_step(
 
     `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
 
+    ```python
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    state, metrics = jax.jit(step, donate_argnums=0)(state, batch)
+    print(float(metrics["loss"]))
+    ```
+
     **Arguments:**
 
     - `state`: from `init_state`.
@@ -155,6 +161,11 @@ def eval_step(
 
     The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns weighs the
     number of examples. The other arguments are those of `predict_step`.
+
+    ```python
+    step = rx.jit_step(partial(rx.eval_step, loss_fn=loss_fn), donate=False)
+    loss = float(step(state, batch)["loss"])
+    ```
     """
     check_is_state(state, "eval_step: state")
     check_function("eval_step", "loss_fn", loss_fn, "model", "batch", "key")
@@ -176,6 +187,11 @@ def predict_step(
     index: int | Int[AnyArray, ""] | None = None,
 ) -> PyTree[Array]:
     """`predict_fn(model, batch, key)` with the model in inference mode.
+
+    ```python
+    step = rx.jit_step(partial(rx.predict_step, predict_fn=predict_fn), donate=False)
+    outputs = step(state, batch)
+    ```
 
     **Arguments:**
 

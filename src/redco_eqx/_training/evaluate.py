@@ -35,6 +35,11 @@ def evaluate(
     batch; a [`Mean`][] weighs what it says. The compiled program is kept for a next call with the same
     `loss_fn`.
 
+    ```python
+    row = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
+    print(row["loss"])
+    ```
+
     **Arguments:**
 
     - `state`: from `init_state` (an optimizer is not needed); it also gives the mesh and the randomness.
@@ -97,6 +102,11 @@ def predict(
 
     The model is in inference mode. The last batch is filled up by repeating its last example, and what
     belongs to the repetitions is dropped.
+
+    ```python
+    outputs = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=64)
+    print(len(outputs), outputs[0].shape)
+    ```
 
     **Arguments:** as for `evaluate`, with `predict_fn` a [`PredictFn`][], and
 

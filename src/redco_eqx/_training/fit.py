@@ -65,6 +65,11 @@ def fit(
     which close over the same values, and the same shapes compiles nothing. `redco_eqx.loop` has the pieces
     that this is made of.
 
+    ```python
+    state = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
+                   batch_size=64, num_epochs=2, evaluation=rx.Evaluation(held_out), checkpoints="run")
+    ```
+
     **Main arguments:**
 
     - `state`: from `init_state`. With `donate=True` it is taken over: its arrays (and so the model's) are
@@ -263,6 +268,11 @@ def _loop(
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
     """How many steps `fit` takes, for learning-rate schedules.
+
+    ```python
+    num_steps = rx.num_train_steps(len(examples), batch_size=64, num_epochs=3)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-3, num_steps))
+    ```
 
     Raises `ValueError` if there are fewer examples than one batch, or a number is not positive.
     """

@@ -18,6 +18,14 @@ from redco_eqx._step.state import TrainState, check_is_state, first_change
 class Change:
     """What a [`Hook`][] changes in a run.
 
+    ```python
+    def patient(run, row, state):
+        losses = [evaluation["eval/loss"] for evaluation in run.evaluations]
+        return rx.Change(stop=len(losses) > 3 and losses[-1] > losses[-4])
+
+    state = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=rx.Evaluation(held_out))
+    ```
+
     - `stop`: whether the run ends here, as at its last step: with an evaluation if one is wanted, and a save.
     - `state`: the state to go on with, of the same structure, shapes and dtypes. It is laid out as the one
         that the hook was given, whose `key` and `step` it keeps.

@@ -22,6 +22,14 @@ def pad_vocabulary(model: M, multiple: int) -> M:
     gradient is zero. Files do not have it: `save_pretrained` leaves it out. GPT-2's 50257 rows do not divide by
     anything that a mesh has; 50304 divide by 64.
 
+    ```python
+    def make_model(key):
+        config = models.GPT2Config(vocab_size=257, n_embd=32, n_layer=2, n_head=4)
+        return models.pad_vocabulary(models.GPT2LMHeadModel(config, key=key), 64)
+
+    model = rx.init_model(make_model, mesh, key=key)        # 320 rows: they divide by 4
+    ```
+
     **Arguments:**
 
     - `model`: a decoder-only language model, abstract or not. To be born padded:

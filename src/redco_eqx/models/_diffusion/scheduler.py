@@ -38,14 +38,10 @@ class Scheduler(abc.ABC):
     it is a static argument of a compiled function, and all of a trajectory is one `lax.scan`:
 
     ```python
-    steps = scheduler.steps(50)
-    trajectory, _ = jax.lax.scan(
-        lambda trajectory, step: (
-            scheduler.step(step, model(trajectory.sample, step.timestep), trajectory), None
-        ),
-        scheduler.start(noise),
-        steps,
-    )
+    def take(trajectory, step):
+        return scheduler.step(step, predict(trajectory.sample, step.timestep), trajectory), None
+
+    trajectory, _ = jax.lax.scan(take, scheduler.start(noise), scheduler.steps(50))
     ```
 
     With `a` the product of `1 - beta` up to a timestep, a noisy sample is `sqrt(a) clean + sqrt(1 - a) noise`.

@@ -60,6 +60,10 @@ def load_pretrained(
     table or beside it; then it must be equal to it bit for bit, and is not kept; and the attention of an
     autoencoder under its old names, also as convolutions of one pixel.
 
+    ```python
+    model = models.load_pretrained("tiny", mesh, stacked=True, remat="row_out")
+    ```
+
     **Arguments:**
 
     - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which

@@ -37,6 +37,10 @@ def save_pretrained(
     With several processes, all call this; all take part in fetching, and process 0 writes. It returns once the
     new checkpoint is on the disk.
 
+    ```python
+    models.save_pretrained(model, "finetuned")    # transformers.AutoModelForCausalLM.from_pretrained opens it
+    ```
+
     **Arguments:**
 
     - `model`: of any layout. One array at a time is copied, fetched to the host, written and forgotten; of

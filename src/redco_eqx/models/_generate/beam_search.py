@@ -35,6 +35,11 @@ def beam_search(
     for each beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams` candidates of a row; over the
     batch nothing.
 
+    ```python
+    found = models.beam_search(model, prompts, max_new_tokens=8, num_beams=4)
+    best, scores = found.tokens[:, 0], found.scores[:, 0]
+    ```
+
     **Arguments:**
 
     - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,

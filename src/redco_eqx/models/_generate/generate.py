@@ -39,6 +39,10 @@ def generate(
     Compiled once for each shape and each set of options, by itself or inside a `jax.jit` of yours. On a
     sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
+    ```python
+    tokens = models.generate(model, prompts, max_new_tokens=8, temperature=0.8, top_p=0.95, key=key)
+    ```
+
     **Arguments:**
 
     - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
