@@ -1,12 +1,17 @@
-"""Only where the TPU compiler is installed (`nox -s aot`): elsewhere nothing here is collected."""
+"""Only where the compiler for TPUs (`nox -s aot`) or for GPUs (`nox -s gpu`) is installed."""
 
 import importlib.util
 import os
 
 import jax
 
-if importlib.util.find_spec("libtpu") is None:
-    collect_ignore_glob = ["test_*.py"]
-else:
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+HAS_GPU = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+
+collect_ignore = [
+    *([] if HAS_TPU else ["test_tpu.py", "test_plans.py"]),
+    *([] if HAS_GPU else ["test_gpu.py"]),
+]
+if HAS_TPU or HAS_GPU:
     jax.config.update("jax_platforms", "cpu")  # there is a compiler, but no device
     os.environ["XLA_FLAGS"] = ""  # those that make CPU programs compile fast

@@ -9,11 +9,13 @@ from typing import TypeAlias
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._compiled.buffers import Buffer
 from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._dataflow.program import trace_step
 from redco_eqx._planning.candidates import Candidate, Choice, Option, may_fit, meshes, variants
 from redco_eqx._planning.flops import num_flops
 from redco_eqx._planning.memory import held
@@ -278,8 +280,16 @@ class _Space:
         key = _key(options)
         if key not in self._works:
             program = self._analysis(options, tensor).traced.jaxpr
-            self._works[key] = num_flops(program), remembered(program)
+            self._works[key] = num_flops(program), remembered(self._on_device(program, options))
         return self._works[key]
+
+    def _on_device(self, program: Jaxpr, options: Mapping[str, Option]) -> Jaxpr:
+        """The program as one device of the target would run it: on GPUs attention may keep less."""
+        if self._target.compiler != "gpu":
+            return program
+        mesh = make_mesh(devices=self._target.devices[:1])
+        place = NamedSharding(mesh, PartitionSpec())
+        return trace_step(self._loss_fn, self._abstract(options), self._batch, place=place).jaxpr
 
     def _num_rows(self) -> int:
         sizes = {path: x.shape[0] for path, x in leaves_with_paths(self._batch) if is_array(x) and x.shape}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
+from redco_eqx._parallel.attention import flash_attention
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.layers import drops
 
@@ -41,13 +42,18 @@ def attend(
         batch.
     - `causal`: which those are without a mask: the ones up to its own (`t` equals `s`), or all.
     - `scale`: of the scores; `1 / sqrt(d)` by default.
-    - `implementation`: of `jax.nn.dot_product_attention`.
+    - `implementation`: of `jax.nn.dot_product_attention`; by default `flash_attention` on GPUs, where neither
+        mask, bias nor dropout is in its way, and otherwise `"xla"`.
     - `dropout`, `dropout_key`: applied to the probabilities in training mode, where a key is given.
     """
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
     if bias is not None:
         bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(query.dtype)
+    if implementation is None and mask is None and bias is None and dropout is None:
+        heads = flash_attention(query, key, value, causal=causal, scale=scale)
+        if heads is not None:
+            return heads
     # On CPU, JAX's own does not run in float16.
     if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(

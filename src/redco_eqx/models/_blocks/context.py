@@ -227,6 +227,8 @@ def make_context(
     if attention_mask is not None and attention_mask.ndim == 2:
         given = attention_mask.astype(bool)
     num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
+    if window is not None and attention_mask is None and positions is None and cache is None:
+        window = window if window < num_tokens else None  # as long as the text, it hides nothing
     if positions is None:
         positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
     if cache is None:

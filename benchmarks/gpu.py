@@ -1,0 +1,129 @@
+"""What an accelerator makes of the library, beside torch and a step written by hand in JAX: one command.
+
+    python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500]
+    python benchmarks/gpu.py --small                # everything at a tiny size, on the CPU
+    python benchmarks/gpu.py --compile h200:1 llama paper     # steps compiled for a GPU that is not there
+
+Parts: `llama` (7B at 4096 tokens), `paper` (the sizes of the paper's Figure 3), `fit`, `saving`, `generation`,
+`loading` (what is around a step), `tests`. Each row (`accelerator/settings.py`) is a process of its own with a
+limit: what fails or hangs costs that row. A row is appended to `--out` as it comes, with all that was measured
+and the versions; the table comes at the end. No row is begun that could go on past `--seconds`.
+
+MFU by 6N + 12 L d s operations for a token, all pairs of tokens counted and nothing that is computed again,
+over the products that the chip's data sheet has. One device. `torch` takes the group `parity`, with CUDA.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from accelerator.settings import SETTINGS, Setting, small
+from workloads import table
+
+HERE = pathlib.Path(__file__).parent
+PARTS = tuple(dict.fromkeys(setting.part for setting in SETTINGS))
+
+
+def run(setting: Setting, *, is_small: bool, target: str | None) -> dict[str, Any]:
+    """The row's result, or what became of its process."""
+    with tempfile.TemporaryDirectory() as directory:
+        row, result = pathlib.Path(directory, "row.json"), pathlib.Path(directory, "result.json")
+        given = {"setting": dataclasses.asdict(setting), "is_small": is_small, "target": target}
+        row.write_text(json.dumps(given))
+        command = [sys.executable, "-m", "accelerator.worker", str(row), str(result)]
+        # A session of its own: what it starts ends with it.
+        with subprocess.Popen(command, cwd=HERE, start_new_session=True, stdout=sys.stderr.fileno()) as process:
+            try:
+                code = process.wait(setting.limit)
+            except subprocess.TimeoutExpired:
+                return {"error": f"took more than {setting.limit} s"}
+            finally:
+                _end(process)
+        if not result.exists():
+            return {"error": f"ended with {code}"}
+        return json.loads(result.read_text())
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+HEADER = [
+    "part", "library", "model", "precision", "remat", "attention", "rows x tokens", "s", "tokens/s", "MFU",
+    "peak GiB", "",
+]  # fmt: skip
+MORE = {
+    "ratio": "x {:.3f} of the step alone",
+    "added_seconds": "adds {:.2f} s in all",
+    "checkpoint_gib": "{:.1f} GiB of files",
+    "attention_calls": "{} calls of cuDNN's attention",
+    "failed": "{} failed",
+    "skipped": "{} left out",
+    "passed": "{} passed",
+    "error": "{}",
+}
+"""What else a row may say."""
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    names = [found[key] for key in ("part", "library", "model", "precision", "remat", "attention")]
+    size = f"{found['batch']} x {found['length']}" + (
+        f", {found['chunks']} chunks" if found["chunks"] > 1 else ""
+    )
+    peak = found.get("peak_gib") or found.get("compiled_gib")
+    numbers = [
+        f"{found['seconds']:.4g}" if "seconds" in found else "",
+        f"{found['tokens_per_second']:,.0f}" if "tokens_per_second" in found else "",
+        f"{found['mfu']:.1%}" if "mfu" in found else "",
+        "" if peak is None else f"{peak:.2f}",
+    ]
+    more = "; ".join(form.format(found[key]) for key, form in MORE.items() if key in found)
+    return [*names, size, *numbers, more]
+
+
+COMPILING = 900
+"""Seconds for a row that is only compiled, which takes no accelerator's time."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all without any")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--compile", metavar="TARGET", help='as for `rx.plan`: "h200:1"')
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu.jsonl"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all rows")
+    given = parser.parse_args()
+    begun, rows = time.monotonic(), []
+    for setting in SETTINGS:
+        if setting.part not in (given.parts or PARTS):
+            continue
+        setting = small(setting) if given.small else setting
+        if given.compile:
+            setting = dataclasses.replace(setting, limit=COMPILING)
+        if time.monotonic() - begun + setting.limit > given.seconds:
+            result: dict[str, Any] = {"error": "not begun: --seconds would be over"}
+        else:
+            result = run(setting, is_small=given.small, target=given.compile)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = {**dataclasses.asdict(setting), **result, "date": date, "small": given.small}
+        with given.out.open("a") as file:
+            file.write(json.dumps({**found, "target": given.compile}) + "\n")
+        rows.append(cells(found))
+        print("  ".join(cell for cell in rows[-1] if cell), file=sys.stderr, flush=True)
+    print(table([HEADER, *rows], num_left=7))
+
+
+if __name__ == "__main__":
+    main()

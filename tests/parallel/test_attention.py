@@ -1,0 +1,130 @@
+"""Which attention a program gets: cuDNN's where it is for a GPU that can, and nowhere else.
+
+What the compiler for GPUs makes of it is in `tests/aot`; what comes out, on a GPU alone.
+"""
+
+import functools
+import importlib.util
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import mesh_of
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import redco_eqx as rx
+from redco_eqx._parallel.attention import flash_attention
+from redco_eqx.models._blocks.attention import attend
+
+HAS_CUDNN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+
+
+def on(mesh, *, heads=8, kv_heads=8, rows=8, size=64, dtype=jnp.bfloat16):
+    place = NamedSharding(mesh, PartitionSpec())
+    query = jax.ShapeDtypeStruct((rows, 16, heads, size), dtype, sharding=place)
+    key = jax.ShapeDtypeStruct((rows, 16, kv_heads, size), dtype, sharding=place)
+    return query, key, key
+
+
+def gpus(kind="NVIDIA H100 80GB HBM3", platform="gpu", **sizes):
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform=platform)
+    axes = {"data": 1, "fsdp": 1, "tensor": 1, **sizes}
+    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)
+
+
+def is_flash(mesh, **sizes):
+    found = []
+
+    def trace(query, key, value):
+        found.append(flash_attention(query, key, value, causal=True, scale=None))
+        return query
+
+    jax.eval_shape(trace, *on(mesh, **sizes))
+    return found[0] is not None
+
+
+@pytest.mark.parametrize("mesh", ["data8", "tensor8"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_for_a_cpu_the_program_is_the_one_it_was(mesh, dtype):
+    def lowered(implementation):
+        run = functools.partial(attend, implementation=implementation)
+        return jax.jit(run).lower(*on(mesh_of(mesh), dtype=dtype)).as_text()
+
+    assert lowered(None).replace("attend", "") == lowered("xla").replace("attend", "")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({}, {}),
+        ({"data": 2, "tensor": 4}, {}),
+        ({"fsdp": 4, "tensor": 2}, {"kv_heads": 2}),
+        ({}, {"dtype": jnp.float16}),
+    ],
+)
+def test_for_a_gpu_it_is_cudnns_where_that_is_installed(mesh, sizes):
+    assert is_flash(gpus(**mesh), **sizes) == HAS_CUDNN
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        (gpus(), {"dtype": jnp.float32}),
+        (gpus(), {"size": 20}),  # of heads: not a multiple of 8
+        (gpus(tensor=4), {"kv_heads": 2}),
+        (gpus(data=4, fsdp=4), {}),  # 8 rows
+        (gpus("Tesla V100-SXM2-16GB"), {"dtype": jnp.float16}),
+        (gpus("TPU v5e", platform="tpu"), {}),
+        (gpus(sequence=2), {}),  # an axis that is not of this library
+    ],
+)
+def test_what_cudnn_does_not_take_is_left_to_the_compiler(mesh, sizes):
+    assert not is_flash(mesh, **sizes)
+
+
+@pytest.mark.parametrize("given", ["nothing", "mask", "bias", "dropout"])
+def test_a_mask_a_bias_and_dropout_are_left_to_the_compiler(given):
+    def run(query, key, value, mask, bias):
+        options = {
+            "nothing": {},
+            "mask": {"mask": mask},
+            "bias": {"bias": bias},
+            "dropout": {"dropout": eqx.nn.Dropout(0.1), "dropout_key": jax.random.key(0)},
+        }
+        return attend(query, key, value, **options[given])
+
+    mask, bias = (
+        jax.ShapeDtypeStruct((8, 1, 16, 16), bool),
+        jax.ShapeDtypeStruct((8, 8, 16, 16), jnp.bfloat16),
+    )
+    program = str(jax.make_jaxpr(run)(*on(gpus()), mask, bias))
+    assert ("dot_product_attention_fwd" in program) == (given == "nothing" and HAS_CUDNN)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs cuDNN")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_on_a_gpu_it_is_the_same_function(causal, kv_heads):
+    mesh = rx.make_mesh(data=1, devices=jax.devices()[:1])
+    shapes = on(mesh, kv_heads=kv_heads)
+    given = [
+        jax.device_put(jax.random.normal(key, x.shape, x.dtype), x.sharding)
+        for key, x in zip(jax.random.split(jax.random.key(0), 3), shapes)
+    ]
+
+    def loss(implementation, *given):
+        given = [x.astype(jnp.float32) for x in given] if implementation == "float32" else given
+        name = "xla" if implementation == "float32" else implementation
+        heads = attend(*given, causal=causal, implementation=name)
+        return jnp.sum(heads.astype(jnp.float32) ** 2)
+
+    def gradients(implementation):
+        return jax.jit(jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2)))(*given)
+
+    def away(some, exact):
+        some, exact = (jnp.concatenate([x.astype(jnp.float32).ravel() for x in y]) for y in (some, exact))
+        return float(jnp.linalg.norm(some - exact) / jnp.linalg.norm(exact))
+
+    exact = gradients("float32")
+    assert away(gradients(None), exact) < max(0.01, 2 * away(gradients("xla"), exact))
