@@ -6,6 +6,7 @@ from typing import TypeVar, get_args
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -131,7 +132,7 @@ def _hold(
 @jax.named_scope("redco_eqx.stream")
 def _marked(x: Array) -> Array:
     """The same, with a mark in the traced program for who decides on a layout before there is a mesh."""
-    return jnp.copy(x) if isinstance(x, jax.core.Tracer) else x
+    return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
