@@ -1,4 +1,5 @@
-"""This library: the layout by the traced program, layers as a list and, for `stacked`, scanned."""
+"""This library: the layout by the traced program, layers as a list; scanned; and with the stream split over
+`tensor`, too, by its sequence."""
 
 import itertools
 import pathlib
@@ -51,16 +52,23 @@ def measure(peer: str, name: str, mesh_name: str, mesh: Mesh, *, overrides: Any 
     )
 
 
+PEERS: dict[str, dict[str, Any]] = {
+    "redco_eqx": {},
+    "redco_eqx, scanned": {"stacked": True},
+    "redco_eqx, sequence parallel": {"sequence_parallel": True},
+}
+
+
 def main() -> None:
     comparison.start()
-    peers = ("redco_eqx", False), ("redco_eqx, scanned", True)
-    for (mesh_name, sizes), (peer, stacked) in itertools.product(comparison.MESHES.items(), peers):
-        mesh = rx.make_mesh(**sizes)
-        comparison.each(peer, mesh_name, partial(_one, peer, mesh_name, mesh, stacked))
+    for (mesh_name, sizes), (peer, options) in itertools.product(comparison.MESHES.items(), PEERS.items()):
+        if "tensor" in sizes or "sequence_parallel" not in options:
+            mesh = rx.make_mesh(**sizes)
+            comparison.each(peer, mesh_name, partial(_one, peer, mesh_name, mesh, options))
 
 
-def _one(peer: str, mesh_name: str, mesh: Mesh, stacked: bool, name: str) -> None:
-    measure(peer, name, mesh_name, mesh, stacked=stacked)
+def _one(peer: str, mesh_name: str, mesh: Mesh, options: dict[str, Any], name: str) -> None:
+    measure(peer, name, mesh_name, mesh, **options)
 
 
 if __name__ == "__main__":

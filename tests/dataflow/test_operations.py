@@ -81,6 +81,7 @@ ACROSS = {
     "top_k": lambda x: jax.lax.top_k(x, HIDDEN)[0],
     "fft": lambda x: jnp.fft.fft(x).real,
     "norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "between_layers": lambda x: rx.layers.scan_layers(lambda _, x: jnp.tanh(x), [()], x, batched=False),
 }
 
 
@@ -131,7 +132,7 @@ def test_what_goes_across_columns_is_charged(name):
     assert cost > free.sent(columns_of(free)).num_bytes(merged=False)
 
 
-@pytest.mark.parametrize("name", ["softmax", "cumsum", "norm"])
+@pytest.mark.parametrize("name", ["softmax", "cumsum", "norm", "between_layers"])
 def test_what_goes_across_columns_is_charged_as_compiled(name):
     analysis = analysed(ACROSS[name])
     predicted = analysis.sent(columns_of(analysis)).num_bytes(merged=False)

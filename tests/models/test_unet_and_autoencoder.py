@@ -345,9 +345,9 @@ ENGINES = ["names", "program"]
 WHOLE_IS_SAID = pytest.mark.filterwarnings(
     "ignore:shard_rules"
 )  # of shortcuts and projections, 4% of the bytes
-SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.87, ("vae", "names"): 0.92, ("vae", "program"): 1.02}
+SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.87, ("vae", "names"): 0.92, ("vae", "program"): 0.92}
 """Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
-says more than names do. By its program the ends of the autoencoder are split, by names they are not."""
+says more than names do."""
 
 
 @WHOLE_IS_SAID
@@ -392,7 +392,7 @@ def by_hand(name: str) -> int:
 @WHOLE_IS_SAID
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["unet", "vae"])
-def test_a_step_sends_no_more_than_its_layout_must(name, engine):
+def test_a_step_sends_no_more_than_its_layout_must_and_what_is_predicted(name, engine):
     mesh, optimizer = mesh_of("data2xtensor4"), optax.sgd(1e-3)
     model, shardings = large(name, engine)
 
@@ -403,9 +403,19 @@ def test_a_step_sends_no_more_than_its_layout_must(name, engine):
     batch = jax.tree.map(lambda x: laid_out(x, rx.batch_sharding(mesh)), LARGE_BATCH[name])
     step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     compiled = jax.jit(step).lower(state, batch).compile(compiler_options=QUICK_COMPILE)
-    found = [x for x in rx.communication(compiled, mesh) if x.axes != ("data",)]
-    total = sum(x.total_bytes for x in found)
+    found = rx.communication(compiled, mesh)
+    total = sum(x.total_bytes for x in found if x.axes != ("data",))
     assert total <= SHARE[name, engine] * by_hand(name)
+    specs = to_paths(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+    predicted = rx.explain(
+        model,
+        mesh,
+        overrides=[(path, x.spec) for path, x in specs.items()],
+        loss_fn=loss_fn,
+        batch=LARGE_BATCH[name],
+    ).communication
+    assert predicted is not None
+    assert predicted.num_bytes_unmerged == pytest.approx(found.total.result_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("mesh_name", ["2x2x2", pytest.param("tensor8", marks=pytest.mark.long)])

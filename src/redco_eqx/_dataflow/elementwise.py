@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims
 from redco_eqx._dataflow.programs import shape_of, type_of
-from redco_eqx._dataflow.source import ADDING
+from redco_eqx._dataflow.source import ADDING, STREAM
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
 
@@ -80,6 +80,13 @@ def convert(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
     (out,) = unlisted(walk, equation, operands)
     out.sums = operands[0].sums
     return [out]
+
+
+def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Where layers meet, the library's blocks keep what flows between them whole, all but its rows."""
+    if walk.block == STREAM:
+        walk.event("whole", operands[0].dims[1:], operands[0], equation)
+    return operands
 
 
 def each_alone(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -31,6 +31,7 @@ RULES: dict[str, Rule] = {
     "add": elementwise.add,
     "add_any": elementwise.add,
     "convert_element_type": elementwise.convert,
+    "copy": elementwise.copy,
     "fft": elementwise.fft,
     "optimization_barrier": elementwise.each_alone,
     "top_k": elementwise.last_dims(1),

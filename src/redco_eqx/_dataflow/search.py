@@ -79,7 +79,7 @@ def graft(
     fixed: Container[int],
     judge: Callable[[Layout], float],
 ) -> Layout:
-    """`layout` with those splits of `other` that are better: each may be right where the other is wrong.
+    """`layout` with the splits of `other` that are better: it may be right in one place, and wrong elsewhere.
 
     What one split has in it is taken together, and of layers that differ only in their numbers; what is in
     `fixed` stays.

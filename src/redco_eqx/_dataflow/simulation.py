@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.costs import MESSAGE, Costs
+from redco_eqx._dataflow.source import STREAM
 from redco_eqx._dataflow.splits import Split, total_bytes
 from redco_eqx._dataflow.values import Event, Step, Value
 
@@ -70,6 +71,9 @@ class _Run:
         return self.splits.get(id(value))
 
     def step(self, step: Step) -> None:
+        if step.block == STREAM:
+            self._gather(step)
+            return
         numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
         is_partial = not numbers
         if is_partial:
@@ -95,6 +99,15 @@ class _Run:
             if self.leads.over_batch(event):
                 size = float(event.sent.num_bytes * event.times)
                 self.events.append((event, size * self.part(event.sent)))
+
+    def _gather(self, step: Step) -> None:
+        """Where layers meet: what was split before is whole from here on."""
+        for value in step.operands:
+            self.partial.pop(id(value), None)
+            number = self.splits.pop(id(value), None)
+            if number is not None:
+                sizes = [(event, self.costs.caused(self.costs.splits[number], event)) for event in step.events]
+                self.events += [(event, size) for event, size in sizes if size > 0]
 
     def part(self, value: Value) -> float:
         """How much of an array a device has, over `tensor`."""

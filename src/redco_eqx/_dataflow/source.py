@@ -8,6 +8,9 @@ ADDING = ("redco_eqx.column", "redco_eqx.row")
 ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
 """Those that gather what is stored split once, and hand each device its part of the gradient."""
 
+STREAM = "redco_eqx.stream"
+"""Of what flows between layers: whole over its features on each device."""
+
 
 def source_line(equation: JaxprEqn) -> str:
     """`file.py:12 (function)`: where the user's code asked for an operation."""
@@ -22,7 +25,7 @@ def source_line(equation: JaxprEqn) -> str:
 def block_of(equation: JaxprEqn) -> str:
     """The building block of this library that an operation, or what it is the gradient of, is in; or ''."""
     scopes = str(equation.source_info.name_stack)
-    return next((name for name in (*ADDING, *ENDS) if name in scopes), "")
+    return next((name for name in (*ADDING, *ENDS, STREAM) if name in scopes), "")
 
 
 def short_line(equation: JaxprEqn) -> str:

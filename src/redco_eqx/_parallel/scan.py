@@ -5,6 +5,8 @@ from typing import TypeVar, get_args
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -112,14 +114,16 @@ def _hold(
     x: X, mesh: AbstractMesh | None, batched: PyTree[bool | None], sequence_parallel: bool
 ) -> Callable[[X], X]:
     """The constraint between layers."""
-    if mesh is None or mesh.size == 1:
+    if mesh is not None and mesh.size == 1:
         return lambda x: x
-    sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
+    sequence_parallel = sequence_parallel and mesh is not None and tensor_size(mesh) > 1
 
     def one(is_batched: bool | None, part: PyTree) -> PyTree:
         def constrained(x: Array) -> Array:
             if is_batched is None or not is_array(x) or x.ndim < 2:
                 return x
+            if mesh is None:
+                return _marked(x)
             if sequence_parallel:
                 check_sequence("scan_layers", x, mesh)
             first = batch_axes(mesh, x.shape[0]) if is_batched else None
@@ -132,6 +136,12 @@ def _hold(
         return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
 
     return hold
+
+
+@jax.named_scope("redco_eqx.stream")
+def _marked(x: Array) -> Array:
+    """The same, with a mark in the traced program for who decides on a layout before there is a mesh."""
+    return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
