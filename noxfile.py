@@ -1,5 +1,5 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
-faults, hosts, aot, docs, build, lint, types, bench, peers."""
+faults, hosts, aot, docs, build, lint, types, bench, peers, gpu."""
 
 import pathlib
 import shutil
@@ -168,3 +168,11 @@ def peers(session: nox.Session) -> None:
         session.run_install(python, "-m", "pip", "install", "-q", *packages, external=True)
         pythons.append(f"{script}={python}")
     session.run("python", "benchmarks/peers.py", *pythons)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """What a GPU makes of the library: a table. 5.5 GB. Without one: `-- --compile h200:1 llama paper`."""
+    session.install("-e", ".[all]", "jax[cuda12]", *group("tests"), *group("parity"))
+    session.run("pytest", "tests/aot/test_gpu.py")
+    session.run("python", "benchmarks/gpu.py", *session.posargs)

@@ -1,6 +1,7 @@
 """Which model fits on which server: Table 1 of the RedCoast paper, decided by the compilers, and beyond it.
 
-    python benchmarks/applicability.py [PART ...]     paper meshes longest largest estimates-tpu estimates-gpu
+    python benchmarks/applicability.py [PART ...]
+    paper meshes figure3 longest largest estimates-tpu estimates-gpu
 
 Each cell is a training step of AdamW in float32, compiled for devices that are not there, at the paper's
 lengths. The paper trains by data and tensor parallelism alone; below that is `tensor` over all devices, and
@@ -156,6 +157,21 @@ def meshes() -> Iterator[list[str]]:
         yield plan("OPT-13B", EIGHT, 1024, batch, mesh={"tensor": 8}, **options)[0]
 
 
+def figure3() -> Iterator[list[str]]:
+    """In place of Figure 3's bars for four A100, which are speeds: memory and bytes on meshes that are given,
+    and on the one that is chosen, this also with products in bfloat16."""
+    sizes: tuple[dict[str, int] | None, ...] = (
+        *({"tensor": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}),
+        None,
+    )
+    for name, mesh in itertools.product(("OPT-2.7B", "GPT-J-6B"), sizes):
+        remat = REMAT if mesh is None else {"remat": ["full"]}
+        yield plan(name, FOUR, 1024, 8, mesh=mesh, options=remat)[0]
+        if mesh is None:
+            row, _ = plan(name, FOUR, 1024, 8, options=remat, loss_fn=MODELS[name].loss_in_bfloat16)
+            yield [f"{row[0]}, bfloat16", *row[1:]]
+
+
 SERVERS = ((TWO, "GPT2-Large", 2), (FOUR, "LLaMA-7B", 4), (EIGHT, "LLaMA-7B", 8))
 
 
@@ -235,6 +251,7 @@ def estimates(target: str) -> Iterator[list[str]]:
 PARTS: dict[str, Callable[[], Iterator[list[str]]]] = {
     "paper": paper,
     "meshes": meshes,
+    "figure3": figure3,
     "longest": longest,
     "largest": largest,
     "estimates-tpu": functools.partial(estimates, "v5e:2x4"),

@@ -1,21 +1,29 @@
-"""Eight virtual CPU devices for every test; compiled fast, since nothing here runs long."""
+"""Eight virtual CPU devices for every test; compiled fast, since nothing here runs long.
+
+With `TESTS_ON=device` in the environment, what JAX finds instead: on one GPU, tests that take more devices are
+skipped.
+"""
 
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import jax
 import pytest
 
-# Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
-jax.config.update("jax_num_cpu_devices", 8)
+ON_DEVICE = os.environ.get("TESTS_ON") == "device"
+
+if not ON_DEVICE:
+    # Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
+    )
+    jax.config.update("jax_num_cpu_devices", 8)
 
 # A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,3 +34,22 @@ def no_programs_of_other_modules() -> Iterator[None]:
     """Drops what a module compiled, which the next one hardly shares: gigabytes in all."""
     yield
     jax.clear_caches()
+
+
+def _skipped_if_devices_lack() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except ValueError as error:
+        if ON_DEVICE and re.search(r"make_mesh: .* but there are \d+ \(", str(error)):
+            pytest.skip("takes more devices")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from _skipped_if_devices_lack())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    return (yield from _skipped_if_devices_lack())

@@ -20,24 +20,11 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
     implementation = "cudnn" if is_half and is_gpu else "xla"
     if setting.attention != "auto":
         implementation = setting.attention
-    angles = _angles(setting.length, config.head_size)
+    loss_fn = make_loss(setting, config, implementation)
 
     def init() -> Any:
         params = jax.tree.map(lambda x: x.astype(dtype), _init(config, jax.random.key(0)))
         return params, optimizer.init(params)
-
-    def loss_fn(params: Any, tokens: Any) -> Any:
-        if setting.precision == "mixed":
-            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        x = params["embed"][tokens[:, :-1]]
-
-        def layer(x: Any, own: Any) -> tuple[Any, None]:
-            return _layer(own, x, config, angles, implementation), None
-
-        layer = jax.checkpoint(layer, prevent_cse=False) if setting.remat == "full" else layer
-        x, _ = jax.lax.scan(layer, x, params["layers"])
-        logits = _norm(x, params["norm"], config) @ params["head"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
     def step(state: Any, tokens: Any) -> tuple[Any, Any]:
         params, moments = state
@@ -56,6 +43,25 @@ def program(setting: Setting, config: Any, mesh: Mesh) -> Program:
         loss_of=lambda loss: loss,
         num_parameters=sum(x.size for x in jax.tree.leaves(jax.eval_shape(init)[0])),
     )
+
+
+def make_loss(setting: Setting, config: Any, implementation: Any) -> Any:
+    angles = _angles(setting.length, config.head_size)
+
+    def loss_fn(params: Any, tokens: Any) -> Any:
+        if setting.precision == "mixed":
+            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        x = params["embed"][tokens[:, :-1]]
+
+        def layer(x: Any, own: Any) -> tuple[Any, None]:
+            return _layer(own, x, config, angles, implementation), None
+
+        layer = jax.checkpoint(layer, prevent_cse=False) if setting.remat == "full" else layer
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        logits = (_norm(x, params["norm"], config) @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss_fn
 
 
 def _init(config: Any, key: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,10 +32,11 @@ class Program:
     num_parameters: int
 
 
-def compiled_for_target(program: Program) -> dict[str, Any]:
+def compiled_for_target(program: Program, compiler_options: Mapping[str, bool]) -> dict[str, Any]:
     """What the compiler says of a step on devices that are not there."""
     begun = time.perf_counter()
-    compiled = program.step.lower(program.abstract_state, program.batch).compile()
+    lowered = program.step.lower(program.abstract_state, program.batch)
+    compiled = lowered.compile(compiler_options=dict(compiler_options))
     return {**_read(compiled), "compile_seconds": time.perf_counter() - begun}
 
 

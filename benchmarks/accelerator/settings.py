@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from redco_eqx import models
 
 Part: TypeAlias = Literal["llama", "paper", "fit", "generation", "loading", "saving", "tests"]
-Precision: TypeAlias = Literal["float32", "mixed", "bfloat16"]
+Precision: TypeAlias = Literal["highest", "float32", "mixed", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Setting:
 
     - `library`: whose program it is.
     - `model`: a name in `MODELS`, or in `SMALL`.
-    - `precision`: `float32`, whose products are in TF32 on a GPU that has it; `mixed`, products in bfloat16
-        over float32 parameters and moments; `bfloat16`, all three of them.
+    - `precision`: `float32`, whose products are in TF32 on a GPU that has it, but for `highest`; `mixed`,
+        products in bfloat16 over float32 parameters and moments; `bfloat16`, all three of them.
     - `remat`: what the backward pass computes again, as for `scan_layers`; torch has `none` and `full`.
     - `attention`: `auto`, what the library chooses by itself; or an implementation by its name there.
     - `chunks`: in how many parts the cross-entropy takes the length.
@@ -89,7 +89,8 @@ def _llama() -> list[Setting]:
     ours: list[dict[str, Any]] = [
         {},
         {"remat": "row_out"},
-        {"remat": "none", "batch": 1},
+        {"remat": "none", "batch": 2},
+        {"batch": 8},
         {"attention": "xla"},
         {"chunks": 8},
         {"precision": "mixed", "batch": 1, "chunks": 8},
@@ -120,7 +121,8 @@ SETTINGS: list[Setting] = [
     Setting("loading", "redco_eqx", "LLaMA-7B", limit=300),
     Setting("loading", "transformers", "LLaMA-7B", limit=300),
     Setting("saving", "redco_eqx", "LLaMA-1B", batch=4, length=2048, limit=300),
-    Setting("tests", "redco_eqx", "tests", precision="float32", limit=580),
+    Setting("tests", "redco_eqx", "tests", precision="highest", limit=580),
+    Setting("tests", "redco_eqx", "parity", precision="highest", limit=580),
     Setting("tests", "redco_eqx", "parity", precision="float32", limit=580),
 ]
 

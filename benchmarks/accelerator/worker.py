@@ -65,16 +65,17 @@ def _of_jax(row: Row) -> dict[str, Any]:
     if row.target is not None or row.is_small:
         jax.config.update("jax_platforms", "cpu")
     if row.target is None:
-        device = jax.devices()[0]
+        device, options = jax.devices()[0], {}
     else:
-        device = find_target(row.target, bytes_per_device=None, estimate=False).devices[0]
+        target = find_target(row.target, bytes_per_device=None, estimate=False)
+        device, options = target.devices[0], target.compiler_options
     about = {"device": device.device_kind, "jax": jax.__version__}
     setting, config = row.setting, row.config
     if setting.part in ("llama", "paper"):
         make = ours.program if setting.library == "redco_eqx" else plain.program
         program = make(setting, config, rx.make_mesh(devices=[device]))
         if row.target is not None:
-            return {**compiled_for_target(program), **about}
+            return {**compiled_for_target(program, options), **about}
         return {**measured(program, **row.amount), **about}
     if row.target is not None:
         return {"error": "is run, not compiled for what is not there", **about}

@@ -30,12 +30,12 @@ def compiled(
 ) -> tuple[str, Any, Any]:
     """Text, memory and communication of one `train_step` with AdamW over float32 parameters."""
     sizes = {axis: options.pop(axis) for axis in ("data", "fsdp", "tensor") if axis in options}
-    devices = find_target(target, bytes_per_device=None, estimate=False).devices
+    on = find_target(target, bytes_per_device=None, estimate=False)
     case = workloads.family_case(name, SIZES, stacked=True, remat=remat, **options)
     loss_fn = case.loss_fn
     case = dataclasses.replace(case, loss_fn=lambda m, b, key: loss_fn(rx.cast(m, dtype), b, key))
-    mesh = rx.make_mesh(devices=devices, **sizes)
-    program = workloads.lower_step(case, mesh).compile()
+    mesh = rx.make_mesh(devices=on.devices, **sizes)
+    program = workloads.lower_step(case, mesh).compile(compiler_options=dict(on.compiler_options))
     return program.as_text() or "", program.memory_analysis(), rx.communication(program, mesh)
 
 

@@ -124,6 +124,7 @@ def plan(
             loss_fn=loss_fn,
             optimizer=optimizer,
             capacity=capacity,
+            compiler_options=on.compiler_options,
         )
 
     return MeshPlan(on, capacity, search(candidates, compile, capacity, max_compilations))

@@ -14,6 +14,9 @@ from jax.experimental import topologies
 
 from redco_eqx._planning.chips import GPUS, TPUS, Chip
 
+_NO_TRIALS = {"xla_gpu_enable_triton_gemm": False}
+"""With no GPU to try Triton's products out on, XLA may take tiles that do not compile: cuBLAS has them all."""
+
 _UNKNOWN = Chip(0, 1e14, 1e10)
 """For the ranks of plans on devices that nothing is known of: the ratio of the two counts."""
 
@@ -39,12 +42,14 @@ class Target:
     - `devices`: of the topology; of this machine for an estimate.
     - `chip`: what one of them has; its `memory` is 0 if no limit is known.
     - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`; the last is an estimate for any other.
+    - `compiler_options`: what it is told besides the program.
     """
 
     name: str
     devices: tuple[Device, ...]
     chip: Chip
     compiler: str
+    compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         memory = f"{self.chip.memory / 2**30:.2f} GiB"
@@ -94,7 +99,7 @@ def _named(target: str, estimate: bool) -> Target:
         return _estimated(target, count, TPUS[kind])
     if kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
         if not estimate:
-            return Target(target, _gpu_devices(kind, int(shape)), GPUS[kind], "gpu")
+            return Target(target, _gpu_devices(kind, int(shape)), GPUS[kind], "gpu", _NO_TRIALS)
         return _estimated(target, int(shape), GPUS[kind])
     raise ValueError(
         f"plan: target={target!r} is not known. A TPU topology is one of {', '.join(TPUS)} with its shape "

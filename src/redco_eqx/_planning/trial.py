@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 
 import jax
 import optax
@@ -49,6 +50,7 @@ def attempt(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     capacity: int,
+    compiler_options: Mapping[str, bool],
 ) -> Trial:
     """Compiles the step of a candidate, which fits if it takes no more than `capacity` bytes of a device."""
     start = time.monotonic()
@@ -65,7 +67,7 @@ def attempt(
     arrays = tuple(largest_arrays(state).items())
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=dict(compiler_options))
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
         is_full = "RESOURCE_EXHAUSTED" in message

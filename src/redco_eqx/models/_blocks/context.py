@@ -85,7 +85,7 @@ class Context:
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
     - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where `causal` says it all.
     - `length`: number of slots filled before these tokens; `None` without a cache.
-    - `implementation`: of `jax.nn.dot_product_attention`.
+    - `implementation`: of attention, see `attend`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
     - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
     - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer, each row for as many

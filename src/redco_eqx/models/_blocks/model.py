@@ -21,7 +21,8 @@ class Options(TypedDict, total=False):
     """How a model is run, whatever it computes.
 
     - `remat`: what the backward pass recomputes, see `scan_layers`; by default `none`.
-    - `attention`: implementation of `jax.nn.dot_product_attention`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`; by default cuDNN's on GPUs in
+        half precision, where there is neither mask nor bias nor dropout, and otherwise XLA's.
     - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
         `scan_layers`. Their number must divide. Not with a cache.
     """

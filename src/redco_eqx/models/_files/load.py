@@ -75,7 +75,8 @@ def load_pretrained(
     - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
         (compile time does not grow with depth), instead of a list.
     - `remat`: what the backward pass recomputes, see `scan_layers`.
-    - `attention`: implementation of `jax.nn.dot_product_attention`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`; by default cuDNN's on GPUs in
+        half precision, where there is neither mask nor bias nor dropout, and otherwise XLA's.
     - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
