@@ -214,14 +214,18 @@ def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> 
 
 
 SMALL = {
-    "LLaMA, small": Model(
+    "LLaMA": Model(
         models.LlamaForCausalLM,
         models.LlamaConfig(
-            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
+            vocab_size=8192,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=4,
+            num_attention_heads=8,
         ),
     ),
-    "GPT-2": Model(models.GPT2LMHeadModel, models.GPT2Config()),
-    "T5, small": Model(models.T5ForConditionalGeneration, models.T5Config()),
+    "GPT-2": Model(models.GPT2LMHeadModel, models.GPT2Config(vocab_size=8192, n_embd=512, n_layer=4, n_head=8)),
+    "T5": Model(models.T5ForConditionalGeneration, models.T5Config(vocab_size=8192, num_layers=4)),
 }
 
 
@@ -230,7 +234,7 @@ def estimates(target: str) -> Iterator[list[str]]:
     MODELS.update(SMALL)
     sizes = ({"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4})
     ratios: list[float] = []
-    for remat, mesh, name in itertools.product(("none", "full"), sizes, SMALL):
+    for name, mesh, remat in itertools.product(SMALL, sizes, ("none", "full")):
         options: Any = {"mesh": mesh, "options": {"remat": [remat]}, "bytes_per_device": 2**40}
         run = functools.partial(plan, name, target, 512, 16, **options)
         row, real = run()

@@ -268,5 +268,8 @@ def test_an_estimate_takes_the_chips_memory_and_speeds(name: str) -> None:
     assert found.capacity == int(chip.memory * 0.95)
     assert found.target.compiler == "cpu"
     assert "estimated" in str(found)
+    least, most = found.target.margin(found.mesh)
+    assert 0.9 < least < most < found.target.margin({"fsdp": 8})[1]
+    assert "by the devices' own compiler" in str(found)
     trial = found.best.candidate
     assert trial.seconds == pytest.approx(trial.flops / chip.flops + trial.sent_bytes / chip.bandwidth)

@@ -16,7 +16,8 @@ from redco_eqx._planning.trial import Trial, gib
 class MeshPlan:
     """Whether a step fits, and how. `str()` is a table.
 
-    - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate.
+    - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
+        `target.margin(mesh)` its margin: what others were measured to ask for.
     - `capacity`: bytes that a step may take of each device.
     - `trials`: what was considered, the best first.
     """
@@ -64,7 +65,8 @@ class MeshPlan:
         lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
         lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate.choice}: {best.verdict}"]
         if best.memory is not None:
-            lines += ["", *_table(_of_memory(best.memory, self.capacity), num_left=1)]
+            margin = self.target.margin(best.candidate.choice.mesh)
+            lines += ["", *_table(_of_memory(best.memory, self.capacity, margin), num_left=1)]
         if best.arrays and not self.fits:
             lines += ["", "largest arrays of the state, on a device"]
             lines += _table([(path, f"{gib(size)} GiB") for path, size in best.arrays], num_left=1)
@@ -85,7 +87,7 @@ class MeshPlan:
         return picture([t for t in self.trials if t.memory is not None], self.capacity)
 
 
-def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
+def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
     rows = [
         ("on a device", "GiB"),
         ("parameters", gib(memory.parameters)),
@@ -95,7 +97,11 @@ def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
     if memory.temporaries is not None:
         rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
     peak = "?" if memory.peak is None else gib(memory.peak)
-    return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
+    rows.append(("peak", f"{peak} of {gib(capacity)}"))
+    if memory.peak is not None and margin is not None:
+        least, most = (gib(int(memory.peak / factor)) for factor in margin[::-1])
+        rows.append(("by the devices' own compiler, as measured", f"{least} to {most}"))
+    return rows
 
 
 def _of_buffers(buffers: Sequence[Buffer]) -> list[str]:

@@ -1,0 +1,65 @@
+"""EasyDeL 0.3.0: its LLaMA in the layout of its own rules, in a plain step.
+
+Its GPT-2 fails at other widths than 768, and it has neither T5 nor BART.
+"""
+
+import functools
+
+import comparison
+import easydel  # pyright: ignore[reportMissingImports]
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx  # pyright: ignore[reportMissingImports]
+
+PEER = "EasyDeL 0.3.0"
+SIZES = {"data 2 x tensor 4": (2, 1, 1, 4, 1), "fsdp 8": (1, 8, 1, 1, 1)}
+"""Of its axes dp, fsdp, ep, tp, sp."""
+
+
+def one(mesh_name: str, name: str) -> None:
+    if name != "LLaMA":
+        raise NotImplementedError(f"no {name}")
+    config = easydel.LlamaConfig(
+        vocab_size=comparison.VOCABULARY,
+        hidden_size=comparison.DIM,
+        intermediate_size=comparison.LLAMA_MLP,
+        num_hidden_layers=comparison.LAYERS,
+        num_attention_heads=comparison.HEADS,
+        num_key_value_heads=comparison.HEADS,
+        max_position_embeddings=comparison.LENGTH,
+        sharding_axis_dims=SIZES[mesh_name],
+        attn_mechanism="vanilla",
+        attn_dtype=jnp.float32,
+    )
+    with config.mesh:
+        plain = easydel.LlamaForCausalLM(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        graph, params, rest = nnx.split(plain.shard_model(), nnx.Param, ...)
+        optimizer = optax.adamw(comparison.LEARNING_RATE)
+        opt_state = jax.jit(optimizer.init)(params)
+
+        def loss(params, batch):
+            logits = nnx.merge(graph, params, rest)(input_ids=batch[:, :-1]).logits
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+        def step(params, opt_state, batch):
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        layouts = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+        rows = jax.NamedSharding(config.mesh, jax.P(("dp", "fsdp")))
+        comparison.measure(
+            PEER,
+            name,
+            mesh_name,
+            jax.jit(step, donate_argnums=(0, 1), out_shardings=(*layouts, None)),
+            (params, opt_state, jax.device_put(comparison.tokens(comparison.LENGTH + 1), rows)),
+            lambda output, given: (*output[:2], given[2]),
+            lambda output: output[2],
+        )
+
+
+if __name__ == "__main__":
+    for mesh in SIZES:
+        comparison.each(PEER, mesh, functools.partial(one, mesh))
