@@ -52,17 +52,26 @@ def test_scores_of_all_pairs_are_nowhere(remat: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"tensor": 4}, {"data": 2, "tensor": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}]
+    ("name", "mesh"),
+    [
+        ("LLaMA", {"tensor": 4}),
+        ("LLaMA", {"data": 2, "tensor": 2}),
+        ("LLaMA", {"fsdp": 4}),
+        ("LLaMA", {"fsdp": 2, "tensor": 2}),
+        ("GPT-J", {"fsdp": 4}),
+    ],
 )
-@pytest.mark.parametrize("name", ["LLaMA", "GPT-J"])
 def test_it_sends_what_the_compilers_own_attention_sends(name: str, mesh: dict[str, int]) -> None:
-    if name == "GPT-J" and mesh not in ({"tensor": 4}, {"fsdp": 4}):
-        pytest.skip("one mesh of each kind is enough for a second family")
     text, _, sent = compiled(name=name, **mesh)
     _, _, others = compiled(name=name, attention="xla", **mesh)
     assert CALL in text
-    assert sent.counts == others.counts
     assert sent.total.sent_bytes == others.total.sent_bytes
+
+    def moved(found: Any) -> dict[Any, int]:
+        # Into how many all-reduces the gradients of vectors are combined is the compiler's choice.
+        return {key: count for key, count in found.counts.items() if key[0] != "all-reduce"}
+
+    assert moved(sent) == moved(others)
 
 
 @pytest.mark.parametrize(("target", "dtype"), [("h100:1", jnp.float32), ("v100-16g:1", jnp.float16)])

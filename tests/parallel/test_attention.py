@@ -102,6 +102,16 @@ def test_a_mask_a_bias_and_dropout_are_left_to_the_compiler(given):
     assert ("dot_product_attention_fwd" in program) == (given == "nothing" and HAS_CUDNN)
 
 
+def test_gradients_of_each_example_are_taken():
+    def loss(query, key, value):
+        # Of a loss that is linear in what attention gives, JAX 0.10 has no gradient of each example.
+        return jnp.sum(attend(query[None], key[None], value[None]).astype(jnp.float32) ** 2)
+
+    per_example = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)))
+    shapes = [x.shape for x in jax.eval_shape(per_example, *on(gpus(), kv_heads=2))]
+    assert shapes == [(8, 16, 8, 64), (8, 16, 2, 64), (8, 16, 2, 64)]
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs cuDNN")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [8, 2])

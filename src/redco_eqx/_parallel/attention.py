@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
@@ -25,7 +25,7 @@ def flash_attention(
     that cuDNN takes, and where rows divide over `data` and `fsdp`, and heads over `tensor`. For which devices
     a program is says the mesh that the arrays lie on; without a mesh it is not known.
 
-    It has a gradient, but no forward-mode one: neither `jax.jvp` nor `jax.hessian` goes through it.
+    It is differentiated once, in reverse: not by `jax.jvp`, nor a second time.
 
     **Arguments:**
 
@@ -35,13 +35,15 @@ def flash_attention(
     mesh = traced_mesh(query, key, value)
     if mesh is None or query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
         return None
-    spec = _spec(mesh, query, key)
-    if spec is None or not _is_recent_gpu(mesh.abstract_device):
+    spec, device = _spec(mesh, query, key), mesh.abstract_device
+    if spec is None or device is None or device.platform != "gpu":
         return None
     own = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn")
     try:
         jax.eval_shape(own, query, key, value)
     except RuntimeError:  # no cuDNN here, or none that takes such heads: JAX says so when it is traced
+        return None
+    if not _is_recent(device.device_kind):
         return None
     if mesh.size == 1:
         return own(query, key, value)
@@ -56,11 +58,9 @@ def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
     return PartitionSpec(rows, None, "tensor" if "tensor" in mesh.shape else None)
 
 
-def _is_recent_gpu(device: AbstractDevice | None) -> bool:
-    """Whether it has what cuDNN's flash attention is written for: compute capability 8.0."""
-    if device is None or device.platform != "gpu":
-        return False
+def _is_recent(device_kind: str) -> bool:
+    """Whether a GPU of NVIDIA has compute capability 8.0, for which cuDNN's flash attention is written."""
     for present in jax.devices():
-        if present.device_kind == device.device_kind:
+        if present.device_kind == device_kind:
             return int(present.compute_capability.partition(".")[0]) >= 8
-    return "V100" not in device.device_kind  # planned for, and not here: its name is all there is
+    return "V100" not in device_kind  # planned for, and not here: its name is all there is
