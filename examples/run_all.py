@@ -139,6 +139,16 @@ EXAMPLES = {
         upstream=(216,),
         along=("round", 1),
     ),
+    "meta_learning": Example(
+        {
+            "sinusoids": ("squared error, adapted; pretrained, then adapted", "<= 0.15"),
+            "sinusoids, first order": ("squared error, adapted; pretrained, then adapted", "<= 0.25"),
+            "images": ("share wrong, adapted; pretrained, then adapted", "<= 0.19"),
+            "images, first order": ("share wrong, adapted; pretrained, then adapted", "<= 0.25"),
+        },
+        upstream=(161,),
+        along=("inner steps", 0),
+    ),
 }
 
 

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import pathlib
+import pickle
 import signal
 import struct
 import subprocess
@@ -54,6 +55,9 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
     assert [step for step, _ in rows.rows] == list(range(1, stopped + 1))  # no row is lost
     expected = state_after(stopped)
     assert_same(caught.value.state, expected)
+    copy = pickle.loads(pickle.dumps(caught.value))  # as it goes from one process to another
+    assert (type(copy), str(copy), copy.signal) == (type(caught.value), str(caught.value), signal.SIGINT)
+    assert_same(copy.state, expected)
     assert_same(fit(caught.value.state, EXAMPLES, num_steps=3), state_after(3, expected))  # and it can be used
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import jax
@@ -49,6 +50,16 @@ def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(kind: str, log_e
     assert_same(caught.value.state, state_after(step, examples=examples, loss_fn=loss))
     assert all(math.isfinite(x) for _, row in rows.rows for x in row.values())
     assert [at for at, _ in rows.rows] == (list(range(1, step + 1)) if log_every == 1 else [])
+
+
+def test_the_error_goes_whole_from_one_process_to_another() -> None:
+    examples, step = spoiled(np.nan)
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
+        fit(linear_state(), examples, num_epochs=2)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.step == step
+    assert_same(copy.state, caught.value.state)
 
 
 def test_a_nonfinite_step_is_found_before_an_evaluation() -> None:

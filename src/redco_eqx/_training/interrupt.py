@@ -31,6 +31,10 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.checkpoint = checkpoint
         self.code = 128 + signum
 
+    def __reduce__(self) -> tuple[type["TrainingInterrupted"], tuple[Any, int, int, Any]]:
+        """By its arguments, of which the message is none: how it goes from one process to another."""
+        return type(self), (self.state, self.step, self.signal, self.checkpoint)
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows."""
         return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]

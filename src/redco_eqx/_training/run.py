@@ -37,6 +37,11 @@ class NonFiniteError(ArithmeticError):
         )
         self.state = state
         self.step = step
+        self._where = where
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str]]:
+        """By its arguments, of which the message is none: how it goes from one process to another."""
+        return type(self), (self.state, self.step, self._where)
 
 
 class Training:

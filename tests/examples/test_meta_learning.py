@@ -1,0 +1,226 @@
+"""The meta-gradient is the true one on every mesh, first order drops what it should, and MAML adapts faster."""
+
+import pytest
+
+pytest.importorskip("sklearn", exc_type=ImportError)
+pytest.importorskip("PIL", exc_type=ImportError)
+
+import types
+from functools import partial
+
+import common
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from meta_learning import main as maml
+from PIL import Image
+
+import redco_eqx as rx
+
+ARGS = types.SimpleNamespace(ways=2, shots=1)
+RULE = {"num_steps": 2, "rate": 0.1}
+
+
+@pytest.fixture
+def double():
+    """Computes in float64, where a tolerance tells rounding from anything else."""
+    with jax.enable_x64(True):
+        yield
+
+
+def batch_of(draw):
+    if draw is maml.few_images:
+        kinds = list(np.random.default_rng(0).integers(0, 256, (6, 4, 12, 12, 1)))
+        draw = partial(draw, kinds=kinds, args=ARGS)
+    batch = maml.collate_fn(list(range(8)), draw=draw, seed=0)
+    return jax.tree.map(lambda x: x.astype(np.float64 if x.dtype == np.float32 else np.int32), batch)
+
+
+def make_of(batch, num_outputs):
+    return partial(maml.Model, shape=batch["x"].shape[3:], num_outputs=num_outputs, width=8)
+
+
+def after_a_step(axes, draw):
+    """What one meta-step by SGD adds to the parameters."""
+    mesh, batch, optimizer = rx.make_mesh(**axes), batch_of(draw), optax.sgd(1.0)
+    num_outputs = 1 if draw is maml.sinusoid else 2
+    model = rx.init_model(make_of(batch, num_outputs), mesh, key=jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh)
+    state = rx.init_state(model, optimizer, key=jax.random.key(1))
+    # Of images one inner step: what is differentiated through convolutions takes long to compile.
+    loss_fn = partial(maml.loss_fn, rate=0.1, num_steps=2 if num_outputs == 1 else 1)
+    batch = jax.device_put(batch, rx.batch_sharding(mesh))
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    after, _ = jax.jit(step)(state, batch)
+    return {path: np.asarray(x) - np.asarray(state.params[path]) for path, x in after.params.items()}
+
+
+@pytest.mark.parametrize("draw", [maml.sinusoid, maml.few_images])
+def test_a_meta_step_is_the_same_on_every_mesh(draw, double):
+    expected = after_a_step({"data": 1}, draw)
+    assert sum("stem" in path for path in expected) == (2 if draw is maml.sinusoid else 8)  # 12, 6, 3, 2
+    for path, change in after_a_step({"tensor": 2, "fsdp": 2}, draw).items():
+        assert change.dtype == np.float64
+        np.testing.assert_allclose(change, expected[path], rtol=1e-8, atol=1e-12, err_msg=path)
+
+
+def test_the_second_order_is_that_of_a_finite_difference_and_the_first_leaves_it_out(double):
+    batch = batch_of(maml.sinusoid)
+    params, static = eqx.partition(make_of(batch, 1)(jax.random.key(0)), eqx.is_inexact_array)
+
+    @partial(jax.jit, static_argnames="first")
+    def loss(params, first=False):
+        return maml.loss_fn(eqx.combine(params, static), batch, None, **RULE, first=first)
+
+    leaves, tree = jax.tree.flatten(params)
+    random = np.random.default_rng(0)
+    way = jax.tree.unflatten(tree, [random.normal(size=x.shape) for x in leaves])
+
+    def along(gradient):
+        return float(sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(way))))
+
+    high, low = (loss(jax.tree.map(lambda p, d, e=e: p + e * d, params, way)) for e in (1e-5, -1e-5))
+    slope = float(high - low) / 2e-5
+    assert along(jax.grad(loss)(params)) == pytest.approx(slope, rel=1e-6)
+    first = along(jax.grad(partial(loss, first=True))(params))
+    assert abs(first - slope) > 1e-3 * abs(slope)
+
+    def at_adapted(x, y):
+        """First order, as Finn et al. have it: the second half's gradient at the adapted parameters."""
+
+        def error(params, i):
+            return jnp.mean((eqx.combine(params, static)(x[i]) - y[i]) ** 2)
+
+        own = params
+        for _ in range(RULE["num_steps"]):
+            own = jax.tree.map(lambda p, g: p - RULE["rate"] * g, own, jax.grad(error)(own, 0))
+        return jax.grad(error)(own, 1)
+
+    gradients = jax.jit(jax.vmap(at_adapted))(batch["x"], batch["y"])
+    assert first == pytest.approx(along(jax.tree.map(lambda g: g.mean(axis=0), gradients)), rel=1e-9)
+
+
+def test_images_go_through_convolutions_first(double):
+    model = maml.Model(jax.random.key(0), shape=(13, 13, 3), num_outputs=2, width=5)
+    images = x = jnp.array(np.random.default_rng(0).normal(size=(4, 13, 13, 3)))
+    assert len(model.stem) == 4
+    for layer in model.stem[:-1]:  # 13, 7, 4, 2
+        assert layer.bias is not None
+        kernel = layer.weight.reshape(5, 3, 3, -1)  # outputs, rows, columns, channels
+        around = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
+        numbers = ("NHWC", "OHWI", "NHWC")
+        x = jax.lax.conv_general_dilated(around, kernel, (2, 2), "VALID", dimension_numbers=numbers)
+        x = jax.nn.relu(jax.nn.standardize(x + layer.bias, (1, 2, 3)))
+    assert x.shape == (4, 2, 2, 5)
+    rest = eqx.tree_at(lambda model: model.stem, model, model.stem[-1:])
+    np.testing.assert_allclose(model(images), rest(x), rtol=1e-9)
+
+
+def test_the_halves_of_a_task_have_the_same_classes_and_no_image_in_common():
+    kinds = [np.full((4, 2, 2, 1), 10 * i) + np.arange(4).reshape(4, 1, 1, 1) for i in range(6)]
+    args = types.SimpleNamespace(ways=3, shots=2)
+    for named in (False, True):
+        batch = maml.collate_fn(
+            list(range(20)), draw=maml.few_images, seed=1, kinds=kinds, args=args, named=named
+        )
+        assert batch["x"].shape == (20, 2, 6, 2, 2, 1)
+        for images, y in zip(batch["x"], batch["y"]):
+            x = np.rint((images[..., 0, 0, 0] + 1) * 128).astype(int)
+            np.testing.assert_array_equal(y[0], y[1])
+            np.testing.assert_array_equal(x[0] // 10, x[1] // 10)
+            assert len(set(x.ravel().tolist())) == 12
+            np.testing.assert_array_equal(np.unique(y), np.unique(x // 10) if named else np.arange(3))
+
+
+def test_the_same_number_is_the_same_task():
+    one, other = (maml.collate_fn(numbers, draw=maml.sinusoid, seed=0) for numbers in ([3, 4], [4, 5]))
+    np.testing.assert_array_equal(one["x"][1], other["x"][0])
+    assert not np.array_equal(one["x"][0], one["x"][1])
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A few classes in the form of each data set."""
+    root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+
+    def write(file, shape):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(random.integers(0, 256, shape).astype(np.uint8))
+        (image.convert("1") if len(shape) == 2 else image).save(file)
+
+    for part, num in {"images_background": 3, "images_evaluation": 2}.items():
+        for i in range(2 * num):
+            for j in range(4):
+                write(root / f"omniglot/{part}/A{i // 2}/character0{i % 2}/{i}_{j}.png", (105, 105))
+    for part in ("train", "val", "test"):
+        for i in range(3):
+            for j in range(4):
+                write(root / f"mini/{part}/n{part}{i}/{j}.jpg", (90, 100, 3))
+    return root
+
+
+def args_of(data):
+    return types.SimpleNamespace(data=data, ways=2, shots=1)
+
+
+def test_both_data_sets_are_read(directories):
+    train, test = maml.read(args_of(directories / "omniglot"))
+    assert (len(train), len(test)) == (24, 16), "quarter turns are kinds of their own"
+    assert {kind.shape for kind in train + test} == {(4, 28, 28, 1)}
+    np.testing.assert_array_equal(train[1], np.rot90(train[0], 1, (1, 2)))
+    train, test = maml.read(args_of(directories / "mini"))
+    assert (len(train), len(test)) == (3, 3)
+    assert {kind.shape for kind in train + test} == {(4, 84, 84, 3)}
+
+
+def test_a_short_training_already_adapts_better_than_it_starts():
+    mesh, optimizer = rx.make_mesh(tensor=2), optax.adam(2e-3)
+    collate = partial(maml.collate_fn, draw=maml.sinusoid, seed=0)
+    model = rx.init_model(partial(maml.Model, shape=(1,), num_outputs=1, width=32), mesh, key=jax.random.key(0))
+    loss_fn = partial(maml.loss_fn, num_steps=1, rate=0.01)
+    run = {"collate_fn": collate, "batch_size": 16, "loggers": ()}
+    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    state = rx.fit(state, range(960), loss_fn=loss_fn, optimizer=optimizer, num_epochs=1, **run)
+    del run["loggers"]
+    predict_fn = partial(maml.predict_fn, rates=(0.01,))
+    errors = np.mean(rx.predict(state, maml.UNSEEN, predict_fn=predict_fn, **run), axis=0)[0]
+    assert errors[1] < 0.6 * errors[0]
+
+
+@pytest.mark.long
+def test_meta_learning_adapts_better_than_what_was_only_trained():
+    results = maml.main(["--quick"])
+    assert results.keys() == {"sinusoids", "sinusoids, first order", "images", "images, first order"}
+    for name, (errors, baseline) in results.items():
+        assert len(errors) == len(baseline) == 6
+        assert errors[5] < errors[0], name
+        if name != "images, first order":  # which learns slowly
+            assert errors[5] < baseline[5], name
+
+
+@pytest.mark.long
+def test_a_directory_is_learnt_from(directories, monkeypatch, tmp_path):
+    monkeypatch.setattr(maml, "UNSEEN", range(10**9, 10**9 + 8))
+    flags = ["--data", str(directories / "omniglot"), "--ways", "3", "--shots", "2", "--epochs", "1", "--quick"]
+    results = maml.main([*flags, "--batch-size", "250", "--checkpoints", str(tmp_path)])
+    assert results.keys() == {"images", "images, first order"}
+    assert all(0 <= x <= 1 for pair in results.values() for errors in pair for x in errors)
+    assert maml.main([*flags, "--batch-size", "250", "--checkpoints", str(tmp_path)]) == results
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data", "/nowhere"], "/nowhere"),
+        (["--ways", "13"], "--ways 13"),
+        (["--shots", "100"], "--shots 100"),
+        (["--tensor", "3"], "fsdp * tensor = 3 must divide"),
+    ],
+)
+def test_bad_input_ends_with_one_line(flags, words):
+    with pytest.raises(SystemExit) as caught:
+        common.run(lambda: maml.main(flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
