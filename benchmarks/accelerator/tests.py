@@ -13,7 +13,7 @@ from .settings import Setting
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 ROOMS = ("birth", "checkpoint", "data", "kept", "models", "parallel", "planning", "step", "traced", "training")
-"""Whose tests have something to say on one device. The others are of meshes, processes, compilers and documents."""
+"""Whose tests have something to say on one device. Others are of meshes, processes, compilers and documents."""
 SOME = ("parallel/test_attention.py",)
 """For a small run."""
 
