@@ -70,6 +70,7 @@ MORE = {
     "checkpoint_gib": "{:.1f} GiB of files",
     "attention_calls": "{} calls of cuDNN's attention",
     "failed": "{} failed",
+    "broken": "{} broken",
     "skipped": "{} left out",
     "passed": "{} passed",
     "error": "{}",
@@ -77,11 +78,17 @@ MORE = {
 """What else a row may say."""
 
 
+TRAINING = ("llama", "paper", "fit", "saving")
+
+
 def cells(found: dict[str, Any]) -> list[str]:
-    names = [found[key] for key in ("part", "library", "model", "precision", "remat", "attention")]
-    size = f"{found['batch']} x {found['length']}" + (
-        f", {found['chunks']} chunks" if found["chunks"] > 1 else ""
-    )
+    names = [found[key] for key in ("part", "library", "model", "precision")]
+    names += [found["remat"] if found["part"] in TRAINING else "", found["attention"]]
+    size = f"{found['batch']} x {found['length']}"
+    if found["chunks"] > 1:
+        size += f", {found['chunks']} chunks"
+    if found["part"] in ("loading", "tests"):
+        size = names[-1] = ""
     peak = found.get("peak_gib") or found.get("compiled_gib")
     numbers = [
         f"{found['seconds']:.4g}" if "seconds" in found else "",

@@ -1,5 +1,6 @@
 """The repository's own tests on the one device that is there."""
 
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -11,24 +12,39 @@ from typing import Any
 from .settings import Setting
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-SOME = ["tests/parallel/test_attention.py", "tests/sharding/test_mesh.py"]
+ROOMS = ("birth", "checkpoint", "data", "kept", "models", "parallel", "planning", "step", "traced", "training")
+"""Whose tests have something to say on one device. Others are of meshes, processes, compilers and documents."""
+SOME = ("parallel/test_attention.py",)
 """For a small run."""
 
 
 def run(setting: Setting, *, is_small: bool) -> dict[str, Any]:
     """How many pass, fail, and are left out because they take more devices, by `tests/conftest.py`. Tolerances
-    are made for products in float32 (`highest`), not for those in TF32."""
-    paths = ["tests/parity"] if setting.model == "parity" else ["tests"]
+    are made for products in float32 (`highest`), not for those in TF32. What fails with `JAX_PLATFORMS=cpu` and
+    `TESTS_ON=device` too fails for want of devices."""
+    rooms = SOME if is_small else ("parity",) if setting.model == "parity" else ROOMS
     precision = "highest" if setting.precision == "highest" else "tensorfloat32"
-    variables = {"TESTS_ON": "device", "JAX_DEFAULT_MATMUL_PRECISION": precision}
+    # Tests start processes of their own, which share the device's memory.
+    variables = {
+        "TESTS_ON": "device",
+        "JAX_DEFAULT_MATMUL_PRECISION": precision,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
     if is_small:
-        paths, variables = SOME, {**variables, "JAX_PLATFORMS": "cpu"}
+        variables["JAX_PLATFORMS"] = "cpu"
+    paths = [f"tests/{room}" for room in rooms]
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--tb=no", "-rfE", *paths],
         cwd=REPOSITORY, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    found = {kind: int(num) for num, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else "")
+    if not counts:
+        return {
+            "error": f"pytest ended with {done.returncode}: {(done.stderr.splitlines() or ['?'])[-1]}"[:200]
+        }
+    found: dict[str, Any] = {"broken" if kind == "error" else kind: int(num) for num, kind in counts}
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {**found, "seconds": time.perf_counter() - begun, "failures": failures[:50]}
+    seconds = time.perf_counter() - begun
+    return {**found, "seconds": seconds, "failures": failures, "jax": importlib.metadata.version("jax")}
