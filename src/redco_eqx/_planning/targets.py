@@ -21,10 +21,9 @@ _UNKNOWN = Chip(0, 1e14, 1e10)
 """For the ranks of plans on devices that nothing is known of: the ratio of the two counts."""
 
 
-MARGINS = {"fsdp": (1.50, 1.78), "": (1.04, 1.38)}
-"""The CPU compiler's peak over that by the target's: the least and the most of the programs that
-`benchmarks/applicability.py estimates-tpu estimates-gpu` compiles, on meshes with `fsdp` and without. Under
-`fsdp` the CPU compiler, which makes no reduce-scatter, has gradients whole for a while."""
+MARGINS = {"fsdp": (0.94, 1.79), "": (1.04, 1.59)}
+"""The CPU compiler's peak over that by the target's, on meshes with `fsdp` and without: the least and the most
+of what `benchmarks/applicability.py estimates-tpu estimates-gpu` measured (`benchmarks/RESULTS.md`)."""
 
 
 @runtime_checkable
