@@ -141,10 +141,10 @@ EXAMPLES = {
     ),
     "meta_learning": Example(
         {
-            "sinusoids": ("squared error, adapted; pretrained, then adapted", "<= 0.15"),
-            "sinusoids, first order": ("squared error, adapted; pretrained, then adapted", "<= 0.25"),
-            "images": ("share wrong, adapted; pretrained, then adapted", "<= 0.19"),
-            "images, first order": ("share wrong, adapted; pretrained, then adapted", "<= 0.25"),
+            "sinusoids": ("squared error, adapted; pretrained, then adapted", "<= 0.1"),
+            "sinusoids, first order": ("squared error, adapted; pretrained, then adapted", "<= 0.2"),
+            "images": ("share wrong, adapted; pretrained, then adapted", "<= 0.21"),
+            "images, first order": ("share wrong, adapted; pretrained, then adapted", "<= 0.22"),
         },
         upstream=(161,),
         along=("inner steps", 0),
