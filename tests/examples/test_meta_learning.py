@@ -200,16 +200,6 @@ def test_meta_learning_adapts_better_than_what_was_only_trained():
             assert errors[5] < baseline[5], name
 
 
-@pytest.mark.long
-def test_a_directory_is_learnt_from(directories, monkeypatch, tmp_path):
-    monkeypatch.setattr(maml, "UNSEEN", range(10**9, 10**9 + 8))
-    flags = ["--data", str(directories / "omniglot"), "--ways", "3", "--shots", "2", "--epochs", "1", "--quick"]
-    results = maml.main([*flags, "--batch-size", "248", "--checkpoints", str(tmp_path)])
-    assert results.keys() == {"images", "images, first order"}
-    assert all(0 <= x <= 1 for pair in results.values() for errors in pair for x in errors)
-    assert maml.main([*flags, "--batch-size", "248", "--checkpoints", str(tmp_path)]) == results
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
