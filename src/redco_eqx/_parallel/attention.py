@@ -13,8 +13,8 @@ from redco_eqx._sharding.mesh import AXES
 
 def flash_attention(
     query: Float[Array, "b t h d"],
-    key: Float[Array, "b t k d"],
-    value: Float[Array, "b t k d"],
+    key: Float[Array, "b s k d"],
+    value: Float[Array, "b s k d"],
     *,
     causal: bool,
     scale: float | None,
