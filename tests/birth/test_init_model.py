@@ -110,13 +110,16 @@ def test_threefry_that_is_not_partitionable_is_drawn_whole():
 # What is computed
 
 
+@pytest.mark.parametrize(
+    "meshes", [("tensor8", "2x2x2"), pytest.param(("data8", "fsdp8"), marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", [*births.SPREAD, *births.OTHERS])
-def test_values_are_those_of_make_model_on_every_mesh(name):
+def test_values_are_those_of_make_model_on_every_mesh(name, meshes):
     make = births.SPREAD[name] if name in births.SPREAD else births.OTHERS[name][1]
     born = to_arrays({"": init_model(make, helpers.mesh_of("one"), key=KEY)})
     for path, x in to_arrays({"": make(KEY)}).items():
         to_rounding(born[path], x, path)
-    for mesh in ("data8", "tensor8", "fsdp8", "2x2x2"):
+    for mesh in meshes:
         again = to_arrays({"": init_model(make, helpers.mesh_of(mesh), key=KEY)})
         helpers.assert_identical(again, born)
 

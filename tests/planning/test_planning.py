@@ -130,6 +130,7 @@ OF_LLAMA: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_microbatches_and_remat_are_chosen_where_memory_is_short() -> None:
     options: Any = {"options": {"remat": ["none", "full"]}, "num_microbatches": [1, 2]}
     roomy = plan(make_llama, **OF_LLAMA, **options)

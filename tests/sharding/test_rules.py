@@ -37,6 +37,18 @@ def abstract(entry: Entry):
 
 each_entry = pytest.mark.parametrize("entry", ZOO, ids=lambda entry: entry.name)
 
+# Of programs that are alike, one is compiled each time, and all in the long session.
+ALIKE = {
+    *("llama", "llama_mqa", "opt", "opt350", "vocab_indivisible", "shared_head_indivisible"),
+    *("stacked_gpt2", "stacked_llama_gqa_refused", "vision_10_classes", "vision_two_fields", "lora", "mha"),
+    *("moe_indivisible", "moe_raw_indivisible", "moe_list", "moe_mixtral"),
+    *("fused_qkv", "fused_query_key_value"),
+}
+each_program = pytest.mark.parametrize(
+    "entry",
+    [pytest.param(entry, marks=[pytest.mark.long] * (entry.name in ALIKE), id=entry.name) for entry in ZOO],
+)
+
 
 @each_entry
 def test_layout_is_the_golden_one(entry):
@@ -87,7 +99,7 @@ def shard(model, mesh):
         return eqx.filter_shard(model, rx.shard_rules(model, mesh))
 
 
-@each_entry
+@each_program
 def test_sharded_equals_unsharded_with_clean_collectives(entry):
     """Loss and gradients on data 2 x tensor 4; all-reduces of the forward pass as the entry says."""
     mesh = rx.make_mesh(data=2, tensor=TENSOR)
