@@ -10,8 +10,9 @@ nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
-# Models that others published, and what they import: without their pins.
-FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "ftfy", "wcwidth", "flowjax", "paramax", "lineax", "gatv2-eqx"]
+# Models that others published, without their pins; and what they import.
+FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "flowjax", "paramax", "lineax", "gatv2-eqx"]
+IMPORTED = ["loguru", "beartype", "ftfy", "regex", "pydantic", "torch==2.13.0"]
 
 # What is compared with, each in an environment of its own. The last Flax models are in transformers 4.
 FLAX = ["transformers==4.57.6", "jax==0.10.2"]
@@ -149,6 +150,7 @@ def aot(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
+    session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
     session.install("google-parallax")  # another engine of layouts, to compare with
     for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):

@@ -184,7 +184,8 @@ def longest() -> Iterator[list[str]]:
             options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
             return plan(name, target, length, devices, loss_fn=model.loss_in_bfloat16, **options)
 
-        yield from _largest([256, 512, 1024, 2048, 4096, 8192], of_length)
+        limit = getattr(MODELS[name].config, "n_positions", None) or 8192  # of a table of positions
+        yield from _largest([n for n in (256, 512, 1024, 2048, 4096, 8192) if n <= limit], of_length)
 
 
 def largest() -> Iterator[list[str]]:
