@@ -155,15 +155,13 @@ def test_docstrings_are_summaries_of_functions_that_do_not_have_them():
     assert all(x["summary"] and "\n" not in x["summary"] for x in train)
 
 
-def test_what_a_docstring_says_first_is_taken_from_its_function(tmp_path, monkeypatch):
+def test_what_a_docstring_says_first_is_taken_from_the_body_of_its_function(tmp_path, monkeypatch):
     source = 'def getName(self, x=1):\n    """Name it.\n\n    Or not."""\n    return self._first_name\n'
     (tmp_path / "a.py").write_text("")
     (tmp_path / "b.py").write_text(source + source.replace("Name it.", "Two\n    lines."))
     monkeypatch.setattr(example.sysconfig, "get_path", lambda name: str(tmp_path))
     train, held_out = example.docstrings(1)
-    function = 'def getName(self, x=1):\n    """Or not."""\n    return self._first_name'
-    words = {"document": "Name it.", "summary": "Name it."}
-    assert (train, held_out) == ([{"document": function, "summary": "Name it."}, words], [])
+    assert (train, held_out) == ([{"document": "return self._first_name", "summary": "Name it."}], [])
 
 
 def test_rouge_and_the_lead_are_what_they_are_by_hand():
