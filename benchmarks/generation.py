@@ -7,11 +7,11 @@
    each token. Both are compiled once, at static shapes, and give the same tokens.
    Predicted: the loop without a cache does as many times the work as the text has places, so the ratio grows
    with the text, and stays below the number of places by what a step costs whatever its size.
-   Outcome: 5.0, 7.6, 10.2 times the rate at 64, 128, 256 places, the same tokens. It grows, and is far below
-   the number of places: a step of one token is mostly overhead at this size.
+   Outcome: 8.2, 13.5, 20.4 times the rate at 64, 128, 256 places on one core, the same tokens. It grows, and is
+   far below the number of places: a step of one token is mostly overhead at this size.
 2. The same for `beam_search` with 4 beams, over a loop that runs the model on the whole text of each beam.
    Predicted: at least as much as for greedy search, whose cache is read for each text and not for each beam.
-   Outcome: 8.8, 8.7 times at 64, 128 places, on a machine busy with other work, the same tokens.
+   Outcome: 9.0, 14.8, 24.1 times at 64, 128, 256 places on one core, the same tokens.
 3. Seconds to trace and compile one `train_step` with AdamW, layers as a list and stacked for `lax.scan`.
    Predicted: in proportion to depth for the list, and constant for the stack.
    Outcome: list 2.7, 3.7, 6.9 s at 4, 16, 32 layers, stack 2.3, 2.1, 2.0 s. The stack is constant; the list
@@ -21,9 +21,9 @@
    on one core if the process is given one.
    Predicted: about 2, as was measured for greedy search with 125 million parameters; more for beams, as
    transformers reorders its cache at every step.
-   Outcome: 1.2 and 1.3 times for greedy search with the LLaMA and the T5, 0.9 and 1.2 with 4 beams, on one core
-   of a machine busy with other work, the same tokens. Less than predicted, and not more for beams: choosing
-   them takes 0.2 ms of a step, whose time is products with weights.
+   Outcome: 1.2 and 1.3 times for greedy search with the LLaMA and the T5, 1.3 and 1.1 with 4 beams, on one core,
+   the same tokens. Less than predicted, and not more for beams: choosing them takes 0.2 ms of a step, whose time
+   is products with weights.
 
 One device, float32. Only the ratios within one run mean something.
 """
