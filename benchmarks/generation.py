@@ -22,8 +22,8 @@
    Predicted: about 2, as was measured for greedy search with 125 million parameters; more for beams, as
    transformers reorders its cache at every step.
    Outcome: 1.2 and 1.3 times for greedy search with the LLaMA and the T5, 1.3 and 1.1 with 4 beams, on one
-   core, the same tokens. Less than predicted, and not more for beams: choosing them takes 0.2 ms of a step, whose
-   time is products with weights.
+   core, the same tokens. Less than predicted, and not more for beams: choosing them takes 0.2 ms of a step,
+   whose time is products with weights.
 
 One device, float32. Only the ratios within one run mean something.
 """
