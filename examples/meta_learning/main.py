@@ -12,6 +12,7 @@ without inner steps, and adapted at the best of five rates.
 
 import pathlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -144,7 +145,7 @@ def read(args: Any) -> list[list[np.ndarray]]:
     return [[np.rot90(kind, turn, (1, 2)) for kind in part for turn in range(turns)] for part in parts]
 
 
-def main(argv: list[str] | None = None) -> dict[str, tuple[list[float], list[float]]]:
+def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list[float]]]:
     """The errors after 0 to 5 inner steps, each beside those of the model that was trained without."""
     parser = common.flags(__doc__, batch_size=32, epochs=3)
     parser.add_argument("--data", type=pathlib.Path, help="directory of Omniglot or of Mini-ImageNet")

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import table_data
 from classification_regression import main as example
+from refusals import assert_ends_with_one_line
 
 CALM = ["the", "sea", "is", "calm", "and", "the", "sky", "is", "clear", "today", "so", "we", "sail", "on"]
 WILD = ["storm", "waves", "broke", "over", "us", "all", "night", "long", "and", "we", "fear", "to", "sink"]
@@ -146,10 +147,7 @@ def test_docstrings_are_split_once_and_for_all():
     ],
 )
 def test_bad_input_ends_with_one_line(flags, words):
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: example.main(flags))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_ends_with_one_line(example.main, flags, words)
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):

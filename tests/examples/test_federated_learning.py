@@ -9,7 +9,6 @@ import functools
 import gzip
 import types
 
-import common
 import digits_data
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 from federated_learning import main as fed
 from fit_helpers import Compilations
+from refusals import assert_ends_with_one_line
 
 import redco_eqx as rx
 
@@ -173,7 +173,4 @@ def test_files_of_mnist_are_learnt_by_convolutions(tmp_path):
     ],
 )
 def test_bad_input_ends_with_one_line(flags, words):
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: fed.main(flags))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_ends_with_one_line(fed.main, flags, words)

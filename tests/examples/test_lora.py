@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("transformers", exc_type=ImportError)
 
 import code_data
-import common
 import jax
 from lora import main as lora
+from refusals import assert_ends_with_one_line
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
@@ -28,10 +28,7 @@ KEY = jax.random.key(0)
 )
 def test_bad_input_ends_with_one_line_before_anything_is_trained(flags, words, monkeypatch):
     monkeypatch.setattr(lora, "tune", None)
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: lora.main(["--quick", *flags]))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_ends_with_one_line(lora.main, ["--quick", *flags], words)
 
 
 def test_an_adapted_model_nears_the_fully_trained_one_and_is_a_plain_checkpoint(tmp_path):

@@ -9,7 +9,6 @@ import functools
 import types
 from typing import Any
 
-import common
 import environments
 import equinox as eqx
 import gymnasium as gym
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from refusals import assert_ends_with_one_line
 from reinforcement_learning import ddpg, ppo
 
 import redco_eqx as rx
@@ -290,7 +290,4 @@ def test_what_was_learnt_is_saved(tmp_path):
     ],
 )
 def test_bad_input_ends_with_one_line(program, flags, words):
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: program.main(flags))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_ends_with_one_line(program.main, flags, words)

@@ -9,10 +9,10 @@ pytest.importorskip("transformers", exc_type=ImportError)
 
 from functools import partial
 
-import common
 import jax
 import numpy as np
 import PIL.Image
+from refusals import assert_ends_with_one_line
 from text_to_image import main as example
 
 from redco_eqx import models
@@ -107,7 +107,4 @@ def test_a_directory_is_fine_tuned_on_a_folder_of_pictures(digits, tmp_path, cap
     ],
 )
 def test_bad_input_ends_with_one_line(flags, words):
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: example.main(flags))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_ends_with_one_line(example.main, flags, words)
