@@ -24,6 +24,7 @@ if not ON_DEVICE:
         ]
     )
     jax.config.update("jax_num_cpu_devices", 8)
+    os.environ.setdefault("PJRT_NPROC", "24")  # as `make_mesh` does: some tests use JAX before it
 
 # A shell makes its background jobs ignore Ctrl-C, and so would the tests of it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -139,6 +139,26 @@ def test_what_goes_across_columns_is_charged_as_compiled(name):
     assert bytes_as_compiled(ACROSS[name], BY_COLUMNS) == pytest.approx(predicted, rel=0.25)
 
 
+def test_what_is_gathered_is_kept_for_the_gradient():
+    """Rows that a split scale splits are gathered for a product, whose gradient takes them once more."""
+    model = {
+        "scale": jax.ShapeDtypeStruct((HIDDEN,), jnp.float32),
+        "up": jax.ShapeDtypeStruct((HIDDEN, 4 * HIDDEN), jnp.float32),
+    }
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH, HIDDEN), jnp.float32)
+
+    def loss(model, batch, key):
+        return jnp.mean(jnp.tanh(jnp.tanh(batch * model["scale"]) @ model["up"]) ** 2)
+
+    analysis = analysis_of(model, abstract_mesh(), loss, batch)
+    assert analysis is not None
+    sent = analysis.sent(analysis.laid_out({"scale": 0, "up": 1}).layout)
+    specs = {"scale": PartitionSpec("tensor"), "up": PartitionSpec(None, "tensor")}
+    assert sent.moved == 4 * ROWS // 2 * LENGTH * HIDDEN
+    compiled = compiled_bytes(model, loss, batch, specs, rx.make_mesh(tensor=4))
+    assert sent.num_bytes(merged=False) == pytest.approx(compiled, rel=0.01)
+
+
 def test_a_shard_map_is_left_to_itself():
     mesh = rx.make_mesh(tensor=4)
 

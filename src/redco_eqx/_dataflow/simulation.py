@@ -8,7 +8,7 @@ from redco_eqx._dataflow.source import STREAM
 from redco_eqx._dataflow.splits import Split, total_bytes
 from redco_eqx._dataflow.values import Event, Step, Value
 
-# What hands a gradient on as it is.
+# What hands an array on as it is.
 _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
 
 
@@ -65,6 +65,8 @@ class _Run:
         self.partial: dict[int, int] = {}  # what some of a split's atoms split
         self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
         self.events: list[tuple[Event, float]] = []
+        self.computed: set[int] = set()  # arrays that are no inputs
+        self.gathered: dict[int, None] = {}  # arrays that are split, and were gathered for some operation
         self.moved = self.waits = 0.0
 
     def split_of(self, value: Value) -> int | None:
@@ -88,6 +90,7 @@ class _Run:
             )
             self.events += sent
             self.moved += moved
+            self.gathered |= dict.fromkeys(map(id, self._otherwise(step, number)))
             self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
             for value in step.results:
                 if not is_partial and number in self.leads.splitting(value.dims):
@@ -95,6 +98,8 @@ class _Run:
                     self._follow(step, value)
                 elif number in self.leads.of(value.dims):
                     self.partial[id(value)] = number
+        if step.equation.primitive.name not in _PASSING or any(id(x) in self.computed for x in step.operands):
+            self.computed |= set(map(id, step.results))
         for event in step.events:
             if self.leads.over_batch(event):
                 size = float(event.sent.num_bytes * event.times)
@@ -120,10 +125,14 @@ class _Run:
             size = self.costs.caused(split, event)
             if size > 0 and not self.leads.over_batch(event):
                 sent += self._sent(event, split, size, step)
-        for value in dict.fromkeys(step.operands):
-            if self.split_of(value) not in (None, number):
-                moved += value.num_bytes * step.times / self._shards(value)
+        for value in self._otherwise(step, number):
+            moved += value.num_bytes * step.times / self._shards(value)
         return sent, moved
+
+    def _otherwise(self, step: Step, number: int) -> list[Value]:
+        """The operands that are split otherwise and not gathered yet: what was is kept for whoever needs it."""
+        found = [x for x in step.operands if self.split_of(x) not in (None, number)]
+        return [x for x in dict.fromkeys(found) if id(x) not in self.gathered]
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
         """What is sent for an event, as operands are split: an operand may be gathered instead."""
@@ -138,9 +147,10 @@ class _Run:
         if all(is_along) or not any(is_along):
             return [(event, size)] if all(is_along) else []
         split_one = event.arrays[is_along.index(True)]
-        other = places[is_along.index(False)]
+        other = is_along.index(False)
         whole = split_one.num_bytes * event.times / self._shards(split_one)
-        if not other and whole > size:  # the other is cut for it
+        # The other is cut for it. Where that is an input, which comes as it comes, only if it sends less.
+        if not places[other] and (id(event.arrays[other]) in self.computed or whole > size):
             return [(event, size)]
         gathered = dataclasses.replace(
             event, kind="whole", dims=split_one.dims, sent=split_one, arrays=(split_one,), along=()

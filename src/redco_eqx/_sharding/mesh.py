@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from redco_eqx._cpu import give_threads
+
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
@@ -38,6 +40,9 @@ def make_mesh(
     mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
     ```
 
+    Of virtual devices of a CPU it should be the first that uses JAX: then these get threads enough not to wait
+    for one another for ever (`PJRT_NPROC` in the environment is set, unless it is).
+
     **Arguments:**
 
     - `tensor`: over how many devices each layer's matrices are split (Megatron).
@@ -63,6 +68,7 @@ def make_mesh(
         return _renamed(mesh, tuple(mesh.axis_names if names is None else names))
     if names is not None:
         raise ValueError(f"make_mesh: names={names!r} are those of the axes of mesh=, which is missing.")
+    give_threads()
     devices = list(jax.devices() if devices is None else devices)
     for name, size in (("tensor", tensor), ("fsdp", fsdp), ("data", data)):
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
