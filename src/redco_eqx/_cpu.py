@@ -21,6 +21,6 @@ def give_threads() -> None:
     What the environment says already stays.
     """
     flags = [int(n) for n in _FLAG.findall(os.environ.get("XLA_FLAGS", ""))]
-    num_devices = max([jax.config.jax_num_cpu_devices, *flags])
+    num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *flags])
     if num_devices > 1:
         os.environ.setdefault(_THREADS, str(max(3 * num_devices, os.cpu_count() or 1)))

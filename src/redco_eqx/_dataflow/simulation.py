@@ -66,7 +66,7 @@ class _Run:
         self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
         self.events: list[tuple[Event, float]] = []
         self.computed: set[int] = set()  # arrays that are no inputs
-        self.gathered: dict[int, None] = {}  # arrays that are split, and were gathered for some operation
+        self.gathered: set[int] = set()  # arrays that are split, and were gathered for some operation
         self.moved = self.waits = 0.0
 
     def split_of(self, value: Value) -> int | None:
@@ -76,34 +76,39 @@ class _Run:
         if step.block == STREAM:
             self._gather(step)
             return
-        numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
-        is_partial = not numbers
-        if is_partial:
-            numbers = dict.fromkeys(self.partial[id(x)] for x in step.operands if id(x) in self.partial)
-        if not numbers:
-            is_partial = False
-            numbers = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
+        is_partial, numbers = self._numbers(step)
         if numbers:
-            options = [(*self._through(step, number), number) for number in numbers]
-            sent, moved, number = min(
-                options, key=lambda x: sum(s for _, s in x[0]) + x[1] + self._later(step, x[2])
-            )
-            self.events += sent
-            self.moved += moved
-            self.gathered |= dict.fromkeys(map(id, self._otherwise(step, number)))
-            self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
-            for value in step.results:
-                if not is_partial and number in self.leads.splitting(value.dims):
-                    self.splits[id(value)] = number
-                    self._follow(step, value)
-                elif number in self.leads.of(value.dims):
-                    self.partial[id(value)] = number
+            self._split(step, numbers, is_partial)
         if step.equation.primitive.name not in _PASSING or any(id(x) in self.computed for x in step.operands):
             self.computed |= set(map(id, step.results))
         for event in step.events:
             if self.leads.over_batch(event):
                 size = float(event.sent.num_bytes * event.times)
                 self.events.append((event, size * self.part(event.sent)))
+
+    def _numbers(self, step: Step) -> tuple[bool, list[int]]:
+        """The splits that an operation may be done in; and whether they are of some atoms of its operands."""
+        numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
+        partial = dict.fromkeys(self.partial[id(x)] for x in step.operands if id(x) in self.partial)
+        wanted = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
+        return not numbers and bool(partial), list(numbers or partial or wanted)
+
+    def _split(self, step: Step, numbers: Sequence[int], is_partial: bool) -> None:
+        """Does an operation in the split that sends least."""
+        options = [(*self._through(step, number), number) for number in numbers]
+        sent, moved, number = min(
+            options, key=lambda x: sum(s for _, s in x[0]) + x[1] + self._later(step, x[2])
+        )
+        self.events += sent
+        self.moved += moved
+        self.gathered |= set(map(id, self._otherwise(step, number)))
+        self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
+        for value in step.results:
+            if not is_partial and number in self.leads.splitting(value.dims):
+                self.splits[id(value)] = number
+                self._follow(step, value)
+            elif number in self.leads.of(value.dims):
+                self.partial[id(value)] = number
 
     def _gather(self, step: Step) -> None:
         """Where layers meet: what was split before is whole from here on."""
