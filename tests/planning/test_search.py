@@ -105,7 +105,7 @@ def test_after_a_ctrl_c_what_is_known_is_returned() -> None:
     assert [t.fits for t in found] == [False, None, None]
 
 
-@pytest.mark.parametrize(("num_devices", "batch"), itertools.product([1, 6, 8, 64], [1, 6, 8, 64]))
+@pytest.mark.parametrize(("num_devices", "batch"), [*itertools.product([1, 6, 8, 64], repeat=2)])
 def test_meshes_are_all_that_split_the_batch(num_devices: int, batch: int) -> None:
     found = list(meshes(num_devices, batch))
     every = [
