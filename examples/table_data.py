@@ -83,6 +83,14 @@ def read(task: str, args: Any) -> list[list[Any]]:
     return [[(x, (y - mean) / deviation) for (x, _), y in zip(*pair)] for pair in zip(parts, numbers)]
 
 
+def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
+    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
+    y, found = np.array([y for _, y in examples]), np.stack(outputs)
+    if y.dtype == np.float32:
+        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
+    return {"score": float(np.mean(found.argmax(axis=1) == y))}
+
+
 def linear_score(train: list[Any], held_out: list[Any]) -> float:
     """That of a linear model of counts of words, or of pixels; of several penalties the best one counts.
 

@@ -113,14 +113,6 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
 
 
-def metric_fn(examples: Sequence[tuple[Any, Any]], outputs: list[Any]) -> dict[str, float]:
-    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
-    y, found = np.array([y for _, y in examples]), np.stack(outputs)
-    if y.dtype == np.float32:
-        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
-    return {"score": float(np.mean(found.argmax(axis=1) == y))}
-
-
 # ----------------------------------------------------------------------------------- the program
 
 
@@ -134,7 +126,7 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     model = rx.init_model(lambda key: make_model(num_outputs, key=key), mesh, key=model_key, **program)
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
-    scoring: Any = {"predict_fn": predict_fn, "metric_fn": metric_fn}
+    scoring: Any = {"predict_fn": predict_fn, "metric_fn": table_data.metric_fn}
     predictions = args.output and args.output / task
     evaluation = rx.Evaluation(held_out, **functions, **scoring, predictions_directory=predictions)
     num_epochs = args.epochs or EPOCHS[task]

@@ -45,29 +45,21 @@ def encode(tokenizer: Any, texts: list[tuple[str, ...]], length: int) -> list[di
 
 
 def collate_fn(examples: Any) -> dict[str, np.ndarray]:
-    """Examples of one length to a batch."""
+    """Examples of one form to a batch."""
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch num_outputs"]:
     """The logits of the classes, or the one number of a regression."""
-    return model(**{name: x for name, x in batch.items() if name != "y"}, key=key)
+    return model(**batch[0], key=key)
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Array:
     """Cross-entropy, or the squared error."""
-    outputs, y = predict_fn(model, batch, key), batch["y"]
+    outputs, y = predict_fn(model, batch, key), batch[1]
     if y.dtype == jnp.float32:
         return jnp.mean((outputs[:, 0] - y) ** 2)
     return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
-
-
-def metric_fn(examples: Any, outputs: list[Any]) -> dict[str, float]:
-    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
-    y, found = np.array([example["y"] for example in examples]), np.stack(outputs)
-    if y.dtype == np.float32:
-        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
-    return {"score": float(np.mean(found.argmax(axis=1) == y))}
 
 
 def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: Any, **options: Any) -> Any:
@@ -115,7 +107,10 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
         masked = jax.random.bernoulli(mask_key, 0.2, tokens.shape) & (real == 1)
         given = jnp.where(masked, tokenizer.mask_token_id, tokens)
         hidden = model.hidden_states(given, attention_mask=real, key=key)
-        return rx.layers.cross_entropy(hidden, model.head, tokens, weights=masked * 1.0)
+        weights, places = jax.lax.top_k(masked * 1.0, args.length // 4)  # the head is the dearest part
+        hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+        tokens = jnp.take_along_axis(tokens, places, axis=1)
+        return rx.layers.cross_entropy(hidden, model.head, tokens, weights=weights)
 
     key = jax.random.key(args.seed)
     model = rx.init_model(lambda key: models.BertForMaskedLM(config, key=key), mesh, key=key)
@@ -144,7 +139,7 @@ def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float],
     model = models.load_pretrained(directory, mesh, family=FAMILIES[kind], entries=entries, key=key)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     train, held_out = (
-        [{**x, "y": y} for x, (_, y) in zip(encode(tokenizer, [x for x, _ in part], args.length), part)]
+        list(zip(encode(tokenizer, [x for x, _ in part], args.length), [y for _, y in part]))
         for part in (train, held_out)
     )
     print(f"{task}: {len(train)} examples, {len(held_out)} held out")
@@ -154,7 +149,7 @@ def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float],
         loss_fn=loss_fn,
         batch_size=args.batch_size,
         predict_fn=predict_fn,
-        metric_fn=metric_fn,
+        metric_fn=table_data.metric_fn,
         predictions_directory=args.output and args.output / task,
     )
     rates = {"num_epochs": args.epochs, "rate": args.rate}
