@@ -45,8 +45,8 @@ def encode(tokenizer: Any, texts: list[tuple[str, ...]], length: int) -> list[di
     return [dict(zip(given, values)) for values in zip(*given.values())]
 
 
-def collate_fn(examples: Any) -> dict[str, np.ndarray]:
-    """Examples of one form to a batch."""
+def collate_fn(examples: Any) -> Any:
+    """Examples of one form to a batch: the model's inputs, or those and what is to be found."""
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
