@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib
 import io
+import itertools
 import multiprocessing
 import pathlib
 import re
@@ -34,6 +35,7 @@ class Example:
     - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
     - `flags`: what its `main` is given, with `{here}` for its folder.
     - `more`: why it has more lines than they, where it has.
+    - `official`: the program that Figure 6 of redco's paper likely compares with, and its lines.
     - `along`: what the numbers of a list follow one another along, and where that begins.
 
     Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`. In place of
@@ -45,6 +47,7 @@ class Example:
     upstream: Sequence[int] = ()
     flags: Sequence[str] = ()
     more: str = ""
+    official: str = ""
     along: tuple[str, int] = ("evaluation", 1)
 
 
@@ -65,14 +68,15 @@ EXAMPLES = {
             "regression": ("R²; ridge regression's", ">= 0.42"),
         },
         upstream=(168, 80),
-        more="what reads tables and measures a baseline is a file of its own, which glue shares",
+        official="huggingface/transformers@6cbc136, examples/flax/text-classification/run_flax_glue.py: 514",
     ),
     "glue": Example(
         {
-            "classification": ("accuracy; logistic regression's", ">= 0.905"),
-            "regression": ("R²; ridge regression's", ">= 0.38"),
+            "classification": ("accuracy; logistic regression's", ">= 0.915"),
+            "regression": ("R²; ridge regression's", ">= 0.45"),
         },
         upstream=(168,),
+        official="huggingface/transformers@6cbc136, examples/flax/text-classification/run_flax_glue.py: 514",
         more="tables are read, and a model is trained to start from, where upstream downloads both",
     ),
     "language_modeling": Example(
@@ -83,7 +87,8 @@ EXAMPLES = {
             "instructions, inference": ("perplexity; a bigram's", "<= 20"),
         },
         upstream=(214,),
-        more="texts and a tokenizer are made, where upstream downloads both; and a baseline",
+        official="huggingface/transformers@6cbc136, examples/flax/language-modeling/run_clm_flax.py: 665",
+        more="texts, a tokenizer and a baseline are made here; plain text, beams and perplexity too",
     ),
     "lora": Example(
         {
@@ -92,6 +97,7 @@ EXAMPLES = {
             "merged": ("bits per byte; that of the branches", "within 0.01%"),
         },
         upstream=(478,),
+        official="microsoft/LoRA@3f5c193, examples/NLG/src/gpt2_ft.py and what it imports there: 1183",
     ),
     "text_to_text": Example(
         {
@@ -101,6 +107,7 @@ EXAMPLES = {
             "BART, ROUGE-L": ("ROUGE-L; the lead's", ">= 0.135"),
         },
         upstream=(184,),
+        official="huggingface/transformers@6cbc136, examples/flax/summarization/run_summarization_flax.py: 789",
     ),
     "image_to_text": Example(
         {
@@ -108,13 +115,17 @@ EXAMPLES = {
             "BLEU": ("BLEU; by the commonest", ">= 90"),
         },
         upstream=(193,),
+        official="huggingface/transformers@6cbc136, examples/flax/image-captioning: 958 + 66",
     ),
     "differential_privacy": Example(
-        {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")}, upstream=(165,)
+        {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")},
+        upstream=(165,),
+        official="google/jax@47a76df, examples/differentially_private_sgd.py and datasets.py: 150 + 49",
     ),
     "text_to_image": Example(
         {"digits": ("share drawn as ordered; of real digits that the classifier knows", ">= 0.9")},
         upstream=(262,),
+        official="huggingface/diffusers@958e17d, examples/text_to_image/train_text_to_image.py: 853",
         flags=("--picture", "{here}/samples.png"),
     ),
     "reinforcement_learning/ppo": Example(
@@ -123,11 +134,13 @@ EXAMPLES = {
             "Acrobot-v1": ("return in Acrobot; of random actions", ">= -100"),
         },
         upstream=(218,),
+        official="openai/baselines@ea25b9e, baselines/ppo2 without what it shares: 331",
         along=("steps of the environments", 0),
     ),
     "reinforcement_learning/ddpg": Example(
         {"Pendulum-v1": ("return in Pendulum; of random actions", ">= -200")},
         upstream=(240,),
+        official="openai/baselines@ea25b9e, baselines/ddpg without what it shares: 676",
         along=("steps of the environments", 0),
     ),
     "federated_learning": Example(
@@ -137,6 +150,7 @@ EXAMPLES = {
             "by fit": ("accuracy by a fit per client; by vmap", "within 1%"),
         },
         upstream=(216,),
+        official="AshwinRJ/Federated-Learning-PyTorch@26eaec4, src: 510",
         along=("round", 1),
     ),
     "meta_learning": Example(
@@ -147,6 +161,7 @@ EXAMPLES = {
             "images, first order": ("share wrong, adapted; pretrained, then adapted", "<= 0.22"),
         },
         upstream=(161,),
+        official="cbfinn/maml@a7f45f1: 639 + 40 to prepare images",
         along=("inner steps", 0),
     ),
 }
@@ -229,6 +244,18 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
     figure.savefig(file, dpi=90)
 
 
+def lines_of(name: str) -> tuple[str, str]:
+    """An example's row in the table of lines, and what is amiss: more than upstream's, for no reason."""
+    example, file = EXAMPLES[name], file_of(name)
+    lines = sum(code_lines(file.read_text()) for file in files_of(file))
+    upstream = " + ".join(map(str, example.upstream)) or "–"
+    amiss = bool(example.upstream) and lines >= sum(example.upstream) and not example.more
+    reason = example.more and f": {example.more}"
+    link = f"[{name}]({file.relative_to(HERE).as_posix()})"
+    row = " | ".join([link, str(lines), upstream + reason, example.official or "–"])
+    return f"| {row} |", f"{name}: {lines} lines, upstream {upstream}" if amiss else ""
+
+
 def run(name: str) -> tuple[list[str], list[str]]:
     """Runs an example: its rows of the table, and what it fell short of."""
     example, file, start = EXAMPLES[name], file_of(name), time.perf_counter()
@@ -238,20 +265,14 @@ def run(name: str) -> tuple[list[str], list[str]]:
     results: Results = module.main([flag.format(here=file.parent) for flag in example.flags])
     seconds = time.perf_counter() - start
     picture(file.with_name("scores.png" if file.stem == "main" else f"{file.stem}.png"), results, example)
-    lines = sum(code_lines(file.read_text()) for file in files_of(file))
-    upstream = " + ".join(str(n) for n in example.upstream) or "–"
-    reason = example.more and f": {example.more}"
     table, short = [], []
-    if example.upstream and lines >= sum(example.upstream) and not example.more:
-        short.append(f"{name}: {lines} lines, upstream {upstream}")
     for what, (measure, bound) in example.stated.items():
         reached, baseline = results[what]
         number, baseline = last_of(reached, bound), last_of(baseline, bound)
         if not is_met(bound, number, baseline):
             short.append(f"{name}, {what}: {number:.4g}, stated {bound}")
         cells = (f"[{name}]({where.as_posix()})", what, measure, f"{number:.3f}", f"{baseline:.3f}", bound)
-        table.append("| " + " | ".join([*cells, f"{seconds:.0f}", str(lines), upstream + reason]) + " |")
-        reason = ""  # once
+        table.append("| " + " | ".join([*cells, f"{seconds:.0f}"]) + " |")
     return table, short
 
 
@@ -263,14 +284,22 @@ def run_apart(name: str) -> tuple[list[str], list[str]]:
         raise RuntimeError(traceback.format_exc()) from None
 
 
-def with_rows(page: str, name: str, table: list[str]) -> str:
-    """A page whose table has these rows of an example, and the others in the order of `EXAMPLES`."""
-    lines, order = page.splitlines(), list(EXAMPLES)
-    rows = [line for line in lines if line.startswith("| [") and not line.startswith(f"| [{name}](")]
-    kept = [line for line in lines if not line.startswith("| [")]
-    head = next(i for i, line in enumerate(kept) if line.startswith("| ---"))
-    kept[head + 1 : head + 1] = sorted(rows + table, key=lambda row: order.index(row[3 : row.index("]")]))
-    return "\n".join(kept) + "\n"
+def with_rows(page: str, *tables: Mapping[str, list[str]]) -> str:
+    """A page whose tables, one after the other, have these rows of examples, the others as they were, in the
+    order of `EXAMPLES`."""
+
+    def name_of(row: str) -> str:
+        return row[3 : row.index("]")]
+
+    lines, order, rest = [], list(EXAMPLES), iter(tables)
+    for are_rows, group in itertools.groupby(page.splitlines(), lambda line: line.startswith("| [")):
+        group = list(group)
+        if are_rows:
+            new = next(rest)
+            kept = [row for row in group if name_of(row) not in new]
+            group = sorted([*kept, *itertools.chain(*new.values())], key=lambda row: order.index(name_of(row)))
+        lines += group
+    return "\n".join(lines) + "\n"
 
 
 def main(names: Sequence[str]) -> None:
@@ -278,13 +307,16 @@ def main(names: Sequence[str]) -> None:
     unknown = sorted(set(names) - set(EXAMPLES))
     if unknown:
         sys.exit(f"error: there is no example {unknown[0]!r}, but {', '.join(EXAMPLES)}.")
-    page, short = HERE / "README.md", []
+    page = HERE / "README.md"
+    lines = {name: lines_of(name) for name in EXAMPLES}
+    short = [amiss for _, amiss in lines.values() if amiss]
     for name in names or EXAMPLES:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
             table, missed = process.submit(run_apart, name).result()
         short += missed
-        page.write_text(with_rows(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+        tables = {name: table}, {other: [row] for other, (row, _) in lines.items()}
+        page.write_text(with_rows(page.read_text(encoding="utf-8"), *tables), encoding="utf-8")
     if short:
         sys.exit("error: " + "; ".join(short))
 

@@ -6,7 +6,6 @@ import json
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,27 +24,25 @@ def add_flags(parser: Any) -> None:
     parser.add_argument("--columns", nargs="+", help="names of all columns, where the first line has none")
 
 
-def docstrings(column: str, every: int) -> tuple[list[Any], list[Any]]:
+def docstrings(column: str, every: int) -> list[list[Any]]:
     """Of every so manieth file of the standard library, the docstrings, each with its kind or log of length."""
     root, rows = pathlib.Path(sysconfig.get_path("stdlib")), {}
     files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
     for file in files[::every]:
-        nodes: Iterator[Any] = ast.walk(ast.parse(file.read_bytes()))
+        nodes: Any = ast.walk(ast.parse(file.read_bytes()))
         for node in nodes:
             if type(node) in KINDS and len(node.body) > 1 and (text := ast.get_docstring(node)):
                 num_lines = node.body[-1].end_lineno - node.body[0].end_lineno
                 rows[(text,)] = KINDS[type(node)] if column == "kind" else np.float32(np.log1p(num_lines))
     held_out = {x for x in rows if zlib.crc32(x[0].encode()) % 5 == 0}
-    train = [row for row in rows.items() if row[0] not in held_out]
-    return train, [row for row in rows.items() if row[0] in held_out]
+    return [[row for row in rows.items() if (row[0] in held_out) == held] for held in (False, True)]
 
 
 def table(args: Any, *splits: str) -> list[tuple[tuple[str, ...], Any]]:
     """The texts of each row with its label, of the first of the splits that there is."""
     files = [file for split in splits for file in sorted(pathlib.Path(args.data).glob(f"{split}.*"))]
     if not files:
-        kinds = ".tsv, .csv, .jsonl or .parquet"
-        raise ValueError(f"--data {args.data}: there is no {' or '.join(splits)} as {kinds} in it.")
+        raise ValueError(f"--data {args.data}: no {' or '.join(splits)} as .tsv, .csv, .jsonl or .parquet.")
     if files[0].suffix == ".parquet":
         import pyarrow.parquet
 
@@ -65,27 +62,33 @@ def table(args: Any, *splits: str) -> list[tuple[tuple[str, ...], Any]]:
     return [(tuple(row[column] for column in args.text), row[args.label]) for row in rows]
 
 
-def read(task: str, args: Any) -> tuple[list[Any], list[Any]]:
+def read(task: str, args: Any) -> list[list[Any]]:
     """Pairs of texts and their class, or their number in standard deviations from the mean: to train on,
     and held out."""
     if args.data is None:
-        train, held_out = docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
+        parts = docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
     else:
-        train, held_out = table(args, "train"), table(args, "dev", "validation", "test")
+        parts = [table(args, "train"), table(args, "dev", "validation", "test")]
+    labels = [[y for _, y in part] for part in parts]
     if task == "classification":
-        classes = sorted({y for _, y in train})
-        if unknown := {y for _, y in held_out}.difference(classes):
+        classes = sorted(set(labels[0]))
+        if unknown := set(labels[1]).difference(classes):
             raise ValueError(f"--label {args.label}: {min(unknown)!r} is not among those to train on.")
-        train, held_out = ([(x, classes.index(y)) for x, y in part] for part in (train, held_out))
-        return train, held_out
+        return [[(x, classes.index(y)) for x, y in part] for part in parts]
     try:
-        numbers = [np.array([y for _, y in part], np.float32) for part in (train, held_out)]
+        numbers = [np.array(part, np.float32) for part in labels]
     except ValueError as error:
         raise ValueError(f"--label {args.label}: {str(error).split(': ')[-1]} is not a number.") from None
     mean, deviation = np.mean(numbers[0]), np.std(numbers[0])
-    numbers = [(part - mean) / deviation for part in numbers]
-    train, held_out = ([(x, y) for (x, _), y in zip(*pair)] for pair in zip((train, held_out), numbers))
-    return train, held_out
+    return [[(x, (y - mean) / deviation) for (x, _), y in zip(*pair)] for pair in zip(parts, numbers)]
+
+
+def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
+    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
+    y, found = np.array([y for _, y in examples]), np.stack(outputs)
+    if y.dtype == np.float32:
+        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
+    return {"score": float(np.mean(found.argmax(axis=1) == y))}
 
 
 def linear_score(train: list[Any], held_out: list[Any]) -> float:

@@ -17,6 +17,7 @@ import re
 import sys
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -50,8 +51,7 @@ class TextModel(eqx.Module):
 
     def __init__(self, num_outputs: int, *, key: Any):
         embedding_key, up_key, head_key = jax.random.split(key, 3)
-        weight = 0.1 * jax.random.normal(embedding_key, (VOCABULARY, 64))
-        self.embedding = eqx.nn.Embedding(weight=weight)
+        self.embedding = eqx.nn.Embedding(weight=0.1 * jax.random.normal(embedding_key, (VOCABULARY, 64)))
         self.norm = eqx.nn.LayerNorm(64)
         self.up = eqx.nn.Linear(64, 64, key=up_key)
         self.head = eqx.nn.Linear(64, num_outputs, key=head_key)
@@ -88,10 +88,8 @@ def encode(x: Any) -> np.ndarray:
     """An image with its one channel, or the hashed words of a text and pairs of neighbours."""
     if isinstance(x, np.ndarray):
         return x[None]
-    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][
-        :LENGTH
-    ]  # so that the first word makes a pair, too
-    features = [*words, *(" ".join(pair) for pair in itertools.pairwise(words))]
+    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # so the first makes a pair, too
+    features = [*words, *map(" ".join, itertools.pairwise(words))]
     tokens = [1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features]
     return np.pad(np.array(tokens, np.int32), (0, 2 * LENGTH - len(tokens)))
 
@@ -115,14 +113,6 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
 
 
-def metric_fn(examples: Sequence[tuple[Any, Any]], outputs: list[Any]) -> dict[str, float]:
-    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
-    y, found = np.array([y for _, y in examples]), np.stack(outputs)
-    if y.dtype == np.float32:
-        return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
-    return {"score": float(np.mean(found.argmax(axis=1) == y))}
-
-
 # ----------------------------------------------------------------------------------- the program
 
 
@@ -131,16 +121,14 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     is_digits = task == "digits"
     train, held_out = digits_data.digits(args.data) if is_digits else table_data.read(task, args)
     num_outputs = 1 if task == "regression" else 1 + max(y for _, y in train)
-    reference = table_data.linear_score(train, held_out)
-
-    def make_model(key: Any) -> Any:
-        if is_digits:
-            return image_model(len(train[0][0]), num_outputs, key=key)
-        return TextModel(num_outputs, key=key)
-
+    make_model: Any = partial(image_model, len(train[0][0])) if is_digits else TextModel
     model_key, state_key = jax.random.split(jax.random.key(args.seed))
-    batch = collate_fn(train[: args.batch_size])
-    model = rx.init_model(make_model, mesh, key=model_key, loss_fn=loss_fn, batch=batch)
+    program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
+    model = rx.init_model(lambda key: make_model(num_outputs, key=key), mesh, key=model_key, **program)
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
+    scoring: Any = {"predict_fn": predict_fn, "metric_fn": table_data.metric_fn}
+    predictions = args.output and args.output / task
+    evaluation = rx.Evaluation(held_out, **functions, **scoring, predictions_directory=predictions)
     num_epochs = args.epochs or EPOCHS[task]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, num_steps), weight_decay=0.05)
@@ -149,26 +137,15 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     state = rx.fit(
         rx.init_state(model, optimizer, key=state_key),
         train,
-        collate_fn=collate_fn,
-        loss_fn=loss_fn,
+        **functions,
         optimizer=optimizer,
-        batch_size=args.batch_size,
         num_epochs=num_epochs,
-        evaluation=rx.Evaluation(
-            held_out,
-            predict_fn=predict_fn,
-            metric_fn=metric_fn,
-            predictions_directory=args.output and args.output / task,
-        ),
+        evaluation=evaluation,
         checkpoints=args.checkpoints and args.checkpoints / task,
         loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
     )
-    if scores == []:  # its checkpoints say that the run is over
-        outputs = rx.predict(
-            state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=mesh.size
-        )
-        scores.append(metric_fn(held_out, outputs)["score"])
-    return [score for score in scores if score is not None], reference
+    scores = [score for score in scores if score is not None]  # none if its checkpoints say it is over
+    return scores or [evaluation(state)["eval/score"]], table_data.linear_score(train, held_out)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:

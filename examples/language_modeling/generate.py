@@ -15,7 +15,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -67,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
     parser.add_argument("--model", required=True, help="directory of a checkpoint")
     parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")
-    parser.add_argument(
-        "--length", type=int, default=128, help="of a prompt and of what is measured, in tokens"
-    )
+    parser.add_argument("--length", type=int, default=128, help="of prompts and what is measured, in tokens")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of each text that is written")
     parser.add_argument("--num-beams", type=int, default=1, help="texts that are followed; 1: none is searched")
     parser.add_argument("--temperature", type=float, default=0.0, help="of what is drawn; 0: the most probable")
@@ -86,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     state = rx.init_state(model, key=jax.random.key(args.seed))
     results: dict[str, Any] = dict(zip(("written", "speed"), write(state, tokenizer, prompts, args)))
     known = [row for row in rows if isinstance(row, str) or "output" in row]
-    evaluate = partial(rx.evaluate, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=args.batch_size)
     if examples := code_data.encode(tokenizer, known, args.length):
-        results["perplexity"] = math.exp(evaluate(state, examples)["loss"])
+        functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
+        results["perplexity"] = math.exp(rx.evaluate(state, examples, **functions)["loss"])
     for prompt, written in zip(prompts, results["written"]):
         print(prompt, "=>", written)
     if args.output:

@@ -59,7 +59,7 @@ def test_transformers_opens_the_classifier_and_agrees(classes, tables):
         expected = theirs(**{name: torch.from_numpy(x) for name, x in batch.items()}).logits.numpy()
     family = example.FAMILIES["bert"]
     state = rx.init_state(models.load_pretrained(classes[0], family=family), key=jax.random.key(0))
-    found = rx.predict_step(state, {**batch, "y": np.zeros(8)}, predict_fn=example.predict_fn)
+    found = rx.predict_step(state, (batch, np.zeros(8)), predict_fn=example.predict_fn)
     np.testing.assert_allclose(found, expected, atol=1e-4)  # float32, sums in another order
 
 
