@@ -35,6 +35,7 @@ FAMILIES = {
     "bert": (models.BertConfig, models.BertForSequenceClassification),
     "roberta": (models.RobertaConfig, models.RobertaForSequenceClassification),
 }
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PROBLEMS = {"classification": "single_label_classification", "regression": "regression"}
 
 
@@ -87,8 +88,10 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
     """Writes a small BERT that has learnt to fill gaps in the texts, and its tokenizer."""
-    words = tokenizers.BertWordPieceTokenizer()
-    words.train_from_iterator(map("\n".join, texts), 4096, show_progress=False)
+    words, lines = tokenizers.BertWordPieceTokenizer(), list(map("\n".join, texts))
+    # Given in order: those that it finds by itself come in another one, and words with them, in each process.
+    pieces = sorted({f"##{letter}" for letter in "".join(lines).lower() if not letter.isspace()})
+    words.train_from_iterator(lines, 4096, show_progress=False, special_tokens=[*SPECIAL, *pieces])
     tokenizer: Any = transformers.BertTokenizer(vocab=words.get_vocab())
     size = 64 if args.quick else 128
     config = models.BertConfig(
