@@ -139,11 +139,12 @@ def test_what_goes_across_columns_is_charged_as_compiled(name):
     assert bytes_as_compiled(ACROSS[name], BY_COLUMNS) == pytest.approx(predicted, rel=0.25)
 
 
-def test_what_is_gathered_is_kept_for_the_gradient():
+@pytest.mark.parametrize(("times", "num_gathers"), [(0.5, 2), (2, 2), (3, 1), (4, 1)])
+def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, num_gathers):
     """Rows that a split scale splits are gathered for a product, whose gradient takes them once more."""
     model = {
         "scale": jax.ShapeDtypeStruct((HIDDEN,), jnp.float32),
-        "up": jax.ShapeDtypeStruct((HIDDEN, 4 * HIDDEN), jnp.float32),
+        "up": jax.ShapeDtypeStruct((HIDDEN, int(times * HIDDEN)), jnp.float32),
     }
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH, HIDDEN), jnp.float32)
 
@@ -154,7 +155,7 @@ def test_what_is_gathered_is_kept_for_the_gradient():
     assert analysis is not None
     sent = analysis.sent(analysis.laid_out({"scale": 0, "up": 1}).layout)
     specs = {"scale": PartitionSpec("tensor"), "up": PartitionSpec(None, "tensor")}
-    assert sent.moved == 4 * ROWS // 2 * LENGTH * HIDDEN
+    assert sent.moved == num_gathers * 4 * ROWS // 2 * LENGTH * HIDDEN
     compiled = compiled_bytes(model, loss, batch, specs, rx.make_mesh(tensor=4))
     assert sent.num_bytes(merged=False) == pytest.approx(compiled, rel=0.01)
 

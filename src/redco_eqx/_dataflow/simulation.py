@@ -1,6 +1,7 @@
 """What any layout sends: the program gone through once, each array split as its operands are."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from redco_eqx._dataflow.costs import MESSAGE, Costs
@@ -8,7 +9,7 @@ from redco_eqx._dataflow.source import STREAM
 from redco_eqx._dataflow.splits import Split, total_bytes
 from redco_eqx._dataflow.values import Event, Step, Value
 
-# What hands an array on as it is.
+# What hands a gradient on as it is.
 _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
 
 
@@ -47,6 +48,7 @@ def simulate(
             numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
     run = _Run(costs, {id(parameters[leaf]): number for leaf, number in layout.items()}, wanted)
+    run.cut = _cut(costs, steps, parameters, wanted)
     for leaf, number in layout.items():
         if number in costs.leads.doubled(parameters[leaf].dims):
             run.places[id(parameters[leaf])] = costs.splits[number].leaves[leaf]
@@ -58,6 +60,23 @@ def simulate(
     return Sent(run.events, run.moved, run.waits)
 
 
+def _cut(
+    costs: Costs, steps: Sequence[Step], parameters: Sequence[Value], wanted: Mapping[int, int]
+) -> set[tuple[int, int]]:
+    """Arrays of which the gradient of a weight takes parts, and in which split: other products take these, too.
+
+    Not what comes with the batch, nor a parameter handed on: they come as they come.
+    """
+    inputs, cut = {id(x) for x in parameters}, set[tuple[int, int]]()
+    for step in steps:
+        if step.equation.primitive.name in _PASSING and all(id(x) in inputs for x in step.operands):
+            inputs |= set(map(id, step.results))
+        computed = [x for x in step.operands if x.is_learned and id(x) not in inputs]
+        for number in (wanted[id(x)] for x in step.results if id(x) in wanted):
+            cut |= {(id(x), number) for x in computed if number in costs.leads.of(x.dims)}
+    return cut
+
+
 class _Run:
     def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int]):
         self.costs, self.leads = costs, costs.leads
@@ -65,8 +84,8 @@ class _Run:
         self.partial: dict[int, int] = {}  # what some of a split's atoms split
         self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
         self.events: list[tuple[Event, float]] = []
-        self.computed: set[int] = set()  # arrays that are no inputs
-        self.gathered: set[int] = set()  # arrays that are split, and were gathered for some operation
+        self.cut: set[tuple[int, int]] = set()  # as `_cut` has it
+        self.gathered: set[tuple[int, bool]] = set()  # what was gathered, as `_copy` has it
         self.moved = self.waits = 0.0
 
     def split_of(self, value: Value) -> int | None:
@@ -79,8 +98,6 @@ class _Run:
         is_partial, numbers = self._numbers(step)
         if numbers:
             self._split(step, numbers, is_partial)
-        if step.equation.primitive.name not in _PASSING or any(id(x) in self.computed for x in step.operands):
-            self.computed |= set(map(id, step.results))
         for event in step.events:
             if self.leads.over_batch(event):
                 size = float(event.sent.num_bytes * event.times)
@@ -101,7 +118,7 @@ class _Run:
         )
         self.events += sent
         self.moved += moved
-        self.gathered |= set(map(id, self._otherwise(step, number)))
+        self.gathered |= {self._copy(step, value, number) for value in self._otherwise(step, number)}
         self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
         for value in step.results:
             if not is_partial and number in self.leads.splitting(value.dims):
@@ -135,9 +152,25 @@ class _Run:
         return sent, moved
 
     def _otherwise(self, step: Step, number: int) -> list[Value]:
-        """The operands that are split otherwise and not gathered yet: what was is kept for whoever needs it."""
-        found = [x for x in step.operands if self.split_of(x) not in (None, number)]
-        return [x for x in dict.fromkeys(found) if id(x) not in self.gathered]
+        """The operands that are split otherwise and not gathered yet."""
+        found = dict.fromkeys(x for x in step.operands if self.split_of(x) not in (None, number))
+        return [x for x in found if self._copy(step, x, number) not in self.gathered]
+
+    def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
+        """Which whole copy of an array an operation takes: operations that take the same gather it once.
+
+        A product and the gradient of its weight take the same if the other operand is split along more than
+        twice as many elements: as XLA was seen to do it.
+        """
+        is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
+        lengths = [self._length(x, number) for x in step.operands if self.split_of(x) == number]
+        own = self.split_of(value)
+        is_long = own is not None and max(lengths, default=0) > 2 * self._length(value, own)
+        return id(value), is_weight and not is_long
+
+    def _length(self, value: Value, number: int) -> int:
+        """Elements along the dim that is split so."""
+        return math.prod(atom.size for i in self._places(value, number)[:1] for atom in value.dims[i])
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
         """What is sent for an event, as operands are split: an operand may be gathered instead."""
@@ -154,8 +187,9 @@ class _Run:
         split_one = event.arrays[is_along.index(True)]
         other = is_along.index(False)
         whole = split_one.num_bytes * event.times / self._shards(split_one)
-        # The other is cut for it. Where that is an input, which comes as it comes, only if it sends less.
-        if not places[other] and (id(event.arrays[other]) in self.computed or whole > size):
+        is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
+        is_cut = is_product and (id(event.arrays[other]), number) in self.cut
+        if not places[other] and (is_cut or whole > size):  # the other is cut for it
             return [(event, size)]
         gathered = dataclasses.replace(
             event, kind="whole", dims=split_one.dims, sent=split_one, arrays=(split_one,), along=()
