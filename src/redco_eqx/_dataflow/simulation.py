@@ -160,7 +160,7 @@ class _Run:
         """Which whole copy of an array an operation takes: operations that take the same gather it once.
 
         A product and the gradient of its weight take the same if the other operand is split along more than
-        twice as many elements: as XLA was seen to do it.
+        twice as many elements: as XLA was seen to do it, and at twice in one order of operands alone.
         """
         is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
         lengths = [self._length(x, number) for x in step.operands if self.split_of(x) == number]
