@@ -157,7 +157,9 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
 
     analysis = analysis_of(model, abstract_mesh(), loss, batch)
     assert analysis is not None
-    sent = analysis.sent(analysis.laid_out({"scale": 0, "up": int(is_first)}).layout)
+    laid_out = analysis.laid_out({"scale": 0, "up": int(is_first)})
+    assert laid_out is not None
+    sent = analysis.sent(laid_out.layout)
     up = PartitionSpec(None, "tensor") if is_first else PartitionSpec("tensor")
     specs = {"scale": PartitionSpec("tensor"), "up": up}
     compiled = compiled_bytes(model, loss, batch, specs, rx.make_mesh(tensor=4))
