@@ -270,7 +270,7 @@ def test_an_estimate_takes_the_chips_memory_and_speeds(name: str) -> None:
     assert found.target.compiler == "cpu"
     assert "estimated" in str(found)
     least, most = found.target.margin(found.mesh)
-    assert 0.9 < least < most < found.target.margin({"fsdp": 8})[1]
+    assert 0.9 < found.target.margin({"fsdp": 8})[0] < least < most
     assert "by the devices' own compiler" in str(found)
     trial = found.best.candidate
     assert trial.seconds == pytest.approx(trial.flops / chip.flops + trial.sent_bytes / chip.bandwidth)
