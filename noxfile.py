@@ -21,6 +21,7 @@ PEERS = {
     "of_redco": ["redco==0.4.23", *FLAX],
     "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
     "of_parallax": ["-e", ".", "google-parallax==0.0.2"],
+    "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; the last two it does not name
 }
 
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -159,15 +160,15 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """A step beside those of redco, scalax and google-parallax, each in its own environment: a table."""
-    session.install("-e", ".", "virtualenv")
+    """A step beside those of redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
+    session.install("-e", ".", "uv")  # pip takes minutes to find versions of EasyDeL's packages
     pythons = []
     for script, packages in PEERS.items():
         home = pathlib.Path(session.virtualenv.location) / script
         python = str(home / "bin" / "python")
         if not home.exists():
-            session.run_install("python", "-m", "virtualenv", "-q", str(home))
-        session.run_install(python, "-m", "pip", "install", "-q", *packages, external=True)
+            session.run_install("uv", "venv", "-q", "--python", f"{session.virtualenv.bin}/python", str(home))
+        session.run_install("uv", "pip", "install", "-q", "--python", python, *packages)
         pythons.append(f"{script}={python}")
     session.run("python", "benchmarks/peers.py", *pythons)
 

@@ -3,7 +3,7 @@
     python benchmarks/collectives.py
 
 1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART,
-   laid out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs and redco 0.4.23.
+   laid out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs.
 2. LLaMA on other meshes: memory and bytes, by what the backward pass recomputes, with the stream between layers
    whole and split along the tokens.
 3. The quickstart's model on other meshes.
@@ -50,11 +50,6 @@ import redco_eqx as rx
 from redco_eqx._compiled.collectives import Collective
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._compiled.shapes import num_bytes, num_elements
-
-REDCO = {
-    "LLaMA": 31.5, "GPT-2": 53.1, "GPT-J": 24.6, "OPT": 39.9, "T5": 58.5, "T5 v1.1": 73.8, "BART": 95.4,
-}  # fmt: skip
-"""MiB of redco 0.4.23 with the Flax model of this kind, at the default `Sizes`."""
 
 
 def step_communication(
@@ -159,8 +154,7 @@ def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) ->
 
 def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
     """Table 1."""
-    head = ["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]
-    rows = [[*head, "redco's MiB", "ratio"]]
+    rows = [["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]]
     remarks = []
     for name, case in cases.items():
         found = results(step_communication(case, mesh), case, mesh)
@@ -174,8 +168,6 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
             row += [str(sum(r.times for r in group)), mib(total_bytes(group))]
         total, minimum = total_bytes(found), sum(needed.values())
         row += [mib(total), mib(minimum), f"{total / minimum:.2f}"]
-        redco = REDCO.get(name)
-        row += ["-", "-"] if redco is None else [f"{redco:.1f}", f"{redco * MIB / total:.2f}"]
         rows.append(row)
         remarks += excess(name, found, needed, activation_bytes(case, mesh))
     print("One train step on data 2 x tensor 4: number of results, and MiB of them, per device\n")
@@ -185,9 +177,7 @@ def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
 
 NOTES = """\
 A result is one array; the compiler combines several into one instruction. Small is at most [batch on a device,
-length]. U is 0.5 MiB, the quickstart's 0.19. The two ratios are total / least and redco's / total.
-redco's: version 0.4.23 with Flax models, same sizes (dim 256, 4 layers, 8 heads, vocabulary 1024, length 128,
-batch 8, MLP 4 x dim). Here LLaMA's gated MLP is 688 wide; at 1024 it would be 0.98 MiB more, of gradients.
+length]. U is 0.5 MiB, the quickstart's 0.19. The ratio is total / least. Beside redco: `nox -s peers`.
 - The quickstart's model is the user's own, plain `eqx.nn`: the CPU compiler reduces the input gradients of its
   separate query, key and value apart, where one sum would do. The compiler for TPU adds before it reduces
   (`nox -s aot`); with `column` every compiler does.

@@ -9,8 +9,6 @@ some steps; and what tracing and compiling took. Times are over ours on the same
 
 Left out: levanter and haliax, whose releases in the registry are years old; XLA's auto_sharding, which neither
 JAX 0.10 (no `AUTO` for shardings, no `use_auto_spmd_partitioning` among its options) nor its binaries hold.
-EasyDeL is not in the session: it resolves to JAX 0.9 and 170 packages, Ray among them, and needs PyTorch and
-Pillow besides, which it does not name. Where it is installed: `of_easydel=/path/to/its/python`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A small language model of Python's own source code, trained on a mesh of eight devices.
 
-    python examples/quickstart.py            # about two minutes on two CPU cores, nothing to download
+    python examples/quickstart.py            # nothing to download
     python examples/quickstart.py --quick    # to see that it works
 
 The model is ordinary Equinox: no base class, no annotations, nothing about devices. Everything that

@@ -5,7 +5,9 @@ each as JSON.
 """
 
 import json
+import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from fit_helpers import BODY, STEP, Compilations, collate, make_examples
 from jax.sharding import PartitionSpec
 
 import redco_eqx as rx
+from redco_eqx import models
 
 jax.config.update("jax_num_cpu_devices", 8)
 KEY = jax.random.key(0)
@@ -72,6 +75,45 @@ class Normed(eqx.Module):
         self.norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
 
 
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+    rate: float
+
+    def __init__(self, key: Any):
+        self.linear, self.rate = eqx.nn.Linear(2, 2, key=key), 0.5
+
+    def __call__(self, x: Any) -> Any:
+        return self.rate * jax.vmap(self.linear)(x)
+
+
+class Stacked(eqx.Module):
+    layers: Any
+
+    def __init__(self, key: Any):
+        self.layers = eqx.filter_vmap(Block)(jax.random.split(key, 3))
+
+    def __call__(self, x: Any) -> Any:
+        return rx.layers.scan_layers(lambda block, x: block(x), self.layers, x)
+
+
+def pair_loss(pair: Any, batch: Any, key: Any) -> Any:
+    model, model_state = pair
+    return loss_fn(model.linear, batch, key), {}, model_state
+
+
+def language_model() -> Any:
+    """Of no weights: what it is given is refused before they are looked at."""
+    config = models.LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return eqx.filter_eval_shape(lambda key: models.LlamaForCausalLM(config, key=key), KEY)
+
+
 class Table:
     """As much of a pandas DataFrame as the library sees."""
 
@@ -82,6 +124,16 @@ class Table:
 
     def __getitem__(self, name: Any) -> Any:
         raise KeyError(name)
+
+
+COLUMNS = np.zeros((16, 2), np.float32), np.zeros(16, np.float32)
+NAMED = {"x": COLUMNS[0], "y": COLUMNS[1]}
+SCHEDULE = optax.cosine_decay_schedule(1e-3, 100)
+HOLDER = tempfile.TemporaryDirectory()
+PLACE = pathlib.Path(HOLDER.name) / "door"
+A_FILE, EMPTY = PLACE / "file", PLACE / "empty"
+EMPTY.mkdir(parents=True)
+A_FILE.write_text("")
 
 
 def generator() -> Any:
@@ -173,7 +225,44 @@ MISTAKES: list[Mistake] = [
         ValueError,
         ["opt_state", "nothing", "init_state(model, optimizer, key=...)"],
     ),
+    (
+        "init_state(schedule)",
+        lambda: rx.init_state(MODEL, SCHEDULE, key=KEY),  # pyright: ignore
+        TypeError,
+        ["init_state: optimizer", "function schedule", "optax.adam(schedule)"],
+    ),
+    ("fit(schedule)", lambda: fit(optimizer=SCHEDULE), TypeError, ["fit: optimizer", "optax.adam(schedule)"]),
+    (
+        "train_step(schedule)",
+        lambda: step(optimizer=SCHEDULE),
+        TypeError,
+        ["train_step: optimizer", "optax.adam(schedule)"],
+    ),
+    (
+        "train_step with another optimizer",
+        lambda: step(optimizer=optax.sgd(1.0)),
+        ValueError,
+        ["train_step", "opt_state.0", "EmptyState", "ScaleByAdamState", "init_state"],
+    ),
+    (
+        "another optimizer without arrays",
+        lambda: fit(rx.init_state(MODEL, optax.sgd(1.0), key=KEY), optimizer=optax.chain(optax.sgd(1.0))),
+        ValueError,
+        ["opt_state.0", "EmptyState", "tuple", "init_state"],
+    ),
+    (
+        "a state for evaluation in train_step",
+        lambda: step(rx.init_state(MODEL, key=KEY), optimizer=optax.sgd(1.0)),
+        ValueError,
+        ["train_step", "opt_state", "nothing", "init_state(model, optimizer, key=...)"],
+    ),
     # Numbers
+    (
+        "a batch larger than the examples",
+        lambda: fit(batch_size=32),
+        ValueError,
+        ["batch_size=32", "16 examples", "smaller batch_size"],
+    ),
     ("batch_size=16.0", lambda: fit(batch_size=16.0), TypeError, ["fit: batch_size=16.0", "whole number"]),
     ("batch_size None", lambda: fit(batch_size=None), TypeError, ["fit: batch_size=None", "whole number"]),
     (
@@ -283,6 +372,54 @@ MISTAKES: list[Mistake] = [
         TypeError,
         ["the loss", "list", "scalar"],
     ),
+    (
+        "a loss in a dict",
+        lambda: fit(loss_fn=returning(lambda x: {"loss": x})),
+        ValueError,
+        ["loss_fn must return", "(loss, metrics)", "a dict", '(loss, {"accuracy": x})'],
+    ),
+    (
+        "an accuracy without a name",
+        lambda: step(loss_fn=returning(lambda x: (x, x))),
+        ValueError,
+        ["metrics a dict", "float32[]", '(loss, {"accuracy": x})'],
+    ),
+    (
+        "fit(value_and_grad)",
+        lambda: fit(loss_fn=jax.value_and_grad(loss_fn)),
+        TypeError,
+        ["fit: loss_fn", "gradient of the loss itself", "jax.value_and_grad"],
+    ),
+    (
+        "train_step(filter_value_and_grad)",
+        lambda: step(loss_fn=eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))),
+        TypeError,
+        ["train_step: loss_fn", "gradient of the loss itself"],
+    ),
+    (
+        "evaluate(jax.grad)",
+        lambda: evaluate(loss_fn=jax.grad(loss_fn)),
+        TypeError,
+        ["evaluate: loss_fn", "gradient of the loss itself"],
+    ),
+    (
+        "a loss of pairs given the model alone",
+        lambda: step(loss_fn=pair_loss),
+        TypeError,
+        ["a MLP alone", "init_state((model, model_state), ...)"],
+    ),
+    (
+        "a loss of models given a pair",
+        lambda: step(rx.init_state(eqx.nn.make_with_state(Normed)(KEY), ADAM, key=KEY)),
+        TypeError,
+        ["the pair (model, eqx.nn.State)"],
+    ),
+    (
+        "a new_state of a model alone",
+        lambda: step(loss_fn=returning(lambda x: (x, {}, x))),
+        ValueError,
+        ["a tuple of 3", "init_state was given the pair (model, eqx.nn.State)"],
+    ),
     ("predict_fn without key", lambda: predict(predict_fn=lambda m, b: b), TypeError, ["predict_fn", "(m, b)"]),
     (
         "evaluation's metric_fn of one",
@@ -315,6 +452,58 @@ MISTAKES: list[Mistake] = [
     # Examples
     ("a DataFrame", lambda: fit(STATE, Table()), TypeError, ["train_examples", 'to_dict("records")']),
     ("evaluate(DataFrame)", lambda: evaluate(STATE, Table()), TypeError, ["examples", 'to_dict("records")']),
+    *(
+        (f"{name} of {what}", call, TypeError, [where, what, rows, *more])
+        for name, where, of in (
+            ("fit", "fit: train_examples", lambda x: fit(STATE, x)),
+            ("evaluate", "evaluate: examples", lambda x: evaluate(STATE, x)),
+            ("predict", "predict: examples", lambda x: predict(STATE, x)),
+            ("Evaluation", "Evaluation: examples", rx.Evaluation),
+            ("batches", "batches: examples", lambda x: rx.batches(x, collate, batch_size=4, mesh=MESH)),
+        )
+        for what, call, rows, more in (
+            ("a dict", partial(of, NAMED), "zip(*examples.values())", ["'x', 'y'"]),
+            ("a tuple", partial(of, COLUMNS), "list(zip(*examples))", ["float32[16,2], float32[16]"]),
+        )
+    ),
+    *(
+        (f"{name}({what})", partial(call, batch), TypeError, [f"{name}: {where}", "collate_fn(examples)"])
+        for name, call in (
+            ("eval_step", lambda x: rx.eval_step(STATE, x, loss_fn=loss_fn)),
+            ("predict_step", lambda x: rx.predict_step(STATE, x, predict_fn=predict_fn)),
+        )
+        for what, batch, where in (
+            ("no batch", {}, "batch is nothing"),
+            ("examples", EXAMPLES, "batch.0.flag is float32[]"),
+            ("lists", {"x": [[1.0, 2.0]]}, "batch.x.0.0 is a float"),
+        )
+    ),
+    ("a name for examples", lambda: fit(STATE, "a.jsonl"), TypeError, ["train_examples is a str", "sequence"]),
+    ("a number for examples", lambda: fit(STATE, np.array(3)), TypeError, ["is a ndarray", "sequence"]),
+    (
+        "optimizer and model swapped",
+        lambda: rx.init_state(ADAM, MODEL, key=KEY),  # pyright: ignore
+        TypeError,
+        ["optimizer is a MLP", "model comes first"],
+    ),
+    (
+        "batches(no collate_fn)",
+        lambda: rx.batches(EXAMPLES, None, batch_size=4, mesh=MESH),  # pyright: ignore
+        TypeError,
+        ["batches: collate_fn", "collate_fn(examples)", "None"],
+    ),
+    (
+        "num_train_steps(examples)",
+        lambda: rx.num_train_steps(EXAMPLES, batch_size=4, num_epochs=1),  # pyright: ignore
+        TypeError,
+        ["num_examples must be", "whole number", "a list", "Pass its len()"],
+    ),
+    (
+        "batches(DataFrame)",
+        lambda: rx.batches(Table(), collate, batch_size=4, mesh=MESH),
+        TypeError,
+        ["records"],
+    ),
     ("a generator function", lambda: fit(STATE, generator), TypeError, ["train_examples(epoch)", "takes ()"]),
     (
         "a model for examples",
@@ -322,7 +511,89 @@ MISTAKES: list[Mistake] = [
         TypeError,
         ["train_examples", "MLP", "state comes first"],
     ),
+    # Checkpoints
+    ("save(model)", lambda: rx.save(PLACE / "a", MODEL), TypeError, ["save: state", "MLP", "init_state"]),  # pyright: ignore
+    (
+        "state and directory swapped",
+        lambda: rx.save(STATE, PLACE / "a"),  # pyright: ignore
+        TypeError,
+        ["directory", "TrainState", "save(directory, state)"],
+    ),
+    (
+        "CheckpointWriter.save(model)",
+        lambda: rx.Checkpoints(PLACE / "writer").open().save(MODEL),  # pyright: ignore
+        TypeError,
+        ["save: state", "MLP"],
+    ),
+    ("restore(model)", lambda: rx.restore(EMPTY, MODEL), TypeError, ["restore: like", "MLP", "init_state"]),  # pyright: ignore
+    *(
+        (f"{name} a file", call, ValueError, ["door/file is a file", "directory"])
+        for name, call in (
+            ("save to", lambda: rx.save(A_FILE, STATE)),
+            ("restore of", lambda: rx.restore(A_FILE, STATE)),
+            ("fit with checkpoints in", lambda: fit(checkpoints=A_FILE)),
+        )
+    ),
+    (
+        "restore of a part that is none",
+        lambda: rx.restore(rx.save(PLACE / "part", STATE).parent, STATE, only="params"),  # pyright: ignore
+        ValueError,
+        ["only='params'", '"model"'],
+    ),
+    (
+        "restore of a step in text",
+        lambda: rx.restore(rx.save(PLACE / "text", STATE).parent, STATE, step="0"),  # pyright: ignore
+        FileNotFoundError,
+        ["no checkpoint of step '0', but of [0]"],
+    ),
+    (
+        "restore of nothing",
+        lambda: rx.restore(EMPTY, STATE),
+        FileNotFoundError,
+        ["door/empty", "it is empty", "Pass the directory of a run"],
+    ),
+    (
+        "restore of a place that is none",
+        lambda: rx.restore(PLACE / "nowhere", STATE),
+        FileNotFoundError,
+        ["door/nowhere does not exist"],
+    ),
+    (
+        "restore of one checkpoint",
+        lambda: rx.restore(rx.save(PLACE / "run", STATE), STATE),
+        FileNotFoundError,
+        ["itself a checkpoint", "door/run, and step="],
+    ),
+    # Text
+    *(
+        (f"generate of {what}", partial(generate, inputs), TypeError, ["inputs", *names])
+        for generate in (lambda x: models.generate(language_model(), x, max_new_tokens=2),)
+        for what, inputs, names in (
+            ("text", "hello", ["a str", "tokenizer("]),
+            ("texts", ["hello", "you"], ["a list", "tokenizer("]),
+            ("lists", [[1, 2], [3, 4]], ["a list", "np.array(ids)"]),
+            ("ragged lists", [[1, 2], [3]], ["a list", "padding"]),
+        )
+    ),
+    (
+        "beam_search of lists",
+        lambda: models.beam_search(language_model(), [[1]], max_new_tokens=2, num_beams=2),  # pyright: ignore
+        TypeError,
+        ["beam_search: inputs", "np.array(ids)"],
+    ),
+    (
+        "generate(state)",
+        lambda: models.generate(STATE, BATCH["x"], max_new_tokens=2),  # pyright: ignore
+        TypeError,
+        ["generate: model", "TrainState", "state.model"],
+    ),
     # Models
+    (
+        "jax.jit of a stacked model",
+        lambda: jax.jit(lambda model, x: model(x))(Stacked(KEY), BATCH["x"]),
+        ValueError,
+        ["layers.rate", "float32[]", "eqx.filter_jit"],
+    ),
     (
         "a BatchNorm model without its State",
         lambda: rx.init_state(eqx.nn.make_with_state(Normed)(KEY)[0], ADAM, key=KEY),
@@ -361,7 +632,8 @@ def outcome(call: Callable[[], Any]) -> dict[str, Any]:
         try:
             call()
         except Exception as error:
-            found = {"exception": type(error).__name__, "message": str(error)}
+            message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            found = {"exception": type(error).__name__, "message": message}
         else:
             found = {"exception": "none", "message": ""}
     return {**found, "compiled": bool({BODY, STEP} & set(compilations.names))}

@@ -75,6 +75,31 @@ class StatefulIterator:
         self.at = int(state)
 
 
+class Refilling(WithState):
+    """Shuffles by a buffer, whose content is not in its state: going on from that loses examples."""
+
+    def __iter__(self) -> Any:
+        begin, self.at, held = self.at, 0, []
+        for at, i in enumerate(order(len(self.examples), self.epoch)):
+            if at >= begin:
+                held.append(self.examples[i])
+                self.at = at + 1
+                if len(held) == 5:
+                    yield held.pop(0 if i % 2 else 3)
+        yield from held
+        self.at = 0
+
+
+class Unlike(ByEpoch):
+    """In another order each time that it is read, as a shuffle without a seed."""
+
+    num_opened = 0
+
+    def __iter__(self) -> Any:
+        Unlike.num_opened += 1
+        return generate(self.examples, 1000 + Unlike.num_opened)
+
+
 def generate(examples: Any, epoch: int) -> Any:
     for i in order(len(examples), epoch):
         yield examples[i]

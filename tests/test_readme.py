@@ -41,3 +41,49 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert len(links) > 20
     assert [link for link in links if not (pages.ROOT / link).exists()] == []
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*(?:e-\d+)?", text)
+
+
+def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
+    section = README.split("## In numbers")[1].split("\n## ")[0]
+    rows = [cells(line) for line in section.splitlines() if line.startswith("| ")][2:]
+    sessions = re.findall(r"^def (\w+)\(session", (pages.ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    for what, ours, beside, command in rows:
+        found, link = numbers(ours + " " + beside), re.fullmatch(r"\[`(.+)`\]\((docs/.+)\)", command)
+        assert found, what
+        assert link, what
+        assert set(found) <= set(numbers((pages.ROOT / link[2]).read_text())), what
+        first, *rest = link[1].split()
+        assert rest[1] in sessions if first == "nox" else (pages.ROOT / first).exists(), what
+
+
+def test_the_quickstart_has_one_time():
+    claim = re.search(r"\*\*([\d.]+) bits.*?has ([\d.]+) \((\d+) seconds", README, re.DOTALL)
+    assert claim
+    page = (pages.PAGES / "five-minutes.md").read_text()
+    (row,) = re.findall(r"^\| .*nox -s quickstart.*$", page, re.MULTILINE)
+    assert numbers(row)[:3] == list(claim.groups())
+
+
+def test_the_page_beside_others_has_the_rows_of_the_results():
+    def table(text: str) -> set[tuple[str, ...]]:
+        """Mesh and model, peer, MiB, sent, memory, step."""
+        rows: set[tuple[str, ...]] = set()
+        case = ""
+        for row in map(cells, re.findall(r"^\|.*\|$", text, re.MULTILINE)):
+            case = row[0] or case
+            rows.add((case, *row[1:6]))
+        return rows
+
+    page = (pages.PAGES / "benchmarks.md").read_text().split("## Beside others")[1].split("\n## ")[0]
+    of_page = {row for row in table(page) if row[0].startswith(("data", "fsdp"))}
+    assert len(of_page) > 20
+    assert of_page <= table((pages.ROOT / "benchmarks" / "RESULTS.md").read_text())

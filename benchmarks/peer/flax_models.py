@@ -45,7 +45,25 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
                 max_position_embeddings=comparison.LENGTH,
             )
             model = transformers.FlaxLlamaForCausalLM(config, seed=0)
-        case "T5":
+        case "GPT-J":
+            rotary = comparison.DIM // comparison.HEADS // 4 * 2
+            config = transformers.GPTJConfig(
+                vocab_size=comparison.VOCABULARY, rotary_dim=rotary, **by_gpt, **dropped
+            )
+            model = transformers.FlaxGPTJForCausalLM(config, input_shape=(1, comparison.LENGTH), seed=0)
+        case "OPT":
+            config = transformers.OPTConfig(
+                vocab_size=comparison.VOCABULARY,
+                hidden_size=comparison.DIM,
+                word_embed_proj_dim=comparison.DIM,
+                ffn_dim=comparison.MLP,
+                num_hidden_layers=comparison.LAYERS,
+                num_attention_heads=comparison.HEADS,
+                max_position_embeddings=comparison.LENGTH,
+                dropout=0.0,
+            )
+            model = transformers.FlaxOPTForCausalLM(config, seed=0)
+        case "T5" | "T5 v1.1":
             config = transformers.T5Config(
                 vocab_size=comparison.VOCABULARY,
                 d_model=comparison.DIM,
@@ -54,6 +72,8 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
                 num_layers=comparison.LAYERS,
                 num_heads=comparison.HEADS,
                 dropout_rate=0.0,
+                feed_forward_proj="relu" if name == "T5" else "gated-gelu",
+                tie_word_embeddings=name == "T5",
             )
             model = transformers.FlaxT5ForConditionalGeneration(config, seed=0)
         case "BART":
@@ -70,14 +90,15 @@ def make(name: str) -> tuple[Any, Callable[..., Any], dict[str, Any]]:
             model = transformers.FlaxBartForConditionalGeneration(config, seed=0)
         case _:
             raise ValueError(f"no model {name!r}")
-    is_pair = name in ("T5", "BART")
+    evaluating = {"deterministic": True} if name == "OPT" else {"train": False}
+    is_pair = name in ("T5", "T5 v1.1", "BART")
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         given, following = batch["target"][:, :-1], batch["target"][:, 1:]
         inputs: dict[str, Any] = {"input_ids": given}
         if is_pair:
             inputs = {"input_ids": batch["source"], "decoder_input_ids": given}
-        logits = model(**inputs, params=params, train=False).logits
+        logits = model(**inputs, params=params, **evaluating).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
 
     batch = {"target": comparison.tokens(comparison.LENGTH + 1)}

@@ -71,15 +71,24 @@ class Mean:
         return jnp.where(empty, 0, self.total) / jnp.where(empty, 1, self.weight)
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.value) if self._is_traced else float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
         """That of the number; under a trace, where there is none, that of the pair."""
-        value = self.value
-        return repr(self) if isinstance(value, Tracer) else format(float(value), spec)
+        return repr(self) if self._is_traced else format(float(self), spec)
 
     def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.value, dtype)
+        if self._is_traced:
+            return np.array(self.value, dtype)
+        # By NumPy: under `jax.set_mesh` of another mesh JAX does not compute with what a step gave.
+        total, weight = np.asarray(self.total), np.asarray(self.weight)
+        empty = weight == 0
+        value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
+        return np.array(value, dtype)
+
+    @property
+    def _is_traced(self) -> bool:
+        return isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
 
 
 Loss: TypeAlias = Mean | ArrayLike
@@ -89,6 +98,9 @@ Metrics: TypeAlias = dict[str, Mean]
 """What a step reports, by name. Means, so that they can be added over steps."""
 
 _RETURN = "Does the function return it?"
+
+# How the docstring begins that `jax.value_and_grad` and `jax.grad` give to what they make.
+_OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
 
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
 
@@ -153,6 +165,11 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
     form = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
+    if name == "loss_fn" and _is_gradient(function):
+        raise TypeError(
+            f"{where}: loss_fn gives a gradient, but the step takes the gradient of the loss itself. Pass the "
+            "function that jax.value_and_grad (jax.grad, eqx.filter_value_and_grad) was given."
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some of those written in C do not tell
@@ -163,6 +180,18 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
         raise TypeError(
             f"{where}: {name} is called as {form}, but what was given takes {signature}: {error}."
         ) from None
+
+
+def _is_gradient(function: object) -> bool:
+    """Whether JAX or Equinox has made it of another function, as its gradient."""
+    while function is not None:
+        of_jax = getattr(function, "__globals__", {}).get("__name__", "").startswith("jax.")
+        if of_jax and (getattr(function, "__doc__", None) or "").startswith(_OF_GRADIENTS):
+            return True
+        if type(function).__module__.startswith("equinox.") and "Grad" in type(function).__name__:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _short(x: object) -> str:

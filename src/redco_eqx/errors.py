@@ -1,8 +1,14 @@
 """What is raised and warned of by name."""
 
-from redco_eqx._checkpoint.record import CheckpointError
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointFormatError
 from redco_eqx._sharding.rules import ShardingWarning
 from redco_eqx._training.interrupt import TrainingInterrupted
 from redco_eqx._training.run import NonFiniteError
 
-__all__ = ["CheckpointError", "NonFiniteError", "ShardingWarning", "TrainingInterrupted"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointFormatError",
+    "NonFiniteError",
+    "ShardingWarning",
+    "TrainingInterrupted",
+]

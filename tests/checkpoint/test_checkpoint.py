@@ -20,7 +20,7 @@ from fit_helpers import assert_same, to_numpy
 import redco_eqx as rx
 from redco_eqx._checkpoint.checksum import digests
 from redco_eqx._checkpoint.names import from_names, to_names
-from redco_eqx._checkpoint.origin import origin_of, what_differs
+from redco_eqx._training.identity import identify, what_differs
 from redco_eqx._tree import is_trainable, to_arrays
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -352,29 +352,42 @@ def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
         rx.restore(directory, make(Odd), renamed={"up.bias": "down.bias"})
 
 
+def begun_by(state: Any) -> Any:
+    """The identity of a run that begins with a state."""
+    unused: Any = {"collate_fn": lambda examples: None, "loss_fn": lambda model, batch, key: 0.0}
+    return identify(state, None, {}, optimizer=optax.sgd(0.1), **unused)
+
+
 @pytest.mark.parametrize("name", MESHES)
-def test_a_fingerprint_is_that_of_the_state_on_any_mesh(name: str) -> None:
-    expected = origin_of(odd_state())
-    found = origin_of(odd_state(mesh=rx.make_mesh(**MESHES[name])))
+def test_an_identity_is_that_of_the_state_on_any_mesh(name: str) -> None:
+    expected = begun_by(odd_state())
+    found = begun_by(odd_state(mesh=rx.make_mesh(**MESHES[name])))
     assert what_differs(expected, found) == []
     np.testing.assert_allclose(found["parameters"], expected["parameters"], atol=1e-5)
     nearly = odd_state(mesh=rx.make_mesh(**MESHES[name]))
-    params = {path: x * (1 + 1e-6) for path, x in nearly.params.items()}  # another compiler's last bits
-    assert what_differs(expected, origin_of(dataclasses.replace(nearly, params=params))) == []
+
+    def scaled(factor: float, paths: Any = nearly.params) -> Any:
+        params = {path: x * factor if path in paths else x for path, x in nearly.params.items()}
+        return begun_by(dataclasses.replace(nearly, params=params))
+
+    assert what_differs(expected, scaled(1 + 1e-6)) == []  # another compiler's last bits
+    for factor in (0.5, 3.0, 1.01, -1.0):
+        assert what_differs(expected, scaled(factor)) == ["other initial parameters"]
+        assert what_differs(expected, scaled(factor, ["up.weight"])) == ["other initial parameters"]
     other = odd_state(seed=1, mesh=rx.make_mesh(**MESHES[name]))
-    assert what_differs(expected, origin_of(other)) == ["key", "initial parameters"]
+    assert what_differs(expected, begun_by(other)) == ["another key", "other initial parameters"]
     some = dataclasses.replace(nearly, params={**nearly.params, "up.weight": other.params["up.weight"]})
-    assert what_differs(expected, origin_of(some)) == ["initial parameters"]
+    assert what_differs(expected, begun_by(some)) == ["other initial parameters"]
 
 
-def test_fingerprints_of_a_hundred_seeds_all_differ() -> None:
+def test_identities_of_a_hundred_seeds_all_differ() -> None:
     def weight(seed: int) -> Any:
         params = {"weight": jax.random.normal(jax.random.key(seed), (3, 2))}
         return dataclasses.replace(tiny(0), params=params, frozen={})
 
-    found = [origin_of(weight(seed)) for seed in range(100)]
+    found = [begun_by(weight(seed)) for seed in range(100)]
     pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
-    assert all(what_differs(a, b) == ["initial parameters"] for a, b in pairs)
+    assert all(what_differs(a, b) == ["other initial parameters"] for a, b in pairs)
 
 
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
@@ -413,9 +426,9 @@ def test_a_donated_state_says_how_to_restore(saved: Any) -> None:
 
 
 def test_no_checkpoint(tmp_path: pathlib.Path, saved: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="no checkpoint; it has none"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         rx.restore(tmp_path / "nowhere", saved[0])
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 8; it has \[7\]"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 8, but of \[7\]"):
         rx.restore(saved[1], saved[0], step=8)
 
 

@@ -487,3 +487,35 @@ def test_key_that_is_not_one_key():
 
 def test_start_at_the_end_yields_nothing():
     assert list(batches(range(16), collate, batch_size=8, mesh=make_mesh(), start=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.int64(2**31), r"leaf 'x' is int64\[8\] and has 2147483648, but JAX holds it as int32"),
+        (np.int64(-(2**40)), r"has -1099511627776, but"),
+        (np.uint64(2**32), r"has 4294967296, but JAX holds it as uint32"),
+        (np.float64(-1e39), r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX holds it as float32"),
+    ],
+)
+def test_what_32_bits_do_not_hold_is_refused(value, message):
+    def made(x):
+        return next(
+            rx.batches(
+                [0] * 8, lambda rows: {"x": np.array([0, x] * 4, x.dtype)}, batch_size=8, mesh=make_mesh()
+            )
+        )["x"]
+
+    with pytest.raises(ValueError, match=rf"^collate_fn: .*{message}"):
+        made(value)
+    with jax.enable_x64(True):
+        assert made(value)[1] == value
+
+
+@pytest.mark.parametrize(
+    "x", [np.int64(-(2**31)), np.int64(2**31 - 1), np.uint64(2**32 - 1), np.float64(0.1), np.float64(-np.inf)]
+)
+def test_what_32_bits_hold_is_taken(x):
+    made = next(rx.batches([0] * 8, lambda rows: np.full(8, x), batch_size=8, mesh=make_mesh()))
+    assert made.dtype.itemsize == 4
+    np.testing.assert_allclose(made, np.full(8, x), rtol=1e-7)  # a float64 is rounded to float32

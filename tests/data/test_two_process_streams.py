@@ -46,7 +46,7 @@ def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any], mesh: st
         found = result[mesh]["sharded"]
         assert found["batches"] == expected
         assert [place[:2] for place in found["places"]] == [[*divmod(i, 5)] for i in range(1, 8)]
-        assert found["places"][1][2] == [[process, 2, 8, "8"]]
+        assert found["places"][1][2] == [[process, 2, 8, "1"]]
         assert found["places"][4][2] == [[process, 2, 0, None]]
         assert result[mesh]["opened"] == [[0, process, 2], [1, process, 2]]
 
@@ -65,9 +65,9 @@ def test_runs_go_on(results: list[Any], directory: pathlib.Path) -> None:
     assert four is not None
     assert seven is not None
     # Where both shards were left, though process 0 alone writes.
-    assert four.positions == ((0, 2, 16, "16"), (1, 2, 16, "16"))
+    assert [p[:4] for p in four.positions or ()] == [(0, 2, 16, "12"), (1, 2, 16, "12")]
     assert (seven.epoch, seven.batch) == (1, 2)
-    assert seven.positions == ((0, 2, 8, "8"), (1, 2, 8, "8"))
+    assert [p[:4] for p in seven.positions or ()] == [(0, 2, 8, "1"), (1, 2, 8, "1")]
 
 
 def test_with_another_number_of_processes(results: list[Any], directory: pathlib.Path) -> None:
@@ -83,7 +83,8 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
     assert not begin.params["bias"].is_deleted()
     run = rx.list_checkpoints(directory / "whole")[-1].run
     assert run is not None
-    assert (run.epoch, run.batch, run.positions) == (2, 1, ((0, 1, 8, None),))
+    assert run.positions is not None
+    assert (run.epoch, run.batch, run.positions[0][:4]) == (2, 1, (0, 1, 8, None))
     epochs = rx.loop.Epochs(
         rx.Stream(lambda epoch: range(1000 * epoch, 1000 * epoch + 29)),
         np.asarray,

@@ -30,8 +30,10 @@ def test_two_processes_equal_one(tmp_path):
     ("fault", "message"),
     [
         ("raise", "KeyError: 'no such column'"),
-        ("shape", "mask is float32[rows, 5] on process 1 (host"),
-        ("fewer", "len(examples) is 34 on process 1 (host"),
+        ("shape", "but float32[rows, 5] on process 1 (host"),
+        ("fewer", "but 34 on process 1 (host"),
+        ("hook", "should be the same on the devices of all processes, but differ"),
+        ("drift", "head.bias should be the same on the devices of all processes, but differ. That was so"),
     ],
 )
 def test_a_fault_on_one_process_ends_both(tmp_path, fault, message):

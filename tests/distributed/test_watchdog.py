@@ -30,6 +30,26 @@ def test_watchdog(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "not flushed"
 
 
+def test_fit_names_the_worker_that_hangs(tmp_path):
+    script = (
+        "import time, jax, numpy as np, optax, equinox as eqx, redco_eqx as rx\n"
+        "mesh, optimizer = rx.make_mesh(), optax.sgd(0.1)\n"
+        "model = rx.init_model(lambda key: eqx.nn.Linear(2, 2, key=key), mesh, key=jax.random.key(0))\n"
+        "def collate(examples):\n"
+        "    if 19 in examples: time.sleep(3600)\n"
+        "    return np.ones((len(examples), 2), np.float32)\n"
+        "rx.fit(rx.init_state(model, optimizer, key=jax.random.key(1)), rx.Data(range(80), shuffle=False),\n"
+        "       collate_fn=collate, loss_fn=lambda m, b, key: (jax.vmap(m)(b) ** 2).mean(),\n"
+        "       optimizer=optimizer, batch_size=8, num_epochs=1, step_timeout_seconds=8)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "no step has finished for 8 s" in done.stderr
+    assert "\nbatch 2 of epoch 0, collate_fn: not back for " in done.stderr
+
+
 def test_watchdog_refuses_no_time():
     with pytest.raises(ValueError, match="step_timeout_seconds=0"):
         Watchdog(0.0)

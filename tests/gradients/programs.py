@@ -14,7 +14,8 @@ from wrappers import WRAPPERS
 
 Spec = dict[str, Any]
 """What `programs` draws: `batch`, `spatial`, `channels`; `operations`, each with a `name`, a `wrapper` and
-its settings; `objective`; `mode`; `num_microbatches`; `layouts`, pairs of a mesh and a kind of layout."""
+its settings; `objective`; `mode`; `num_microbatches`; `layouts`, pairs of a mesh and a kind of layout. A golden
+one may ask for `collectives`."""
 
 MESHES: dict[str, dict[str, Any]] = {
     "data2xtensor4": {"data": 2, "tensor": 4},

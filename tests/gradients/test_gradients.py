@@ -67,6 +67,15 @@ def test_what_was_wrong_once(name: str, client: Client, counts: Counts) -> None:
     counts.judge(client.answer(GOLDEN[name]))
 
 
+def test_a_grouped_convolution_gathers_no_batch(client: Client) -> None:
+    """Left to XLA, the step gathers the batch, and each device does all of it (openxla/xla#47945)."""
+    spec = GOLDEN["grouped"]
+    kernel = 8 * (3 * (spec["channels"] // 2) * 2 * 8)  # float64
+    for layout in client.answer(spec)["layouts"]:
+        assert set(layout["collectives"]) == {"all-reduce"}, layout
+        assert kernel < layout["collectives"]["all-reduce"] < 1.2 * kernel, layout
+
+
 SIMPLE = {**GOLDEN["depthwise"], "layouts": [["data2xtensor4", "whole"]]}
 
 

@@ -37,7 +37,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """`{"layouts": [...]}`, each with `differences` or an `error`.
+    """`{"layouts": [...]}`, each with `differences` or an `error`, and the bytes of `collectives` if asked for.
 
     Or `{"unsupported": error}`, where plain JAX on one device has no such gradient.
     """
@@ -57,7 +57,7 @@ def run(spec: Spec) -> dict[str, Any]:
         print(f"layout {mesh} {kind}", file=sys.stderr, flush=True)
         answer: dict[str, Any] = {"mesh": mesh, "layout": kind}
         try:
-            found = through_train_step(program, models, batch, spec, mesh, kind)
+            found, answer["collectives"] = through_train_step(program, models, batch, spec, mesh, kind)
             if fault == "scaled":
                 found = {path: 4 * x for path, x in found.items()}
             answer["differences"] = differences(found, expected)
@@ -95,8 +95,11 @@ def on_one_device(program: Program, models: list[Any], batch: Any, spec: Spec) -
 
 def through_train_step(
     program: Program, models: list[Any], batch: Any, spec: Spec, mesh_name: str, kind: str | int
-) -> Gradients:
-    """By `train_step` on a mesh, and `eval_step` after it in the mode `outer`."""
+) -> tuple[Gradients, dict[str, int]]:
+    """By `train_step` on a mesh, and `eval_step` after it in the mode `outer`.
+
+    With `collectives` in the spec also the bytes of results of each kind of collective in the compiled step.
+    """
     mesh = rx.make_mesh(**MESHES[mesh_name])
     shardings = layout_of(program, models[0], batch, mesh, kind)
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
@@ -132,9 +135,12 @@ def through_train_step(
     if spec["mode"] == "ensemble":
         stacked = jax.tree.map(lambda *members: jnp.stack(members), *states)
         loss, gradients = jax.jit(jax.vmap(loss_and_gradients, (0, None)))(stacked, batch)
-    else:
-        loss, gradients = jax.jit(loss_and_gradients)(states[0], batch)
-    return jax.device_get({"loss": loss, **gradients})
+        return jax.device_get({"loss": loss, **gradients}), {}
+    compiled = jax.jit(loss_and_gradients).lower(states[0], batch).compile()
+    sent = rx.communication(compiled, mesh).by_kind if spec.get("collectives") else {}
+    loss, gradients = compiled(states[0], batch)
+    found = jax.device_get({"loss": loss, **gradients})
+    return found, {kind: total.result_bytes for kind, total in sent.items()}
 
 
 def layout_of(program: Program, model: Any, batch: Any, mesh: Any, kind: str | int) -> Any:

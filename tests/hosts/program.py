@@ -8,6 +8,7 @@
 Each process touches `OUT/ready.<process>` when it is in the middle of its work.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -74,11 +75,16 @@ def examples(number, start=0):
     return np.arange(start, start + number) * 7 % 32
 
 
-def begin(mesh_name):
+def begin(mesh_name, differs=""):
     mesh = rx.make_mesh(**MESHES[mesh_name])
-    model = rx.init_model(lambda key: Model(key=key), mesh, key=jax.random.key(0))
-    optimizer = optax.sgd(0.05, momentum=0.9)
-    return rx.init_state(model, optimizer, key=jax.random.key(1)), optimizer
+    scale = 1.0001 if differs == "weights" else 1.0
+
+    def make_model(key):
+        return jax.tree.map(lambda x: x * scale if eqx.is_array(x) else x, Model(key=key))
+
+    model = rx.init_model(make_model, mesh, key=jax.random.key(5 if differs == "model key" else 0))
+    optimizer = optax.sgd(0.01 if differs == "learning rate" else 0.05, momentum=0.9)
+    return rx.init_state(model, optimizer, key=jax.random.key(5 if differs == "key" else 1)), optimizer
 
 
 def gather(state):
@@ -140,20 +146,45 @@ class Faulty:
                 sys.exit(3)
             if self.fault == "shape":
                 batch["mask"] = np.ones((len(rows), 5), np.float32)
+        if self.mine and self.fault == "collate":
+            batch["weight"] = batch["weight"] * np.float32(1.01)
         return batch
 
 
 def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
-    state, optimizer = begin(mesh)
-    fewer = fault == "fewer" and process == jax.process_index()
+    differs = fault if process == jax.process_index() else ""
+    state, optimizer = begin(mesh, differs)
+    if differs == "directory" and checkpoints:
+        checkpoints = f"{checkpoints}-other"
+    rows = examples(NUM_TRAIN - (differs == "fewer"), 3 if differs == "examples" else 0)
+    if differs == "order":
+        rows[[3, 4]] = rows[[4, 3]]
+
+    def other_loss(model, batch, key):
+        loss, metrics = loss_fn(model, batch, key)
+        return rx.Mean(1.5 * loss.total, loss.weight), metrics
+
+    def hook(run, row, state):
+        if run.step == FAULT_AT:
+            (out / f"ready.{jax.process_index()}").touch()
+            factor = 1.5 if differs == "hook" else 1.0
+            params = {path: x * factor for path, x in state.params.items()}
+            if differs == "drift":  # behind the back of `fit`
+                state.params["head.bias"] = 1.5 * state.params["head.bias"]
+            if fault == "drift":
+                return None
+            return rx.Change(state=dataclasses.replace(state, params=params))
+
     state = rx.fit(
         state,
-        examples(NUM_TRAIN - fewer),
+        rows,
         collate_fn=Faulty(out, fault, process),
-        loss_fn=loss_fn,
+        loss_fn=other_loss if differs == "loss" else loss_fn,
         optimizer=optimizer,
         batch_size=BATCH_SIZE,
-        num_steps=NUM_STEPS,
+        num_steps=NUM_STEPS - (differs == "steps"),
+        log_every=10 if fault in ("hook", "drift") else 50,
+        hook=hook if fault in ("hook", "drift") else None,
         checkpoints=checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
         loggers=[],
         step_timeout_seconds=5 if fault == "stuck" else None,

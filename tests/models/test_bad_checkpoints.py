@@ -4,13 +4,21 @@ import json
 import sys
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import CONFIGS, INDEX, SINGLE, SIZE, make_arrays, write
+import test_encoder_models
+import test_models
+import test_unet_and_autoencoder
+from checkpoint_files import INDEX, SINGLE, SIZE, make_arrays, write
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx.models import load_pretrained
+from redco_eqx._tree import is_array
+from redco_eqx.models import load_pretrained, save_pretrained
+from redco_eqx.models._families.registry import read_family
+from redco_eqx.models._files.safetensors import Stored
 
 # Each takes the directory of a whole GPT-2 in one file, and its arrays, and damages them.
 
@@ -45,7 +53,7 @@ def without_two_keys(directory, arrays):
 
 
 def one_key(directory, arrays):
-    write(directory, "gpt2", {"transformer.wte.weight": arrays["transformer.wte.weight"]})
+    write(directory, "gpt2", {"transformer.h.1.ln_1.bias": arrays["transformer.h.1.ln_1.bias"]})
 
 
 def position_table_twice(directory, arrays):
@@ -157,7 +165,36 @@ DAMAGES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"\n  1 unexpected: adapter\.weight \[2, 3\]$",
     ),
-    "a layer too many": (entries(n_layer=1), ValueError, r"\n  12 unexpected: transformer\.h\.1\."),
+    **{
+        f"{number} layers": (
+            entries(n_layer=number),
+            ValueError,
+            rf"config\.json in .* it has {number} layers at transformer\.h, the files have 2\. Take both from",
+        )
+        for number in (1, 3, 10**9)
+    },
+    "no layer in the files": (
+        lambda directory, arrays: write(
+            directory, "gpt2", {"transformer.wte.weight": arrays["transformer.wte.weight"]}
+        ),
+        ValueError,
+        r"it has 2 layers at transformer\.h, the files have 0",
+    ),
+    "a size beyond all": (
+        entries(vocab_size=10**12),
+        ValueError,
+        r"config\.json: vocab_size=1000000000000, but it must be positive, and less than 2\*\*30",
+    ),
+    "a large size": (
+        entries(n_embd=2**29),
+        ValueError,
+        r"c_attn\.bias \[192\] instead of \[1610612736\]",
+    ),
+    "labels beyond all": (
+        lambda directory, arrays: edit_json(directory / "config.json", model_type="vit", num_labels=10**9),
+        ValueError,
+        r"num_labels=1000000000, but it must be an integer from 1 to 2\*\*20",
+    ),
     "wrong shape": (
         arrays_with(**{"transformer.h.0.attn.c_attn.weight": np.zeros((3 * SIZE, SIZE), np.float32)}),
         ValueError,
@@ -252,10 +289,50 @@ def test_bad_checkpoints(tmp_path, name, stacked):
         ({"overrides": [("transformer.wte.weight", P("rows"))]}, "no axis 'rows'"),
     ],
 )
-def test_bad_arguments_before_anything_is_read(tmp_path, arguments, message):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"]}))
+def test_bad_arguments_before_anything_is_read(tmp_path, arguments, message, monkeypatch):
+    write(tmp_path, "gpt2", make_arrays("gpt2"))
+    monkeypatch.setattr(Stored, "read", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path, **arguments)
+
+
+def layers_of(raw):
+    """`[(where, entry)]` of the entries of a configuration, and its parts, that number layers."""
+    parts = [(raw, name) for name in raw if "layer" in name and type(raw[name]) is int]
+    return parts + [found for part in raw.values() if isinstance(part, dict) for found in layers_of(part)]
+
+
+FAMILIES = {
+    **{name: test_models.CONFIGS[name] for name in ("gptj", "opt_350m", "llama", "smollm3")},
+    **{
+        name: test_encoder_models.CONFIGS[name]
+        for name in ("t5", "bart", "bert_masked", "vit_labels", "vit_gpt2")
+    },
+    "clip": {**test_encoder_models.CONFIGS["bert"], "model_type": "clip_text_model"},
+    "unet": {**test_unet_and_autoencoder.UNET, "transformer_layers_per_block": 1},
+    "vae": {**test_unet_and_autoencoder.VAE, "layers_per_block": 1},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_number_of_layers_that_the_files_contradict(tmp_path, name):
+    config, kind = read_family(json.loads(json.dumps(FAMILIES[name])))
+    model = eqx.filter_eval_shape(lambda key: kind(config, key=key), jax.random.key(0))
+    save_pretrained(jax.tree.map(lambda x: jnp.zeros(x.shape) if is_array(x) else x, model), tmp_path)
+    load_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    named = [entry for _, entry in layers_of(json.loads(text)) if entry != "no_rope_layer_interval"]
+    assert named
+    for i, entry in enumerate(named):
+        for number in (7, 10**9):
+            raw = json.loads(text)
+            where = [where for where, entry in layers_of(raw) if entry != "no_rope_layer_interval"][i]
+            where[entry] = number
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            with pytest.raises(
+                ValueError, match=rf"config\.json in .*{number}( layers at|, the files have at most)"
+            ):
+                load_pretrained(tmp_path)
 
 
 def test_without_safetensors(tmp_path, monkeypatch):

@@ -402,6 +402,7 @@ def test_the_prompt_is_in_the_cache_once():
         ({"attention_mask": np.ones((4, PROMPT + 1))}, r"attention_mask has shape \(4, 7\)"),
         ({"inputs": np.ones((4, PROMPT), np.float32)}, r"inputs has dtype float32"),
         ({"inputs": np.ones((4, 0), np.int32)}, r"inputs has shape \(4, 0\)"),
+        ({"inputs": np.full((4, 2), 10**6)}, r"inputs\[0, 0\] is 1000000, but the model's tokens are 0 to"),
         ({"max_new_tokens": NEW + 1}, r"a prompt of 6 and max_new_tokens=11.*16 positions"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -538,6 +538,11 @@ def test_a_table_of_positions_has_an_end(name, prompts):
         ({"inputs": np.ones((4, PROMPT), bool)}, r"inputs has dtype bool"),
         ({"inputs": np.ones(PROMPT, np.int32)}, r"inputs has shape \(6,\)"),
         ({"inputs": np.ones((4, 0), np.int32)}, r"inputs has shape \(4, 0\)"),
+        ({"inputs": np.full((4, PROMPT), VOCAB)}, r"inputs\[0, 0\] is 64, but the model's tokens are 0 to 63"),
+        (
+            {"inputs": np.full((4, 2), [-1, -2]), "attention_mask": np.full((4, 2), [0, 1])},
+            r"inputs\[0, 1\] is -2, but",
+        ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -202,13 +202,34 @@ def rename(old, new):
     return change
 
 
+def test_entries_that_say_nothing_are_no_reason_to_refuse(tmp_path):
+    expected = saved(tmp_path)
+    edit(
+        of_next_year=None, use_x=False, x_pattern={}, lora_dropout=0.1, revision="main", eva_config={"rho": 2}
+    )(tmp_path)
+    assert_identical(rx.to_arrays(models.load_lora(llama(False), tmp_path)), rx.to_arrays(expected))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda directory: (directory / CONFIG).unlink(), FileNotFoundError, "has no adapter_config"),
         (edit(use_dora=True), ValueError, "use_dora=True is not supported"),
-        (edit(bias="all"), ValueError, "bias='all' is not supported, only 'none'"),
-        (edit(r=0), ValueError, "r=0, but it must be a positive number"),
+        (edit(bias="all"), ValueError, "bias='all' is not supported, only 'none'.*merge_and_unload"),
+        (
+            edit(init_lora_weights="loftq"),
+            ValueError,
+            "init_lora_weights='loftq' is not supported, only True or",
+        ),
+        (edit(use_rslora="yes"), ValueError, "use_rslora='yes' is not supported, only True"),
+        (
+            edit(of_next_year={"x": 1}),
+            ValueError,
+            "of_next_year={'x': 1} is not supported. The logits would be",
+        ),
+        (edit(r=0), ValueError, "r=0, but it must be a positive integer"),
+        (edit(r=2.5), ValueError, "r=2.5, but it must be a positive integer"),
+        (edit(lora_alpha="8"), ValueError, "lora_alpha='8', but it must be a positive number"),
         (edit(r=2), ValueError, r"lora_A\.weight is float32\[4, 16\] instead of \[2, 16\]"),
         (rename("q_proj", "w_q"), ValueError, r"no projections named \['model\.layers\.0\.self_attn\.w_q"),
         (rename("lora_A", "lora_C"), ValueError, "are none of LoRA: base_model"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from functools import cache
 from typing import Any
 
@@ -218,6 +219,32 @@ def test_what_is_not_supported_is_refused_by_name(file, entries, message, saved)
         (saved / file).write_text(text)
     with pytest.raises(FileNotFoundError, match=r"model_index\.json is not there"):
         models.load_stable_diffusion(saved / "unet")
+
+
+def test_folders_are_copied_without_what_lies_elsewhere(saved, tmp_path):
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    model = models.load_stable_diffusion(saved)
+    index = dataclasses.replace(model.index, rest=json.dumps({"tokenizer": ["transformers", "CLIPTokenizer"]}))
+    model = dataclasses.replace(model, index=index)
+    folder = saved / "tokenizer"
+    try:
+        for place, target in (
+            (folder, "private"),
+            (folder / "vocab.json", "private/key"),
+            (folder / "all", "private"),
+        ):
+            place.parent.mkdir(exist_ok=True)
+            place.symlink_to(tmp_path / target)
+            with pytest.raises(ValueError, match=f"{place.name} is a link to .*private"):
+                models.save_stable_diffusion(model, tmp_path / "new")
+            assert not (tmp_path / "new").exists()
+            place.unlink()
+        (folder / "again").symlink_to(folder)  # endless
+        with pytest.raises(ValueError, match="again is a link to"):
+            models.save_stable_diffusion(model, tmp_path / "new")
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_old_files_are_read_as_diffusers_reads_them(saved):

@@ -313,6 +313,33 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     assert load_pretrained(tmp_path / "newer").config == model.config
 
 
+def test_links_are_copied_only_from_the_checkpoint_and_the_hubs_cache(tmp_path):
+    """As `huggingface_hub` has it: the names in a snapshot link to blobs."""
+    repository, secret = tmp_path / "models--me--gpt2", tmp_path / "secret.json"
+    snapshot, blob = repository / "snapshots" / "0f", repository / "blobs" / ("0a" * 20)
+    snapshot.mkdir(parents=True)
+    write(snapshot, "gpt2", make_arrays("gpt2"))
+    blob.parent.mkdir()
+    blob.write_text('{"in": "blob"}')
+    secret.write_text('{"password": 1}')
+    (snapshot / "tokenizer.json").symlink_to(f"../../blobs/{blob.name}")
+    (snapshot / "vocab.json").symlink_to("tokenizer.json")
+    save_pretrained(load_pretrained(snapshot), tmp_path / "new")
+    for name in ("tokenizer.json", "vocab.json"):
+        assert not (tmp_path / "new" / name).is_symlink()
+        assert (tmp_path / "new" / name).read_text() == blob.read_text()
+    for name in ("special_tokens.json", "generation_config.json"):
+        (snapshot / name).symlink_to(secret)
+        model = load_pretrained(snapshot)
+        with pytest.raises(
+            ValueError, match=rf"{name} is a link to .*secret\.json, but only links to files of"
+        ):
+            save_pretrained(model, tmp_path / "newer")
+        assert not (tmp_path / "newer").exists()
+        (snapshot / name).unlink()
+    save_pretrained(model, tmp_path / "newer")  # what is meant can be put right in the same process
+
+
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -54,6 +54,11 @@ def test_a_padded_model_is_the_same_model(tmp_path, family):
         np.testing.assert_allclose(found[path][: len(x)], x, rtol=1e-4, atol=1e-5, err_msg=path)
         assert not np.any(found[path][len(x) :])
 
+    wrong = tokens.at[0, 0].set(VOCABULARY + 3).at[1, 1].set(-1).at[2, 2].set(-VOCABULARY - 3)
+    hidden, expected = (eqx.filter_jit(lambda m, x: m.hidden_states(x)[0])(m, wrong) for m in (padded, plain))
+    np.testing.assert_allclose(hidden, expected, rtol=1e-3, atol=1e-4)  # NaN where it looks up what is no token
+    assert [bool(np.isnan(x).any()) for x in hidden[:3]] == [True, False, True]
+
     found, expected = (models.generate(m, tokens[:, :4], max_new_tokens=3) for m in (padded, plain))
     np.testing.assert_array_equal(found, expected)
     sampled = models.generate(padded, tokens[:, :4], max_new_tokens=3, temperature=50.0, key=jax.random.key(1))

@@ -26,6 +26,8 @@ from references import REFERENCES
 from redco_eqx.models import generate, load_pretrained
 
 NAMES = list(REFERENCES)
+# 1.45e-4 was measured on one processor (AMD EPYC), also with the code of 0.2.0, which was below 1e-4 elsewhere.
+ROUNDING = {"llama_yarn_scaled": 2e-4}
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
@@ -36,7 +38,7 @@ def test_logits_equal_torchs(name, stacked, directory, reference):
     for padding in PADDING:
         ids, mask = texts(padding)
         expected = torch_logits(reference(name), ids, mask, counts_positions=counts)
-        assert distance(logits(model, ids, mask), expected, mask) <= TOLERANCE, padding
+        assert distance(logits(model, ids, mask), expected, mask) <= ROUNDING.get(name, TOLERANCE), padding
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_llama3", "llama_linear"])

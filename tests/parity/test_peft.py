@@ -45,3 +45,70 @@ def test_what_peft_saved_opens_here(stacked, rslora, directory, tmp_path):
     model = load_lora(load_pretrained(directory("llama_gqa"), stacked=stacked), tmp_path)
     ids, _ = texts()
     assert distance(logits(model, ids), torch_logits(there, ids, counts_positions=True)) <= TOLERANCE
+
+
+def variants():
+    """What LoRA of peft can be told: options, and what refuses them here, or nothing."""
+    config = peft.tuners.lora.config
+    yield from ((options, None) for options in (
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "eva", "eva_config": peft.EvaConfig()},
+        {"init_lora_weights": "mica"},
+        {"exclude_modules": ["v_proj"]},
+        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": "all-linear"},
+        {"ensure_weight_tying": True},
+        {"lora_dropout": 0.3},
+        {"megatron_core": "other"},
+        {"task_type": "CAUSAL_LM", "revision": "main"},
+    ))  # fmt: skip
+    yield from ((options, next(iter(options))) for options in (
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
+        {"use_dora": True},
+        {"use_qalora": True, "qalora_group_size": 4},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"rank_pattern": {"q_proj": 2}},
+        {"alpha_pattern": {"q_proj": 2}},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 2]},
+        {"layer_replication": [[0, 2], [0, 2]]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"velora_config": config.VeloraConfig()},
+        {"kasa_config": config.KasaConfig()},
+        {"monteclora_config": config.MontecloraConfig()},
+        {"use_bdlora": config.BdLoraConfig(["q_proj"], ["v_proj"], nblocks=2)},
+    ))  # fmt: skip
+
+
+def test_every_variant_has_the_same_logits_or_is_refused_by_name(directory, tmp_path):
+    model, (ids, _) = load_pretrained(directory("llama_gqa")), texts()
+    for i, (options, refused) in enumerate(variants()):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **options})
+        there = peft.get_peft_model(REFERENCES["llama_gqa"].make(), config).eval()
+        with torch.no_grad():
+            for name, x in there.named_parameters():
+                if "lora_A" in name or "lora_B" in name:  # either may begin at zero
+                    x.add_(0.3 * torch.randn(x.shape))
+        there.save_pretrained(tmp_path / str(i))
+        if refused is None:
+            found = logits(load_lora(model, tmp_path / str(i)), ids)
+            assert distance(found, torch_logits(there, ids, counts_positions=True)) <= TOLERANCE, options
+            assert distance(found, logits(model, ids)) > 0.1, options
+        else:
+            with pytest.raises(ValueError, match=rf"adapter_config\.json: {refused}=.* is not supported"):
+                load_lora(model, tmp_path / str(i))
+
+
+def test_the_joined_projections_of_gpt2_are_refused(directory, tmp_path):
+    there = peft.get_peft_model(REFERENCES["gpt2"].make(), peft.LoraConfig(target_modules=["c_attn"]))
+    there.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="fan_in_fan_out=True is not supported"):
+        load_lora(load_pretrained(directory("gpt2")), tmp_path)

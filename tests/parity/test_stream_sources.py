@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import redco_eqx as rx
+from redco_eqx._data import streams
 
 NUM, BATCH_SIZE = 29, 4  # seven batches, and one left over
 
@@ -24,6 +25,51 @@ def hugging_face() -> Any:
 
 def shuffled_by_a_buffer() -> Any:
     return hugging_face().shuffle(seed=3, buffer_size=8)
+
+
+def part(begin: int, *, num: int = 20, buffer_size: int | None = 5) -> Any:
+    datasets = pytest.importorskip("datasets", reason="the parity session installs it")
+    found = datasets.Dataset.from_dict({"x": list(range(begin, begin + num))}).to_iterable_dataset()
+    return found if buffer_size is None else found.shuffle(seed=1, buffer_size=buffer_size)
+
+
+def interleaved() -> Any:
+    import datasets
+
+    return datasets.interleave_datasets([part(0, buffer_size=None), part(100, buffer_size=None)])
+
+
+def interleaved_shuffled() -> Any:
+    import datasets
+
+    return datasets.interleave_datasets([part(0), part(100)], probabilities=[0.3, 0.7], seed=3)
+
+
+def concatenated_shuffled() -> Any:
+    import datasets
+
+    return datasets.concatenate_datasets([part(0), part(100)])
+
+
+def shuffled_in_shuffled() -> Any:
+    import datasets
+
+    return datasets.concatenate_datasets([interleaved_shuffled(), part(200)]).map(lambda x: x)
+
+
+def shuffled_mapped_filtered() -> Any:
+    found = part(0, num=40).map(lambda x: {"x": x["x"] + 1000}).filter(lambda x: x["x"] % 3).batch(1)
+    return found.map(lambda x: {"x": x["x"][0]})
+
+
+def mapped_filtered() -> Any:
+    found = part(0, num=40, buffer_size=None).map(lambda x: {"x": x["x"] + 1000})
+    return found.filter(lambda x: x["x"] % 3)
+
+
+def loader_of_shuffled() -> Any:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="the parity session installs it")
+    return lambda epoch: torchdata.StatefulDataLoader(interleaved_shuffled(), batch_size=None)
 
 
 def grain_dataset() -> Any:
@@ -71,6 +117,13 @@ def stateful_loader() -> Any:
 SOURCES = {
     hugging_face: True,
     shuffled_by_a_buffer: False,
+    interleaved: True,
+    interleaved_shuffled: False,
+    concatenated_shuffled: False,
+    shuffled_in_shuffled: False,
+    shuffled_mapped_filtered: False,
+    mapped_filtered: True,
+    loader_of_shuffled: False,
     grain_dataset: True,
     grain_loader: True,
     grain_iterator: True,
@@ -79,27 +132,57 @@ SOURCES = {
 }
 
 
-def taken(stream: rx.Stream, num: int, *place: Any, positions: Any = None) -> Any:
+def taken(stream: rx.Stream, num: int, *place: Any, **options: Any) -> Any:
     epochs = rx.loop.Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
-    made = epochs.after(*place or (0, 0), key=jax.random.key(0), positions=positions)
+    made = epochs.after(*place or (0, 0), key=jax.random.key(0), **options)
     found = [(x.tolist(), place) for x, place in itertools.islice(made, num)]
     made.close()
     return found
 
 
+@pytest.fixture(autouse=True)
+def _proof_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the states of short epochs are used."""
+    monkeypatch.setattr(streams, "PROOF", BATCH_SIZE)
+
+
 @pytest.mark.parametrize(("source", "has_state"), SOURCES.items(), ids=[f.__name__ for f in SOURCES])
-@pytest.mark.parametrize("at", [3, 7, 9])
-def test_it_goes_on_where_it_was_left(source: Any, has_state: bool, at: int) -> None:
+def test_it_goes_on_where_it_was_left(source: Any, has_state: bool) -> None:
     whole = taken(rx.Stream(source()), 12)
     is_once = source is grain_iterator
     assert len(whole) == (7 if is_once else 12)
-    assert all(len({x for batch, _ in whole[begin : begin + 7] for x in batch}) == 28 for begin in (0,))
-    at = min(at, len(whole))
-    _, place = taken(rx.Stream(source()), at)[-1]
-    positions = json.loads(json.dumps(place.positions))
-    rest = taken(rx.Stream(source()), 12 - at, place.epoch, place.batch, positions=positions)
-    assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
-    assert (positions[0][3] is not None) == (has_state and place.batch > 0)
+    length = next(i for i, (_, place) in enumerate(whole, 1) if place.batch == 0)
+    assert len({x for batch, _ in whole[:length] for x in batch}) == 4 * length > 20
+    for at in {3, 7, min(9, len(whole))}:
+        _, place = taken(rx.Stream(source()), at)[-1]
+        positions, said = json.loads(json.dumps(place.positions)), []
+        options: Any = {"positions": positions, "say": said.append}
+        rest = taken(rx.Stream(source()), 12 - at, place.epoch, place.batch, **options)
+        assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
+        assert ["set to the state" in how for how in said] == [has_state] * (place.batch > 0)
+
+
+def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
+    import torch
+
+    def make() -> rx.Stream:
+        return rx.Stream(torch.utils.data.DataLoader(range(NUM), batch_size=None, shuffle=True))
+
+    _, place = taken(make(), 3)[-1]
+    with pytest.raises(
+        ValueError, match=r"12 items of epoch 0 are others.*DataLoader\(shuffle=True\) needs a gen"
+    ):
+        taken(make(), 1, 0, 3, positions=place.positions)
+    ((batch, _),) = taken(make(), 1, 0, 3, positions=place.positions, verify=False)
+    assert len(batch) == 4
+
+
+def test_content_of_tensors_is_compared() -> None:
+    import torch
+
+    one, other = ({"x": torch.arange(i, i + 3), "y": torch.zeros(2, dtype=torch.bfloat16)} for i in (0, 1))
+    assert streams.checksum(one) == streams.checksum({name: x.clone() for name, x in one.items()})
+    assert streams.checksum(one) != streams.checksum(other)
 
 
 def test_batches_of_a_loader() -> None:

@@ -17,8 +17,11 @@ from jax.sharding import PartitionSpec as P
 from redco_eqx import (
     batch_sharding,
     eval_step,
+    explain,
+    init_model,
     init_state,
     predict_step,
+    shard_rules,
     train_step,
 )
 
@@ -134,3 +137,41 @@ def test_a_model_with_state_must_return_the_new_one(output, message):
             loss_fn=lambda m, b, k: output(normed_loss(m, b, k)),
             optimizer=optax.sgd(0.1),
         )
+
+
+class Wide(Normed):
+    """Large enough that `tensor` and `fsdp` split it."""
+
+    def __init__(self, key: Any):
+        self.linear = eqx.nn.Linear(64, 128, key=key)
+        self.norm = eqx.nn.BatchNorm(128, "batch", mode="ema", momentum=0.9)
+
+
+def wide_data() -> Any:
+    return np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+
+
+def predict_wide(pair: Any, batch: Any, key: Any) -> Any:
+    model, model_state = pair
+    return jax.vmap(lambda x: model(x, model_state)[0], axis_name="batch")(batch)
+
+
+def test_the_layout_of_the_pair_serves_the_steps():
+    """What `shard_rules` and `init_model` give of `(model, state)`, and the same of the model alone."""
+    mesh = helpers.mesh_of("2x2x2")
+    make = eqx.nn.make_with_state(Wide)
+    pair: Any = init_model(make, mesh, key=KEY)
+    shardings = shard_rules(pair, mesh)
+    assert shardings[0].linear.weight.spec == shard_rules(pair[0], mesh).linear.weight.spec != P()
+    assert pair[0].linear.weight.sharding.spec == shardings[0].linear.weight.spec
+    assert "0.linear.weight" in explain(pair, mesh).decisions
+    state, data = init_state(pair, optax.sgd(0.1), key=KEY), wide_data()
+    found = []
+    for layout in (shardings, shardings[0]):
+        common: Any = {"loss_fn": normed_loss, "shardings": layout}
+        new, metrics = jax.jit(partial(train_step, optimizer=optax.sgd(0.1), **common))(state, data)
+        evaluated = jax.jit(partial(eval_step, **common))(new, data)
+        predicted = jax.jit(partial(predict_step, predict_fn=predict_wide, shardings=layout))(new, data)
+        assert new.params["linear.weight"].sharding == state.params["linear.weight"].sharding
+        found.append((new, metrics, evaluated, predicted))
+    helpers.assert_identical(*found)

@@ -535,7 +535,7 @@ def test_several_keys_are_refused(key):
 
 def test_the_optimizer_of_the_state_fits():
     for optimizer in (ADAM, optax.adam(5.0), optax.chain(optax.scale_by_adam(), optax.scale(-1.0))):
-        check_optimizer(init_state(Mixed(KEY), ADAM, key=KEY), optimizer)
+        check_optimizer("fit", init_state(Mixed(KEY), ADAM, key=KEY), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ def test_the_optimizer_of_the_state_fits():
 def test_another_optimizer_is_refused_by_path(other):
     state = init_state(Mixed(KEY), ADAM, key=KEY)
     with pytest.raises(ValueError, match=r"at opt_state\.\S+ it keeps .*, but the state holds"):
-        check_optimizer(state, other)
+        check_optimizer("fit", state, other)
 
 
 # Streams of randomness.

@@ -148,6 +148,40 @@ def test_channels_that_are_split_stay_so():
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 
 
+def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
+    """To the bit: it is of integers that bfloat16 holds. openxla/xla#42481 adds up rows of several shards."""
+    rng = np.random.default_rng(0)
+    batch = {
+        "ids": rng.integers(0, 5, (16, 8)).astype(np.int32),  # many of each, and none of most rows
+        "signs": rng.choice([-1.0, 1.0], (16, 8, 8)).astype(np.float32),
+    }
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        def one(total: Any, part: Any) -> Any:
+            ids, signs = part["ids"], part["signs"].astype(jnp.bfloat16)
+            each = jnp.broadcast_to(ids[..., None], signs.shape)
+            found = jnp.take(model["take"], ids, axis=0) + 2 * model["index"][ids]
+            found += jnp.take_along_axis(model["along"][None], each, axis=1)
+            return total + jnp.sum(found * signs, dtype=jnp.float32), None
+
+        halves = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]).swapaxes(0, 1), batch)
+        return jax.lax.scan(jax.checkpoint(one), 0.0, halves)[0]
+
+    expected = np.zeros((16, 8), np.float32)
+    np.add.at(expected, batch["ids"], batch["signs"])
+    for name in ("data2xtensor4", "2x2x2"):
+        for spec in (P("tensor"), P(None, "tensor"), P(("fsdp", "tensor")), P("tensor", "fsdp")):
+            mesh = mesh_of(name)
+            shardings = {name: jax.NamedSharding(mesh, spec) for name in ("take", "index", "along")}
+            model = jax.device_put({name: jnp.zeros((16, 8), jnp.bfloat16) for name in shardings}, shardings)
+            state = rx.init_state(model, SGD, key=jax.random.key(0))
+            step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
+            new, _ = jax.jit(step)(state, jax.device_put(batch, rx.batch_sharding(mesh)))
+            for path, times in {"take": 1, "index": 2, "along": 1}.items():
+                found = -np.asarray(new.params[path]).astype(np.float32)
+                np.testing.assert_array_equal(found, times * expected, err_msg=f"{name} {spec} {path}")
+
+
 def test_other_programs_are_left_as_they_are():
     mesh = mesh_of("2x2x2")
     model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))

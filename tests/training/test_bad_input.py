@@ -203,7 +203,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "an iterator to evaluate",
         lambda: evaluating(generator()),
         TypeError,
-        r"(?s)examples is a generator.*list\(\.\.\.\).*the evaluation",
+        r"Evaluation: examples is a generator.*list\(\.\.\.\)",
     ),
     # Evaluation
     ("every 0 steps", lambda: evaluating(every_steps=0), ValueError, r"Evaluation: every_steps=0, but it"),
@@ -304,13 +304,13 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "adam for sgd",
         lambda: run(optimizer=ADAM),
         ValueError,
-        r"opt_state\.0\.count it keeps int32\[\], .*nothing",
+        r"opt_state\.0 it keeps ScaleByAdamState, but the state holds EmptyState",
     ),
     (
         "sgd for adam",
         lambda: run(linear_state(ADAM)),
         ValueError,
-        r"opt_state\.0\.count it keeps nothing, but the state holds int32\[\]",
+        r"opt_state\.0 it keeps EmptyState, but the state holds ScaleByAdamState",
     ),
     (
         "adam of another model",

@@ -21,7 +21,7 @@ from fit_helpers import (
     make_examples,
     no_threads_left,
 )
-from stream_sources import KINDS, WITH_STATE, generate, order
+from stream_sources import KINDS, WITH_STATE, Unlike, generate, order
 
 import redco_eqx as rx
 
@@ -108,8 +108,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert info.run is not None
     assert info.run.positions is not None
     said = capsys.readouterr().err
-    assert ("is set to the state" in said) == (kind in WITH_STATE and caught.value.step % 5 != 0)
-    assert ("is read again" in said) == (kind not in WITH_STATE or caught.value.step % 5 == 0)
+    is_inside = caught.value.step % 5 != 0
+    assert ("is set to the state" in said) == (kind in WITH_STATE and is_inside)
+    assert ("is read again" in said) == (kind not in WITH_STATE and is_inside)
     assert rows("cut")[-1] == rows("whole")[-1]
 
 
@@ -127,6 +128,19 @@ def test_a_saved_state_need_not_be_used(tmp_path: pathlib.Path, capsys: Any) -> 
     found = run("replayed", 7)
     assert "is read again from its beginning: 12 items are left out" in capsys.readouterr().err
     assert_same(found, fit(linear_state(), KINDS["replayed"](EXAMPLES), num_steps=7))
+
+
+def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
+    def run(num_steps: int, **options: Any) -> Any:
+        checkpoints = rx.Checkpoints(tmp_path, **options)
+        stream, loggers = rx.Stream(Unlike(EXAMPLES)), [rx.ConsoleLogger(progress=False)]
+        return fit(linear_state(), stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
+
+    run(3)
+    with pytest.raises(ValueError, match=r"first 12 items of epoch 0 are others than when the run was saved"):
+        run(5)
+    assert int(run(5, allow_changes=True).step) == 5
+    assert "others than when the run was saved: going on all the same" in capsys.readouterr().err
 
 
 def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:

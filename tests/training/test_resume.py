@@ -307,8 +307,8 @@ def reseeded(params: int | None = None, key: int | None = None, mesh: Any = None
     ("other", "what"),
     [
         ({"params": 7}, "other initial parameters"),
-        ({"key": 7}, "other key"),
-        ({"params": 7, "key": 7}, "other key and other initial parameters"),
+        ({"key": 7}, "another key"),
+        ({"params": 7, "key": 7}, "another key and other initial parameters"),
     ],
     ids=["parameters", "key", "both"],
 )
@@ -317,7 +317,7 @@ def test_a_run_that_began_otherwise_is_refused(other: Any, what: str, tmp_path: 
     arguments: Any = {"step_fn": counting_step, "batch_size": 8, "num_steps": 2, "prefetch": 0}
     expected = fit(reseeded(), examples, checkpoints=tmp_path, **arguments)
     state = reseeded(**other)
-    with pytest.raises(ValueError, match=rf"did not begin with this state: {what}\. Pass another directory"):
+    with pytest.raises(ValueError, match=rf"is another one: it has {what}\. Pass another directory"):
         fit(state, examples, checkpoints=tmp_path, **arguments)
     assert_same(state, reseeded(**other))  # nothing was taken over
     allowed = rx.Checkpoints(tmp_path, allow_changes=True)
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_does_not_say_how_its_run_began_is_taken(tmp_path: pat
     counted(linear_state(), tmp_path, num_steps=4)
     (record,) = (tmp_path / "4").rglob("record.json")
     content = json.loads(record.read_text())["content"]
-    for name in ("origin", "id"):  # as an older version wrote it
+    for name in ("identity", "id"):  # as an older version wrote it
         del content["run"][name]
     sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     record.write_text(json.dumps({"sha256": sha256, "content": content}))

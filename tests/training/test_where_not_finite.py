@@ -1,11 +1,13 @@
-"""Under `jax_debug_nans` `fit` says where a number that is not finite comes from."""
+"""`fit` says which index is outside, and under `jax_debug_nans` where what is not finite comes from."""
 
 import traceback
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from fit_helpers import MESHES, SGD, assert_same, errors_of, fit, make_examples, mlp_state
 
@@ -60,3 +62,49 @@ def test_a_finite_run_is_as_without() -> None:
     with jax.debug_nans(True):
         found = fit(state, EXAMPLES, num_steps=3, donate=False)
     assert_same(found, fit(state, EXAMPLES, num_steps=3))
+
+
+class Lookup(eqx.Module):
+    table: jax.Array
+
+    def __init__(self, key: Any):
+        self.table = jax.random.normal(key, (16, 8))
+
+
+def by_layers(model: Any, batch: Any, key: Any) -> Any:
+    hidden = rx.layers.embed(model.table, batch["ids"])
+    return rx.layers.cross_entropy(hidden, model.table, batch["labels"], num_chunks=2)
+
+
+def by_optax(model: Any, batch: Any, key: Any) -> Any:
+    hidden = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))(model.table, batch["ids"])
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ model.table.T, batch["labels"]).mean()
+
+
+@pytest.mark.parametrize("mesh", ["one", "mixed"])
+@pytest.mark.parametrize(
+    ("loss", "name", "value"),
+    [(by_layers, "ids", 99), (by_layers, "labels", -7), (by_optax, "ids", -17), (by_optax, "labels", 16)],
+)
+def test_an_index_outside_is_named(mesh: str, loss: Any, name: str, value: int) -> None:
+    """However late the metrics are read, and in a stream too."""
+    rng = np.random.default_rng(0)
+    examples = [{x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")} for _ in range(80)]
+    examples[18][name][2] = value  # row 2 of step 2
+
+    def make(key: Any) -> Any:
+        return Lookup(key)
+
+    state = rx.init_state(
+        rx.init_model(make, rx.make_mesh(**MESHES[mesh]), key=jax.random.key(0)), SGD, key=jax.random.key(1)
+    )
+    arguments: Any = {"loss_fn": loss, "num_steps": 10, "batch_size": 8, "donate": False}
+    # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
+    line = r"test_where_not_finite.py:\d+ \(" if loss is by_optax and name == "ids" else ""
+    expected = (
+        rf"at step 2 .*: the batch's {name} has {value} in row 2, which is looked up among 16 at .*{line}"
+    )
+    for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
+        with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:
+            fit(state, given, **arguments)
+        assert int(caught.value.state.step) == caught.value.step == 2

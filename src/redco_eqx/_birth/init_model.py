@@ -16,8 +16,10 @@ from jaxtyping import Array, PyTree
 from redco_eqx._birth.flat import Canonical, FlatProgram, Value, flatten, run_jaxpr, run_stepwise
 from redco_eqx._birth.plan import Birth, is_small, plan
 from redco_eqx._birth.unstack import stack_layers
+from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._program.atoms import is_key, type_of
-from redco_eqx._sharding.mesh import check_mesh, put_global, replicated
+from redco_eqx._program.trace import program_digest
+from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 from redco_eqx._tree import is_array, leaves_with_paths
@@ -26,6 +28,7 @@ from redco_eqx._types import Key, as_key, check_function
 M = TypeVar("M")
 
 
+@in_own_context
 def init_model(
     make_model: Callable[[Key], M],
     mesh: Mesh,
@@ -133,6 +136,12 @@ def trace(
 
     key = _on_this_process(key)
     closed = jax.make_jaxpr(make_arrays)(key)
+    if is_shared(mesh):  # where each process makes other parts of an array, nothing later would tell
+        facts = {
+            "key": str(jax.random.key_data(key)),
+            "the checksum of make_model's program": program_digest(closed),
+        }
+        agree(mesh, "init_model", facts)
     treedef, static = statics[-1]
     program = flatten(closed, [key])
     paths = [path for path, _ in leaves_with_paths(jax.tree.unflatten(treedef, range(treedef.num_leaves)))]

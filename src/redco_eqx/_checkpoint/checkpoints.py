@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from redco_eqx._checkpoint.directory import local
 from redco_eqx._checkpoint.record import Json
 from redco_eqx._checkpoint.writer import CheckpointWriter
 
@@ -23,8 +24,9 @@ class Checkpoints:
                    evaluation=rx.Evaluation(held_out))
     ```
 
-    - `directory`: of this run. If there are checkpoints of it already, `fit` goes on from the newest, provided
-        that they are of a run that began with the same key and parameters. `~` is the home directory.
+    - `directory`: of this run, which all processes see. If there are checkpoints of it already, `fit` goes on
+        from the newest, provided that they are of a run that began with the same key, parameters and examples.
+        `~` is the home directory.
     - `every_steps`, `every_epochs`, `every_minutes`: how often; several can be given.
     - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
         Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
@@ -32,9 +34,8 @@ class Checkpoints:
         where one of them is best is kept besides, and an evaluation that gives a better one is followed by a
         save.
     - `extras`: further plain JSON for each checkpoint that `fit` writes, or a function that returns it.
-    - `allow_changes`: whether to go on although `batch_size` or the number of examples have changed, or the
-        key or the parameters that the run begins with; otherwise that is refused, because the run would not be
-        the same.
+    - `allow_changes`: goes on although `batch_size` or the examples have changed, or the key or the parameters
+        that the run begins with; otherwise that is refused, because the run would not be the same.
 
     Raises `ValueError` for a value that cannot be used.
     """
@@ -50,6 +51,7 @@ class Checkpoints:
     allow_changes: bool = False
 
     def __post_init__(self) -> None:
+        local(self.directory)
         for name in ("every_steps", "every_epochs", "every_minutes", "keep_last"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -73,8 +75,9 @@ class Checkpoints:
         ```
 
         The directory is made if it is not there. On several processes it is one that all of them see, and all
-        call this. What an earlier process left half-written in it is removed: one writer at a time.
+        call this. What an earlier process left half-written in it is removed.
 
-        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written.
+        **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
+        `CheckpointError` if another live writer has it, on this host or (found out in 12 seconds) on another.
         """
         return CheckpointWriter(self.directory, keep_last=self.keep_last, keep_best=self.keep_best)

@@ -143,3 +143,49 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
     rows = summed(digest, arrays).tolist()
     checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows)}
     return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows) if nonfinite]
+
+
+def unlike_replicas(arrays: Mapping[str, AnyArray]) -> Callable[[], list[str]]:
+    """Begins to compare the copies of each array that devices hold. A collective call, which does not wait.
+
+    The result is called for the names of the arrays that have two different copies, and waits for the
+    comparison. Arrays that do not lie on the mesh of the first one are left out.
+    """
+    layout = {name: getattr(x, "sharding", None) for name, x in arrays.items()}
+    layout = {
+        name: x for name, x in layout.items() if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)
+    }
+    meshes = [x.mesh for x in layout.values()]
+    specs = {name: x.spec for name, x in layout.items() if x.mesh == meshes[0]}
+    if not specs:
+        return list
+    differs = _compare_replicas(meshes[0], tuple(specs.values()))(tuple(arrays[name] for name in specs))
+    return lambda: [name for name, is_unlike in zip(specs, np.asarray(differs)) if is_unlike]
+
+
+@functools.lru_cache(maxsize=16)
+def _compare_replicas(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...]
+) -> Callable[[tuple[AnyArray, ...]], Shaped[Array, " arrays"]]:
+    def local(pieces: tuple[Array, ...]) -> Shaped[Array, " arrays"]:
+        words = jnp.stack([_word(x) for x in pieces])
+        differs = jnp.zeros(len(specs), jnp.int32)
+        split = [
+            {axis for names in spec for axis in (names if isinstance(names, tuple) else (names,))}
+            for spec in specs
+        ]
+        free = [tuple(axis for axis in mesh.axis_names if axis not in axes) for axes in split]
+        for axes in sorted(set(free) - {()}):  # in one order, as all processes meet in each comparison
+            is_unlike = jax.lax.pmax(words, axes) != jax.lax.pmin(words, axes)
+            differs = jnp.where(jnp.asarray([x == axes for x in free]), is_unlike, differs)
+        return jax.lax.pmax(differs, mesh.axis_names)
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    )
+
+
+def _word(x: Array) -> UInt32[Array, ""]:
+    """A checksum of a piece, in hardly more than the time to read it."""
+    bits = bits_of(x).reshape(-1)
+    return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import numpy as np
 
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, decode
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointFormatError, CheckpointInfo, decode
 
 _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 _HALF_WRITTEN = re.compile(r"\d+(-\d+)?(\.orbax-checkpoint-tmp.*|\.deleting)")
@@ -18,7 +18,7 @@ _HALF_WRITTEN = re.compile(r"\d+(-\d+)?(\.orbax-checkpoint-tmp.*|\.deleting)")
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """The complete checkpoints of a directory, ascending by step. No array is read.
 
-    One whose record is damaged is left out with a warning.
+    One whose record is damaged, or of a version that this one cannot read, is left out with a warning.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})
@@ -34,7 +34,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     for _, _, path in entries(local(directory)):
         try:
             infos.append(read_record(path))
-        except CheckpointError as error:
+        except (CheckpointError, CheckpointFormatError) as error:
             warnings.warn(f"{error}. It is left out.", stacklevel=2)
     return infos
 
@@ -48,13 +48,17 @@ def best_of(infos: Iterable[CheckpointInfo], metric: str, mode: str) -> Checkpoi
 
 
 def read_record(path: pathlib.Path) -> CheckpointInfo:
-    """The record of one checkpoint. Raises `CheckpointError`, naming it, if it is missing or damaged."""
+    """The record of one checkpoint.
+
+    Raises `CheckpointError`, naming it, if it is missing or damaged, and `CheckpointFormatError` if it is of
+    another version.
+    """
     try:
         return decode(path, (path / "record" / "record.json").read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: its record cannot be read ({error})") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    except (CheckpointError, CheckpointFormatError) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
@@ -76,12 +80,20 @@ def half_written(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """An absolute path, `~` expanded. Raises `ValueError` for a bucket."""
+    """An absolute path, `~` expanded. Raises `ValueError` for a bucket or a file, `TypeError` for no path."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"the directory of checkpoints must be a path, but is a {type(directory).__name__}. It comes "
+            "first: save(directory, state), restore(directory, like=state)."
+        )
     if "://" in os.fspath(directory):
         raise ValueError(
             f"{directory} is not a path of a file system. Mount the bucket, or save to a disk and copy."
         )
-    return pathlib.Path(directory).expanduser().absolute()
+    path = pathlib.Path(directory).expanduser().absolute()
+    if path.is_file():
+        raise ValueError(f"{path} is a file, but checkpoints need a directory. Pass another path.")
+    return path
 
 
 def orbax_checkpoint() -> ModuleType:

@@ -6,13 +6,16 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypedDict
+import types
+import typing
+from collections.abc import Callable, Mapping, Set
+from typing import Any, TypeAlias
 
 from redco_eqx._json import from_json, to_json
 from redco_eqx._tree import describe
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 is read too: it has an `origin` in place of an `identity`, and positions without a checksum."""
 
 Json: TypeAlias = Mapping[str, Any]
 """Dicts with strings as keys, lists, strings, finite numbers, booleans, `None`."""
@@ -20,16 +23,16 @@ Json: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, float | int]
 """Numbers by name."""
 
-
-class Origin(TypedDict):
-    """A fingerprint of a state, see `origin_of`: its key in hexadecimal digits, and sums of its parameters."""
-
-    key: str
-    parameters: list[float]
+Identity: TypeAlias = dict[str, Any]
+"""Of the state, the functions and the examples of a run: see `_training/identity.py`. Plain JSON."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, is damaged, or cannot be written."""
+    """A checkpoint cannot be read, is damaged, or cannot be written; or its directory has another writer."""
+
+
+class CheckpointFormatError(RuntimeError):
+    """A checkpoint was written by another version, in a format that this one cannot read. It is not damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +50,8 @@ class RunRecord:
     - `memory`: what its hook remembers, plain JSON.
     - `order`: how the order of an epoch follows from its key, see `Epochs`; `None` for that of the examples
         themselves. Records without one are of version 0.1, which sorted random numbers.
-    - `positions`: where each shard of a stream was left: its number, how many there are, how many items have
-        been read in this epoch, the state of the source.
-    - `origin`: the fingerprint of the state that it began with; `None` in older checkpoints.
+    - `positions`: where each shard of a stream was left: the fields of its `Position`.
+    - `identity`: what the run is besides, by which another one is told from it: see `Identity`.
     - `id`: what its rows in a log are marked with.
     """
 
@@ -65,8 +67,8 @@ class RunRecord:
     stopped: bool = False
     memory: Any = None
     order: str | None = "sorted"
-    positions: tuple[tuple[int, int, int, str | None], ...] | None = None
-    origin: Origin | None = None
+    positions: tuple[tuple[Any, ...], ...] | None = None
+    identity: Identity | None = None
     id: str | None = None
 
     @classmethod
@@ -77,13 +79,15 @@ class RunRecord:
         batch_size: int,
         num_examples: int | None,
         order: str | None = "feistel",
-        positions: tuple[tuple[int, int, int, str | None], ...] | None = None,
+        positions: tuple[tuple[Any, ...], ...] | None = None,
+        identity: Identity | None = None,
     ) -> "RunRecord":
         """A run that begins at this step."""
-        return cls(step, 0, 0, 0, batch_size, num_examples, order=order, positions=positions)
+        more = {"order": order, "positions": positions, "identity": identity}
+        return cls(step, 0, 0, 0, batch_size, num_examples, **more)
 
     def advanced(
-        self, epoch: int, batch: int, positions: tuple[tuple[int, int, int, str | None], ...] | None = None
+        self, epoch: int, batch: int, positions: tuple[tuple[Any, ...], ...] | None = None
     ) -> "RunRecord":
         """One step later, which has led to this place."""
         return dataclasses.replace(
@@ -174,7 +178,7 @@ def encode(
     content = {
         "format": FORMAT,
         "step": step,
-        "versions": _versions(),
+        "versions": versions(),
         "metrics": {name: to_json(float(x)) for name, x in (metrics or {}).items()},
         "extras": extras,
         "run": None if run is None else _map_leaves(to_json, dataclasses.asdict(run)),
@@ -184,20 +188,26 @@ def encode(
 
 
 def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
-    """The inverse of `encode`. Raises `CheckpointError` if the text is damaged."""
+    """The inverse of `encode`.
+
+    Raises `CheckpointError` if the text is damaged, `CheckpointFormatError` if it is of another version.
+    """
     try:
         outer = json.loads(text)
         content = outer["content"]
         sha256, expected = _sha256(content), outer["sha256"]
-    except (ValueError, TypeError, KeyError) as error:
+        found, versions = content["format"], content.get("versions")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"its record.json is damaged: {error!r}") from error
     if sha256 != expected:
         raise CheckpointError(f"its record.json is damaged: SHA-256 is {sha256}, but {expected} was written")
-    if content["format"] != FORMAT:
-        raise CheckpointError(
-            f"its format is {content['format']}, but this version of redco_eqx reads {FORMAT}; it was written "
-            f"by {content['versions']}"
+    if found not in (1, FORMAT):
+        raise CheckpointFormatError(
+            f"its format is {found}, but this version of redco_eqx reads 1 to {FORMAT}; it was written by "
+            f"{versions}. Nothing was changed: read it with that version, or pass another directory"
         )
+    _check_fields(CheckpointInfo, {**content, "path": path}, "", allowed={"format"})
+    arrays = {name: _array(name, info) for name, info in content["arrays"].items()}
     run = _map_leaves(from_json, content["run"])
     return CheckpointInfo(
         step=content["step"],
@@ -206,25 +216,67 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
         extras=content["extras"],
         run=None if run is None else _run(run),
         versions=content["versions"],
-        arrays={
-            name: ArrayInfo(**{**info, "shape": tuple(info["shape"])})
-            for name, info in content["arrays"].items()
-        },
+        arrays=arrays,
     )
 
 
-def _run(fields: Mapping[str, Any]) -> RunRecord:
+def _array(name: str, fields: Any) -> ArrayInfo:
+    _check_fields(ArrayInfo, fields, f"arrays.{name}.")
+    return ArrayInfo(**{**fields, "shape": tuple(fields["shape"])})
+
+
+def _run(fields: Any) -> RunRecord:
+    if isinstance(fields, dict) and "origin" in fields:  # format 1
+        fields = {**fields, "identity": fields["origin"]}
+        del fields["origin"]
+    _check_fields(RunRecord, fields, "run.")
     evaluations, positions = tuple(fields["evaluations"]), fields.get("positions")
     if positions is not None:
         positions = tuple(map(tuple, positions))
     return RunRecord(**{**fields, "evaluations": evaluations, "positions": positions})
 
 
+def _check_fields(kind: type, fields: Any, where: str, allowed: Set[str] = frozenset()) -> None:
+    """Raises `CheckpointError` for a field that is missing or of another type, and `CheckpointFormatError` for
+    one that this version does not know, and would lose."""
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"its record.json is damaged: {where or 'it'} is a {type(fields).__name__}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(fields.keys() - hints.keys() - allowed)
+    if unknown:
+        raise CheckpointFormatError(
+            f"its record has the unknown field {where}{unknown[0]}: it was written by another version of "
+            "redco_eqx. Nothing was changed: read it with that version, or pass another directory"
+        )
+    for field in dataclasses.fields(kind):
+        name = field.name
+        if name not in fields and field.default is not dataclasses.MISSING:
+            continue
+        allowed_types = _as_stored(hints[name])
+        is_wrong = name not in fields or not isinstance(fields[name], allowed_types)
+        if is_wrong or (isinstance(fields[name], bool) and not {bool, object} & {*allowed_types}):
+            raise CheckpointError(
+                f"its record.json is damaged: {where}{name} is {fields.get(name, 'missing')!r:.80}, but must "
+                f"be of type {hints[name]}"
+            )
+
+
+def _as_stored(hint: Any) -> tuple[type, ...]:
+    """The types that JSON has for a type of Python."""
+    if isinstance(hint, types.UnionType):
+        return tuple(kind for part in typing.get_args(hint) for kind in _as_stored(part))
+    origin = object if hint is Any else typing.get_origin(hint) or hint
+    if dataclasses.is_dataclass(origin) or issubclass(origin, Mapping):
+        return (dict,)
+    return (list, tuple) if origin is tuple else (origin,)
+
+
 def _sha256(content: Json) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Those of Python, this package and what it is built on."""
     names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 

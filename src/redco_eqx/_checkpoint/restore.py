@@ -15,14 +15,15 @@ from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, re
 from redco_eqx._checkpoint.names import MODEL, choose, from_names, rename, stored_target, to_names
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.mesh import put_global
-from redco_eqx._step.state import TrainState
+from redco_eqx._sharding.mesh import in_own_context, put_global
+from redco_eqx._step.state import TrainState, check_is_state
 from redco_eqx._tree import first_few, lack_of_value
 from redco_eqx._types import AnyArray
 
 T = TypeVar("T")
 
 
+@in_own_context
 def restore(
     directory: str | os.PathLike[str],
     like: TrainState,
@@ -71,17 +72,30 @@ def restore(
     """
     orbax_checkpoint()
     directory = local(directory)
+    check_is_state(like, "restore: like")
+    if only not in (None, "model"):
+        raise ValueError(f'restore: only={only!r}, but it must be "model", or None for all.')
     paths = from_first(lambda: [path.name for s, _, path in reversed(entries(directory)) if step in (None, s)])
     if not paths:
-        steps = sorted({s for s, _, _ in entries(directory)})
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(f"restore: {directory} has {wanted}; it has {steps or 'none'}.")
+        raise FileNotFoundError(f"restore: {directory} {_lack(directory, step)}")
 
     def load(path: pathlib.Path) -> TrainState:
         info = together(lambda: read_record(path), CheckpointError)
         return read(info, like, select(info, like, only=only, renamed=renamed, new=new, unused=unused))
 
     return first_good([directory / name for name in paths], load)[0]
+
+
+def _lack(directory: pathlib.Path, step: int | None) -> str:
+    """Why there is no checkpoint, of this step if one is given."""
+    if not directory.is_dir():
+        return "does not exist. It is the directory that save, or fit(checkpoints=), was given."
+    if steps := sorted({s for s, _, _ in entries(directory)}):
+        return f"has no checkpoint of step {step!r}, but of {steps}."
+    if (directory / "record").is_dir():
+        return f"is itself a checkpoint. Pass the directory that it is in, {directory.parent}, and step=."
+    names = first_few(sorted(path.name for path in directory.iterdir()), most=5)
+    return f"has no checkpoint: {f'it holds {names}' if names else 'it is empty'}. Pass the directory of a run."
 
 
 def first_good(

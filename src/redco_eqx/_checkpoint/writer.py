@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import shutil
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -32,9 +33,20 @@ from redco_eqx._checkpoint.directory import (
     read_record,
 )
 from redco_eqx._checkpoint.names import info_of, storable, to_names
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, Json, Row, RunRecord, decode, encode
-from redco_eqx._distributed.consensus import from_all, from_first, on_first, together
-from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._checkpoint.owner import Owner, wait_for
+from redco_eqx._checkpoint.record import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointInfo,
+    Json,
+    Row,
+    RunRecord,
+    decode,
+    encode,
+)
+from redco_eqx._distributed.consensus import from_all, from_first, together
+from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._step.state import TrainState, check_is_state, step_of
 from redco_eqx._tree import first_few, lack_of_value
 
 
@@ -47,17 +59,26 @@ class CheckpointWriter:
         *,
         keep_last: int | None = None,
         keep_best: Mapping[str, str] = MappingProxyType({}),
+        is_guest: bool = False,
     ):
+        """**Arguments:** as for `Checkpoints`; and
+
+        - `is_guest`: writes into the directory of another writer, too, if there is one.
+        """
         self._directory = local(directory)
         self._keep_last, self._keep_best = keep_last, keep_best
         self._ocp = orbax_checkpoint()
-        on_first(self._prepare)
+        self.owner: Owner | None = None
+        mark = from_first(lambda: self._prepare(is_guest))
+        if mark is not None:
+            together(lambda: wait_for(self._directory, mark), CheckpointError)
         self._checkpointer = self._make_checkpointer()
         self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
         self._newest: CheckpointInfo | None = None
         self._in_flight: pathlib.Path | None = None
         self._closed = False
 
+    @in_own_context
     def save(
         self,
         state: TrainState,
@@ -86,6 +107,7 @@ class CheckpointWriter:
             parameter is not finite.
         - `CheckpointError`: this or the save before could not be written. Earlier checkpoints are unharmed.
         """
+        check_is_state(state, "save: state")
         arrays = to_names(state)
         for name, x in arrays.items():
             if lack_of_value(x):
@@ -153,6 +175,12 @@ class CheckpointWriter:
         finally:
             self._cleaner.shutdown(wait=True)
             self._checkpointer.close()
+            self.release()
+
+    def release(self) -> None:
+        """Leaves the directory to other writers."""
+        if self.owner is not None:
+            self.owner.release()
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -160,13 +188,20 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self) -> None:
+    def _prepare(self, is_guest: bool) -> str | None:
+        """On process 0: takes the directory, and returns its mark. Who left something half-written in it is
+        dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        probe = self._directory / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        try:
+            self.owner = Owner(self._directory, waits=not is_guest)
+        except CheckpointError:
+            if not is_guest:
+                raise
+            return None
+        weakref.finalize(self, self.owner.release)  # of a writer that is dropped
         for path in half_written(self._directory):
             shutil.rmtree(path, ignore_errors=True)
+        return self.owner.mark
 
     def _make_checkpointer(self) -> Any:
         # Directories are made by `save` itself: in the background, threads would wait for those that cannot be
@@ -187,20 +222,18 @@ class CheckpointWriter:
         return CheckpointError(f"the checkpoint {path} could not be written: {error}")
 
     def _prune(self, newest: CheckpointInfo) -> None:
-        """Removes what `newest` makes superfluous: other attempts at its step, and what is not to be kept."""
-        others = [(step, path) for step, _, path in entries(self._directory) if path != newest.path]
-        superfluous = [path for step, path in others if step == newest.step]
+        """Removes what `newest` makes superfluous, of the same run: other attempts at its step, and what is not
+        to be kept."""
+        infos = []
+        for step, _, path in entries(self._directory):
+            is_older = step < newest.step and self._keep_last is not None
+            if (is_older or step == newest.step) and path != newest.path:
+                with contextlib.suppress(CheckpointError, CheckpointFormatError):  # not ours to judge
+                    infos.append(read_record(path))
+        infos = [info for info in infos if _run_of(info) == _run_of(newest)]
+        superfluous = [info.path for info in infos if info.step == newest.step]
         if self._keep_last is not None:
-            infos = [newest]
-            for step, path in others:
-                if step < newest.step:
-                    try:
-                        info = read_record(path)
-                    except CheckpointError:
-                        continue  # not ours to judge
-                    if _begin(info) == _begin(newest):
-                        infos.append(info)
-            infos.sort(key=lambda info: info.step)
+            infos = [*(info for info in infos if info.step < newest.step), newest]
             best = [best_of(infos, metric, mode) for metric, mode in self._keep_best.items()]
             superfluous += [info.path for info in infos[: -self._keep_last] if info not in best]
         for path in superfluous:
@@ -232,9 +265,11 @@ def save(
 
     **Raises:** as `Checkpoints.open` and `CheckpointWriter.save` do.
     """
-    with CheckpointWriter(directory) as writer:
+    local(directory)
+    check_is_state(state, "save: state")
+    with CheckpointWriter(directory, is_guest=True) as writer:
         return writer.save(state, metrics=metrics, extras=extras)
 
 
-def _begin(info: CheckpointInfo) -> int | None:
-    return None if info.run is None else info.run.begin
+def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
+    return None if info.run is None else (info.run.begin, info.run.id)

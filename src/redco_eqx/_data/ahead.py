@@ -2,8 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
+
+from redco_eqx._data.working import work_in_hand
 
 J = TypeVar("J")
 B = TypeVar("B")
@@ -11,7 +13,14 @@ B = TypeVar("B")
 _END = object()
 
 
-def run_ahead(jobs: Iterator[J], make: Callable[[J], B], *, num_ahead: int, num_threads: int) -> Generator[B]:
+def run_ahead(
+    jobs: Iterator[J],
+    make: Callable[[J], B],
+    *,
+    num_ahead: int,
+    num_threads: int,
+    timeout_seconds: float | None = None,
+) -> Generator[B]:
     """`make(job)` for each job in order, made up to `num_ahead` before it is asked for.
 
     **Arguments:**
@@ -19,6 +28,7 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], *, num_ahead: int, num_
     - `jobs`: read by one thread.
     - `num_ahead`: 0 for no thread at all.
     - `num_threads`: how many call `make` at the same time.
+    - `timeout_seconds`: for how long at most one is waited for. Raises `TimeoutError` then, saying who hangs.
     """
     if num_ahead == 0:
         for job in jobs:  # not `map`, which would take a StopIteration in `make` for the end
@@ -40,6 +50,11 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], *, num_ahead: int, num_
         while True:
             while len(pending) <= num_ahead:
                 pending.append(makers.submit(made, reader.submit(read)))
+            if not wait([pending[0]], timeout_seconds).done:
+                raise TimeoutError(
+                    f"batches: the next one has not come for {timeout_seconds:g} s (timeout_seconds).\n"
+                    + work_in_hand()
+                )
             batch = pending.popleft().result()
             if batch is _END:
                 return

@@ -5,14 +5,15 @@ only the rows that its own devices hold. Nothing here waits for another process.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._data.ahead import run_ahead
-from redco_eqx._data.consistency import CallFacts, open_stream
 from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
 from redco_eqx._data.order import epoch_order
 from redco_eqx._data.placement import Assembly, Rows
@@ -27,8 +28,11 @@ from redco_eqx._data.streams import (
     tail_sizes,
 )
 from redco_eqx._data.workers import closed_after, collator
+from redco_eqx._data.working import working
+from redco_eqx._distributed.agreement import Facts, entries_of
 from redco_eqx._sharding.mesh import BATCH_AXES, check_mesh, num_batch_shards
-from redco_eqx._types import Batch, CollateFn, Examples, Key
+from redco_eqx._tree import leaves_with_paths
+from redco_eqx._types import Batch, CollateFn, Examples, Key, check_function
 
 J = TypeVar("J")
 B = TypeVar("B")
@@ -84,6 +88,7 @@ def batches(
     process. At a batch, `TypeError` or `ValueError` naming the leaf, if `collate_fn` returns anything but
     numeric arrays with one row per example, or on another process arrays of another shape.
     """
+    check_function("batches", "collate_fn", collate_fn, "examples")
     data = as_data(examples)
     collate = collator(data, collate_fn)
     if isinstance(data, Stream):
@@ -124,7 +129,7 @@ def data_batches(
         )
     order = None if key is None or not data.shuffle else epoch_order(num_examples, key, epoch)
     start_of_order = None if order is None else order(np.arange(min(4, num_examples))).tolist()
-    call = CallFacts(num_examples, batch_size, epoch, start, remainder, start_of_order, dict(mesh.shape))
+    opening = _opening(num_examples, batch_size, epoch, start, remainder, start_of_order, mesh.shape)
     assembly = Assembly(collate_fn, mesh)
 
     def make(index: int) -> Batch:
@@ -132,12 +137,14 @@ def data_batches(
         positions = np.minimum(sizes.offset(index) + needed, num_examples - 1)  # past the end: "pad"
         wanted = (positions if order is None else order(positions)).tolist()
         again = f"batches(Data(..., prefetch=0), ..., epoch={epoch}, start={index}) makes it again"
-        with _noted(f"This is batch {index} of epoch {epoch}; {again}."):
-            read = {i: examples[i] for i in dict.fromkeys(wanted)}
-            return assembly(Rows(sizes[index], needed, [read[i] for i in wanted]))
+        with working(f"batch {index} of epoch {epoch}", f"This is batch {index} of epoch {epoch}; {again}."):
+            with working("examples[i]"):
+                read = {i: examples[i] for i in dict.fromkeys(wanted)}
+            with working("collate_fn"):
+                return assembly(Rows(sizes[index], needed, [read[i] for i in wanted]))
 
     made = _run_ahead(data, iter(range(start, len(sizes))), make)
-    return _compared(made, mesh, call, lambda batch: batch)
+    return _compared(made, mesh, opening, start, lambda batch: batch)
 
 
 def stream_batches(
@@ -150,34 +157,52 @@ def stream_batches(
     position: Position,
     start: int = 0,
     remainder: str = "drop",
-) -> Generator[tuple[Batch, Position, int]]:
-    """`batches` of a stream, from a position on, each with the position after it and a checksum (see `Rows`).
+    verify: bool = True,
+    say: Callable[[str], object] = lambda _: None,
+) -> Generator[tuple[Batch, Position, int, bool]]:
+    """`batches` of a stream, from a position on: each with the position after it, a checksum (see `Rows`), and
+    whether it is the last one that is read here, which on several processes is left to `Epochs`.
 
-    `start` is the number of the batch there.
+    `start` is the number of the batch there; `verify` and `say` as for `Reading`.
     """
     check_batch_size(batch_size, mesh)
     if remainder != "drop":
         check_for_evaluation(stream)
     tail_sizes(0, batch_size, remainder, 1)
-    call = CallFacts(
-        stream_facts(stream, position), batch_size, epoch, start, remainder, None, dict(mesh.shape)
-    )
+    opening = _opening(stream_facts(stream, position), batch_size, epoch, start, remainder, None, mesh.shape)
     assembly = Assembly(collate_fn, mesh)
 
-    def read() -> Iterator[tuple[int, Rows, Position]]:
-        with _noted(f"This happened when epoch {epoch} of the stream was read."):
-            reading = Reading(stream, epoch, position)
-            items = read_batches(stream, reading, assembly, batch_size, remainder, mesh)
-            for index, (rows, after) in enumerate(items, start):
-                yield index, rows, after
+    def read() -> Iterator[tuple[int, Rows, Position, bool]]:
+        note = f"This happened when epoch {epoch} of the stream was read."
+        with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
+            reading = Reading(stream, epoch, position, verify=verify, say=say)
+        items = read_batches(stream, reading, assembly, batch_size, remainder, mesh)
+        held = None
+        for index in itertools.count(start):
+            found, problem = None, None
+            try:
+                with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
+                    found = next(items, None)
+            except Exception as error:
+                problem = error
+            if jax.process_count() > 1 and found is not None:
+                yield index, *found, False
+            elif held is not None:  # one is read ahead, not collated: so the last is known
+                yield index - 1, *held, found is None and problem is None
+            if problem is not None:
+                raise problem
+            if found is None:
+                return
+            held = found if jax.process_count() == 1 else None
 
-    def make(job: tuple[int, Rows, Position]) -> tuple[Batch, Position, int]:
-        index, rows, after = job
-        with _noted(f"This is batch {index} of epoch {epoch} of the stream."):
-            return assembly(rows), after, rows.checksum
+    def make(job: tuple[int, Rows, Position, bool]) -> tuple[Batch, Position, int, bool]:
+        index, rows, after, is_last = job
+        what = f"batch {index} of epoch {epoch} of the stream"
+        with working(what, f"This is {what}."), working("collate_fn"):
+            return assembly(rows), after, rows.checksum, is_last
 
     made = _run_ahead(stream, read(), make)
-    return _compared(made, mesh, call, lambda made: made[0])
+    return _compared(made, mesh, opening, start, lambda made: made[0])
 
 
 class BatchSizes(Sequence[int]):
@@ -212,9 +237,8 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
     sizes = BatchSizes(batch_size, num_whole, tail_sizes(tail, batch_size, remainder, num_shards))
     if not len(sizes):
         raise ValueError(
-            f"batches: batch_size={batch_size}, but there are only {num_examples} examples, and "
-            'remainder="drop" leaves out what does not fill a batch. Use a smaller batch_size, or '
-            'remainder="split" or "pad".'
+            f"batch_size={batch_size}, but there are only {num_examples} examples, which do not fill a batch "
+            'of training. Use a smaller batch_size. (For evaluation, batches takes remainder="split" or "pad".)'
         )
     return sizes
 
@@ -235,23 +259,55 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> int:
 
 def _run_ahead(data: Data | Stream, jobs: Iterator[J], make: Callable[[J], B]) -> Generator[B]:
     num_ahead = max(data.prefetch, data.num_workers)
-    return run_ahead(jobs, make, num_ahead=num_ahead, num_threads=max(data.num_workers, 1))
+    num_threads = max(data.num_workers, 1)
+    seconds = data.timeout_seconds
+    return run_ahead(jobs, make, num_ahead=num_ahead, num_threads=num_threads, timeout_seconds=seconds)
 
 
-def _compared(made: Generator[B], mesh: Mesh, call: CallFacts, batch_of: Callable[[B], Batch]) -> Generator[B]:
+def _opening(
+    num_examples: int | str,
+    batch_size: int,
+    epoch: int,
+    start: int,
+    remainder: str,
+    order: list[int] | None,
+    mesh: Mapping[str, int],
+) -> Facts:
+    """The arguments of `batches` that are the same on every process."""
+    facts = {
+        "len(examples)": num_examples,
+        "batch_size": batch_size,
+        "epoch": epoch,
+        "start": start,
+        "remainder": remainder,
+        "the order by key": order,
+        "mesh": dict(mesh),
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _shapes(batch: Batch) -> Facts:
+    """The dtype and shape of each leaf. The leading dim is left open: each process has its own rows."""
+    return {
+        path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
+        for path, x in leaves_with_paths(batch)
+    }
+
+
+def _compared(
+    made: Generator[B], mesh: Mesh, opening: Facts, start: int, batch_of: Callable[[B], Batch]
+) -> Generator[B]:
     """The same, compared with the batches of the other processes. Raises at once if the calls differ."""
-    record = open_stream(mesh, call)
-    if record is None:
+    entries = entries_of(mesh)
+    if entries is None:
         return made
+    stream = entries.add("batches", opening)
 
     def compared() -> Generator[B]:
-        try:
-            for index, x in enumerate(made, call.start):
-                record.add(index, batch_of(x))
+        with contextlib.closing(made):
+            for index, x in enumerate(made, start):
+                entries.add_batch(stream, index, _shapes(batch_of(x)))
                 yield x
-        finally:
-            made.close()
-            record.close()
 
     return compared()
 
@@ -259,13 +315,3 @@ def _compared(made: Generator[B], mesh: Mesh, call: CallFacts, batch_of: Callabl
 def _closing(made: Generator[Batch], collate: CollateFn) -> Generator[Batch]:
     with closed_after(collate), contextlib.closing(made):
         yield from made
-
-
-@contextlib.contextmanager
-def _noted(note: str) -> Iterator[None]:
-    """Adds a note to an error that is raised inside."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise

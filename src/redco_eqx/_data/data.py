@@ -4,10 +4,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import equinox as eqx
+
+from redco_eqx._tree import describe, first_few, is_array
 from redco_eqx._types import Examples
 
 
-def check_workers(name: str, prefetch: int, num_workers: int, processes: bool) -> None:
+def check_workers(
+    name: str, prefetch: int, num_workers: int, processes: bool, timeout_seconds: float | None
+) -> None:
     """Raises `ValueError` if these options of `Data` or `Stream` do not go together."""
     if prefetch < 0:
         raise ValueError(f"{name}: prefetch={prefetch}, but it must be 0 (no thread) or more.")
@@ -17,6 +22,11 @@ def check_workers(name: str, prefetch: int, num_workers: int, processes: bool) -
         raise ValueError(f"{name}: num_workers={num_workers} work ahead, but prefetch=0 allows none.")
     if processes and num_workers == 0:
         raise ValueError(f"{name}: processes=True needs num_workers=, the number of processes.")
+    if timeout_seconds is not None and not (timeout_seconds > 0 and prefetch > 0):
+        raise ValueError(
+            f"{name}: timeout_seconds={timeout_seconds} with prefetch={prefetch}, but it must be positive, and "
+            "only another thread can be waited for: prefetch= must be 1 or more."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +47,9 @@ class Data:
     - `processes`: whether each of them leaves `collate_fn` to a process of its own: for what holds Python's
         lock. The processes are started anew (the "spawn" of `multiprocessing`), so `collate_fn` is a function
         of a module, a program has `if __name__ == "__main__":`, and examples and batches are pickled.
+    - `timeout_seconds`: after how long a batch that does not come is a `TimeoutError`, which names the worker
+        that hangs, and in which batch; `None` waits for ever. (A thread that hangs still keeps a program from
+        ending, unlike with `step_timeout_seconds` of [`fit`][].)
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -47,9 +60,10 @@ class Data:
     prefetch: int = 2
     num_workers: int = 0
     processes: bool = False
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Data", self.prefetch, self.num_workers, self.processes)
+        check_workers("Data", self.prefetch, self.num_workers, self.processes, self.timeout_seconds)
 
     @property
     def sequence(self) -> Examples:
@@ -74,8 +88,12 @@ class Stream:
     iterator, which can be read only once, ends the run.
 
     A run that goes on reads on after the last batch that was trained on. The position is set by the iterator's
-    or iterable's own `get_state` and `set_state`, or `state_dict` and `load_state_dict`, if it has them, and
-    else by reading as many again. That is exact if the stream gives the same each time: a shuffle needs a seed.
+    or iterable's own `get_state` and `set_state`, or `state_dict` and `load_state_dict`, if it has them: to a
+    state from 1,000 to 2,000 examples before (of batches 31 to 62; early in an epoch from after the first one),
+    which are read again. If they are not the same (by checksum), or if there is no state, all of the epoch up
+    to there is read again; if that is not the same either, refused, unless `Checkpoints(allow_changes=True)`.
+    So a shuffle needs a seed. Of objects that are no numbers, arrays, text, dataclasses or collections of such,
+    type and size alone are compared.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
         `DataLoader(batch_size=None)`), or a function from the number of the epoch to one.
@@ -86,8 +104,8 @@ class Stream:
     - `batched`: whether each item is a batch already, of all rows that are read here; `collate_fn` is given
         the item itself, and makes NumPy arrays of it. For training only.
     - `replay`: whether a run always goes on by reading again, although the stream can set its position, but not
-        exactly. A shuffle buffer of `datasets`, which is filled anew, is recognised.
-    - `prefetch`, `num_workers`, `processes`: see [`Data`][].
+        exactly. Shuffle buffers of `datasets`, which are filled anew, are recognised.
+    - `prefetch`, `num_workers`, `processes`, `timeout_seconds`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -100,9 +118,10 @@ class Stream:
     prefetch: int = 2
     num_workers: int = 0
     processes: bool = False
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Stream", self.prefetch, self.num_workers, self.processes)
+        check_workers("Stream", self.prefetch, self.num_workers, self.processes, self.timeout_seconds)
         if not self.is_function and not hasattr(self.examples, "__iter__"):
             raise TypeError(
                 f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable, or a function "
@@ -130,15 +149,54 @@ def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> D
     return examples if isinstance(examples, Data | Stream) else Data(examples)
 
 
-def num_examples_of(examples: Examples) -> int:
-    """How many there are. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
-    sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-    if not sized or isinstance(examples, Mapping):
+def check_examples(where: str, examples: Any) -> None:
+    """Raises `TypeError`, naming the argument as `where`, for what is no sequence of examples, function of the
+    epoch, [`Data`][] or [`Stream`][], or would be taken for other examples than are meant."""
+    if isinstance(examples, Stream):
+        return
+    examples = examples.examples if isinstance(examples, Data) else examples
+    kind = type(examples).__name__
+    if isinstance(examples, Mapping):
         raise TypeError(
-            f"batches: examples is a {type(examples).__name__}, but a sequence of examples is needed, "
-            "with len(examples) and examples[int]. list(...) makes one of an iterable, and rx.Stream(...) "
-            "reads what is too long for that."
+            f"{where} is a {kind} of {first_few([repr(name) for name in examples])}, but a sequence of "
+            "examples is needed. Columns become a list of rows by [dict(zip(examples, row)) for row in "
+            "zip(*examples.values())]; of several sets of examples pass one."
         )
+    if hasattr(examples, "iloc"):
+        raise TypeError(
+            f"{where} is a {kind}, of which examples[i] is a column. A list of rows serves: "
+            'examples.to_dict("records").'
+        )
+    if type(examples) is tuple and _are_columns(examples):
+        arrays = ", ".join(describe(x) for x in examples)
+        raise TypeError(
+            f"{where} is a tuple of {len(examples)} arrays, {arrays}, which would be taken for "
+            f"{len(examples)} examples. Columns become a list of rows by list(zip(*examples)); if each "
+            "array is an example, pass list(examples)."
+        )
+    sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    sized = sized and not isinstance(examples, str) and getattr(examples, "shape", None) != ()
+    if not sized and (isinstance(examples, eqx.Module) or not callable(examples)):
+        raise TypeError(
+            f"{where} is a {kind}, but a sequence of examples is needed, with len(examples) and examples[int]. "
+            "list(...) makes one of an iterable, and rx.Stream(...) reads what is too long for that. In a call "
+            "the state comes first, then the examples."
+        )
+
+
+def _are_columns(examples: tuple[Any, ...]) -> bool:
+    """Whether these arrays look like inputs, labels and so on of more examples than they are themselves."""
+    if not 2 <= len(examples) <= 4 or not all(is_array(x) and x.ndim > 0 for x in examples):
+        return False
+    lengths = {x.shape[0] for x in examples}
+    return len(lengths) == 1 and lengths.pop() > len(examples)
+
+
+def num_examples_of(examples: Examples, where: str = "batches: examples") -> int:
+    """How many there are. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
+    check_examples(where, examples)
+    if not hasattr(examples, "__len__"):
+        raise TypeError(f"{where} is a function, which is for training: a sequence of examples is needed.")
     if len(examples) == 0:
-        raise ValueError("batches: examples is empty.")
+        raise ValueError(f"{where} is empty.")
     return len(examples)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from redco_eqx._data.batches import batch_sizes, check_batch_size, data_batches, stream_batches
@@ -81,6 +82,11 @@ class Epochs:
             self.num_examples = len(self._of(self._data, 0))
             self.order = SHUFFLED if self._data.shuffle else None
 
+    @property
+    def first_examples(self) -> Examples | None:
+        """The examples of the first epoch; `None` for a stream."""
+        return None if isinstance(self._data, Stream) else self._of(self._data, 0)
+
     def __str__(self) -> str:
         if isinstance(self._data, Stream) and self.positions is not None:
             return f"{stream_facts(self._data, self.positions[0])}, steps of {self._batch_size}"
@@ -105,24 +111,27 @@ class Epochs:
         num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
 
-    def how_found(self, positions: Sequence[Sequence[Any]]) -> str:
-        """How a stream gets to a position, in words: by a state of its own, or by reading."""
-        position = Position(*positions[0])
-        is_read = isinstance(self._data, Stream) and self._data.replay
-        return str(position._replace(state=None) if is_read else position)
-
     def after(
-        self, epoch: int, batch: int, *, key: Key, positions: Sequence[Sequence[Any]] | None = None
+        self,
+        epoch: int,
+        batch: int,
+        *,
+        key: Key,
+        positions: Sequence[Sequence[Any]] | None = None,
+        verify: bool = True,
+        say: Callable[[str], object] = lambda _: None,
     ) -> Generator[tuple[Batch, Place]]:
         """The batches from a place on, each with the place after it. Closing the generator ends its threads.
 
         `key` gives the order of each epoch; that of `fit` is `order_key`. `positions` are those of all
-        shards of a stream there, as the record of a run has them; without them it is read again as far.
+        shards of a stream there, as the record of a run has them; without them it is read again as far. A
+        stream that gives other items than before is refused by a `ValueError`, unless `verify` is false; how
+        it gets there, `say` is told in words, by the thread that reads.
         """
         collate = collator(self._data, self._collate_fn)
         with closed_after(collate):
             if isinstance(self._data, Stream):
-                yield from self._of_stream(self._data, collate, epoch, batch, positions)
+                yield from self._of_stream(self._data, collate, epoch, batch, positions, verify, say)
             else:
                 yield from self._of_data(self._data, collate, epoch, batch, key)
 
@@ -153,6 +162,8 @@ class Epochs:
         epoch: int,
         batch: int,
         positions: Sequence[Sequence[Any]] | None,
+        verify: bool,
+        say: Callable[[str], object],
     ) -> Generator[tuple[Batch, Place]]:
         begin = first_position(stream, self._batch_size, self._mesh)
         if positions is None:
@@ -168,6 +179,8 @@ class Epochs:
                 epoch=epoch,
                 position=position,
                 start=batch,
+                verify=verify,
+                say=say,
             )
             first = batch + 1
             with contextlib.closing(made):
@@ -204,16 +217,19 @@ def _of_shard(begin: Position, positions: Sequence[Sequence[Any]]) -> Position:
 
 
 def _with_ends(
-    made: Iterator[tuple[Batch, Position, int]], mesh: Mesh
+    made: Iterator[tuple[Batch, Position, int, bool]], mesh: Mesh
 ) -> Generator[tuple[Batch, Position, bool]]:
     """Each batch with its position, and whether it is the last one of some process: all stop there.
 
     Of many processes none waits for another: what is asked about a batch is answered a few batches later.
     Raises `ValueError` on all of them if their checksums differ.
     """
+    if jax.process_count() == 1:
+        yield from ((batch, position, is_last) for batch, position, _, is_last in made)
+        return
     vote = Vote(mesh)
-    behind: deque[tuple[Batch, Position, int] | None] = deque()
-    held: tuple[Batch, Position, int] | None = None
+    behind: deque[tuple[Batch, Position, int, bool] | None] = deque()
+    held: tuple[Batch, Position, int, bool] | None = None
     while True:
         newest = next(made, None)
         behind.append(newest)

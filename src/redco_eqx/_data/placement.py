@@ -78,6 +78,8 @@ class Assembly:
         _check_batch(batch, len(rows.here))
         sharding, _ = self._layout(rows.size)
         with jax.enable_x64(self._x64):
+            for path, leaf in leaves_with_paths(batch):
+                _check_fits(path, leaf)
             return jax.tree.map(lambda x: _place(x, rows.size, sharding, rows.here), batch)
 
     def _layout(self, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
@@ -111,6 +113,25 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
                 "of examples that collate_fn was given. Stack one row per example; what all examples "
                 "share belongs in the model or in the loss function."
             )
+
+
+def _check_fits(path: str, leaf: Any) -> None:
+    """Raises `ValueError` for numbers of 64 bits that JAX would make others of where it holds 32 bits."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if dtype == leaf.dtype or not leaf.size:
+        return
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        wrong = [x for x in (leaf.min(), leaf.max()) if not limits.min <= x <= limits.max]
+    else:
+        with np.errstate(over="ignore"):
+            wrong = leaf[np.isinf(leaf.astype(dtype)) & ~np.isinf(leaf)]
+    if len(wrong):
+        raise ValueError(
+            f"collate_fn: {f'leaf {path!r}' if path else 'the batch'} is {describe(leaf)} and has {wrong[0]}, "
+            f"but JAX holds it as {dtype}, where that does not fit. Make it smaller, or "
+            'jax.config.update("jax_enable_x64", True) first.'
+        )
 
 
 def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, " num_rows"]) -> Array:

@@ -13,18 +13,19 @@ class Position(NamedTuple):
 
     - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
     - `num_items`: how many items (examples, or batches) have been read.
-    - `state`: the source's own state there; `None` if it has none.
+    - `state`: the source's own state there or a little before; `None` if it has none.
+    - `checksum`: of the items that have been read; `None` if that is not known.
+    - `state_items`, `state_checksum`: how many had been read when the state was taken, and their checksum. What
+        is read from there must lead to `checksum`: this proves the state.
     """
 
     shard: int
     num_shards: int
     num_items: int = 0
     state: str | None = None
-
-    def __str__(self) -> str:
-        if self.state is not None:
-            return "the stream is set to the state that its source had there"
-        return f"the stream is read again from its beginning: {self.num_items} items are left out"
+    checksum: int | None = None
+    state_items: int = 0
+    state_checksum: int = 0
 
 
 def encode(state: Any) -> str | None:

@@ -1,8 +1,12 @@
 """A stream that is being read: one epoch of it, from any position on."""
 
+import array
+import contextlib
+import dataclasses
 import itertools
+import marshal
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,49 +21,142 @@ from redco_eqx._types import Examples
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
+PROOF = 1000
+"""Over how many examples, at least, a state must give the same ones before it is used."""
+
+
+class _Mark(NamedTuple):
+    """A place to which a stream can be set: after so many items, of this checksum; by a state, if any."""
+
+    num_items: int = 0
+    checksum: int = 0
+    state: str | None = None
+
 
 class Reading(Iterator[Any]):
     """The items of an epoch from a position on."""
 
-    def __init__(self, stream: Stream, epoch: int, position: Position):
-        """Opens the stream, and goes to the position: by the source's own state, or by reading as far.
+    def __init__(
+        self,
+        stream: Stream,
+        epoch: int,
+        position: Position,
+        *,
+        verify: bool = True,
+        say: Callable[[str], object] = lambda _: None,
+    ):
+        """Opens the stream, and goes to the position: by the source's own state, if what is read from there
+        gives the checksum that was stored, and else by reading as far from the beginning.
 
-        Raises `ValueError` if the stream ends before, and `TypeError` if its function returns no iterable.
+        **Arguments:**
+
+        - `verify`: whether other items than those that were read before are refused.
+        - `say`: is told in words how the position is found.
+
+        Raises `ValueError` if the stream ends before, or gives other items, and `TypeError` if its function
+        returns no iterable.
         """
-        self._before = position
-        self._num_read = 0
-        source = _source(stream, epoch, position)
-        has_exact_state = not stream.replay and not _refills(source)
-        self._state = _state_of(source) if has_exact_state else None
-        saved = None if position.state is None or not has_exact_state else decode(position.state)
-        if self._state is not None and saved is not None:  # an iterable's is set before it is iterated
-            self._state.set(saved)
-        self._items = iter(source)
-        if self._state is None and has_exact_state:
-            self._state = _state_of(self._items)
-            if self._state is not None and saved is not None:
-                self._state.set(saved)
-        if self._state is None or saved is None:
-            self._leave_out(position.num_items, epoch)
-
-    def __next__(self) -> Any:
-        item = next(self._items)
-        self._num_read += 1
-        return item
-
-    @property
-    def position(self) -> Position:
-        """The position after what has been read."""
-        state = None if self._state is None else encode(self._state.get())
-        return self._before._replace(num_items=self._before.num_items + self._num_read, state=state)
-
-    def _leave_out(self, num_items: int, epoch: int) -> None:
-        there = sum(1 for _ in itertools.islice(self._items, num_items))
+        self._stream, self._epoch, self._shard = stream, epoch, position
+        self._span = max(1, PROOF // 32) if stream.batched else PROOF
+        mark = _Mark(position.state_items, position.state_checksum, position.state)
+        num_items, why = position.num_items, ""
+        self._back: str | None = None
+        if position.state is not None and position.checksum is not None:
+            problem = self._set(mark, position)
+            if problem is None:
+                say(
+                    "the stream is set to the state that its source had there: the last "
+                    f"{num_items - mark.num_items} items are read again, and are the same"
+                )
+                return
+            why = f" ({problem})" if problem else ""
+        if num_items:
+            say(f"the stream is read again from its beginning: {num_items} items are left out{why}")
+        if why or position.state is None or position.checksum is None:
+            self._open(_Mark(), again=bool(why))
+        there = self._leave_out(num_items)
         if there < num_items:
             raise ValueError(
                 f"Stream: it was left after {num_items} items of epoch {epoch}, but now gives only {there}. It "
                 "must give the same ones each time that it is read."
             )
+        if position.checksum not in (None, self._checksum):
+            other = f"the first {num_items} items of epoch {epoch} are others than when the run was saved"
+            if verify:
+                raise ValueError(
+                    f"Stream: {other} (checksum {self._checksum}, but {position.checksum} was stored). It must "
+                    "give the same ones each time that it is read: give a seed to its shuffle, and to all "
+                    "that is random in it (DataLoader(shuffle=True) needs a generator=, made anew for each "
+                    "epoch). Checkpoints(..., allow_changes=True) goes on all the same."
+                )
+            say(f"{other}: going on all the same (allow_changes=True)")
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self._num_items += 1
+        self._checksum = checksum(item, self._checksum)
+        if self._num_items == 1:  # not before: what was iterated already has a state of its end
+            self._marks = (self._new_mark(),) * 2
+        return item
+
+    def position(self) -> Position:
+        """The position after what has been read. Asked after each batch: now and then it takes a state."""
+        if self._num_items - self._marks[1].num_items >= self._span:
+            self._marks = self._marks[1], self._new_mark()
+        mark = self._marks[0]
+        if mark.state is None or mark.num_items == self._num_items:  # from which nothing was read, as a proof
+            mark = _Mark()
+        shard, num_shards, *_ = self._shard
+        return Position(
+            shard, num_shards, self._num_items, mark.state, self._checksum, mark.num_items, mark.checksum
+        )
+
+    def _new_mark(self) -> _Mark:
+        text = None if self._state is None else encode(self._state.get())
+        return _Mark(self._num_items, self._checksum, text)
+
+    def _set(self, mark: _Mark, position: Position) -> str | None:
+        """Goes to the position from a state before it. Returns why not, which is empty if there is no state."""
+        try:
+            if not self._open(mark):
+                return ""
+            self._leave_out(position.num_items - mark.num_items)
+        except Exception as error:
+            return f"its source cannot be set to the state that it had there: {type(error).__name__}: {error}"
+        if (self._num_items, self._checksum) == (position.num_items, position.checksum):
+            return None
+        return "the state that its source had there does not lead to the same items"
+
+    def _open(self, mark: _Mark, *, again: bool = False) -> bool:
+        """Opens the stream at its beginning, and sets it to a state, if any. Returns whether it has states.
+
+        An iterator that is opened `again` is set back.
+        """
+        source = _source(self._stream, self._epoch, self._shard)
+        has_state, is_iterator = not self._stream.replay and not _refills(source), hasattr(source, "__next__")
+        if has_state and mark.state is not None and not is_iterator and _state_of(source) is not None:
+            source = _twin(source)
+        self._state = _state_of(source) if has_state else None
+        if self._state is not None:  # an iterable's is set before it is iterated
+            if is_iterator and again and self._back is not None:
+                self._state.set(decode(self._back))
+            if mark.state is not None:
+                self._back = encode(self._state.get()) if is_iterator else None
+                self._state.set(decode(mark.state))
+        self._items = iter(source)
+        if self._state is None and has_state:
+            self._state = _state_of(self._items)
+            if self._state is not None and mark.state is not None:
+                self._state.set(decode(mark.state))
+        if self._state is None or mark.state is None:
+            mark = _Mark()
+        self._num_items, self._checksum, _ = mark
+        self._marks = mark, mark
+        return self._state is not None
+
+    def _leave_out(self, num_items: int) -> int:
+        """How many of so many items there were."""
+        return sum(1 for _ in itertools.islice(self, num_items))
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
@@ -113,7 +210,10 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
     else:
         check_for_evaluation(data)
         few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
-    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, processes=data.processes)
+    options = {
+        name: getattr(data, name) for name in ("prefetch", "num_workers", "processes", "timeout_seconds")
+    }
+    return Data(few, **options)
 
 
 def read_batches(
@@ -125,33 +225,73 @@ def read_batches(
     read_here = needed if stream.sharded else np.arange(batch_size)
     if stream.batched:
         for item in reading:
-            yield Rows(batch_size, read_here, item, checksum(item) if is_shared else 0), reading.position
+            after = reading.position()
+            yield Rows(batch_size, read_here, item, (after.checksum or 0) if is_shared else 0), after
         return
     while items := list(itertools.islice(reading, len(read_here))):
+        after = reading.position()
         if len(items) == len(read_here):
             mine = items if stream.sharded else [items[row] for row in needed]
-            yield Rows(batch_size, needed, mine, checksum(items) if is_shared else 0), reading.position
+            yield Rows(batch_size, needed, mine, (after.checksum or 0) if is_shared else 0), after
         else:
             for size in tail_sizes(len(items), batch_size, remainder, num_batch_shards(mesh)):
                 rows = assembly.needed(size)
-                yield Rows(size, rows, [items[min(row, len(items) - 1)] for row in rows]), reading.position
+                yield Rows(size, rows, [items[min(row, len(items) - 1)] for row in rows]), after
                 items = items[size:]
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Of the numbers and text in an example, from 0 to 2**30; of other objects their type alone counts."""
+    """Of the numbers and text in an example, from 0 to 2**30, going on from that of what was before.
+
+    Of other objects their type and size alone count, since their content may cost more than reading them did.
+    """
+    content = _content(x)
+    if content is not None:
+        return zlib.crc32(content, begin) % 2**30
+    for item in _parts(x):
+        begin = checksum(item, begin)
+    return begin
+
+
+def _content(x: Any) -> Any:
+    """The bytes of what has no parts, or only numbers and text; `None` for what has parts."""
     is_sequence = isinstance(x, list | tuple)
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
-        content = np.ascontiguousarray(x).tobytes()
-    elif type(x) in _PLAIN or (is_sequence and _PLAIN.issuperset(map(type, x))):  # tokens, say: at once
-        content = repr(x).encode()
-    elif is_sequence or isinstance(x, dict):
-        for item in x.items() if isinstance(x, dict) else x:
-            begin = checksum(item, begin)
-        return begin
-    else:
-        content = type(x).__name__.encode()
-    return zlib.crc32(content, begin) % 2**30
+    if is_sequence and x and type(x[0]) is int:  # tokens, say: the fastest way
+        with contextlib.suppress(TypeError, OverflowError):
+            return array.array("q", x)
+    # Not version 3 or 4 of `marshal`, where the bytes depend on what refers to an object.
+    if type(x) in _PLAIN or (is_sequence and _PLAIN.issuperset(map(type, x))):
+        return marshal.dumps(list(x) if is_sequence else x, 2)
+    if isinstance(x, np.ndarray | np.generic):
+        return None if x.dtype.hasobject else np.ascontiguousarray(x).tobytes()
+    if is_sequence or isinstance(x, Mapping) or _is_dataclass(x) or _array_of(x) is not None:
+        return None
+    if isinstance(x, str | bytes | bytearray | int | float):
+        return repr(x).encode()
+    size = getattr(x, "size", None)  # of an image
+    return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode()
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    if isinstance(x, Mapping):
+        return x.items()
+    if isinstance(x, np.ndarray):
+        return x.ravel().tolist()
+    if _is_dataclass(x):
+        return (getattr(x, field.name) for field in dataclasses.fields(x))
+    return x if isinstance(x, list | tuple) else [_array_of(x)]
+
+
+def _array_of(x: Any) -> np.ndarray | None:
+    """That of an array of torch or JAX, where NumPy can have it."""
+    if hasattr(x, "__array__"):
+        with contextlib.suppress(TypeError, RuntimeError):
+            return np.asarray(x)
+    return None
+
+
+def _is_dataclass(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
 def tail_sizes(num_examples: int, batch_size: int, remainder: str, num_shards: int) -> list[int]:
@@ -191,14 +331,30 @@ def _state_of(source: Any) -> _State | None:
     return None
 
 
+def _twin(source: Any) -> Any:
+    """Another iterable with the same attributes, where that can be: a state that is set leaves the user's be.
+
+    A dataset of Hugging Face begins at it each time that it is iterated in that epoch.
+    """
+    # Not `copy.copy`: that of such a dataset has the very same attributes, those that are set later, too.
+    if hasattr(type(source), "__del__"):
+        return source
+    try:
+        twin = object.__new__(type(source))
+        vars(twin).update(vars(source))
+    except TypeError:  # an extension type, or one without attributes
+        return source
+    return twin
+
+
 def _refills(source: Any) -> bool:
-    """Whether a dataset of Hugging Face shuffles by a buffer, whose content its state does not hold."""
-    link = getattr(source, "_ex_iterable", None)
-    while link is not None:
-        if hasattr(link, "buffer_size"):
-            return True
-        link = getattr(link, "ex_iterable", None)
-    return False
+    """Whether a dataset of Hugging Face, or one in it, shuffles by a buffer, whose content its state lacks.
+
+    Nothing can prove that its state is exact: of a rare part of a mixture an item may not come for long.
+    """
+    inner = [getattr(source, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+    inner += getattr(source, "ex_iterables", ())
+    return hasattr(source, "buffer_size") or any(_refills(x) for x in inner if x is not None)
 
 
 def _source(stream: Stream, epoch: int, position: Position) -> Iterable[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.working import working
 from redco_eqx._types import Batch, CollateFn
 
 
@@ -50,7 +51,8 @@ class CollatingProcesses:
                     self._idle.put(worker)
         worker = self._idle.get()
         try:
-            return worker.collate(examples)
+            with working(f"in the process {worker.process.name} (pid {worker.process.pid})"):
+                return worker.collate(examples)
         finally:
             self._idle.put(worker)
 

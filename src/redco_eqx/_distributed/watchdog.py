@@ -4,6 +4,7 @@ import faulthandler
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from redco_eqx._distributed.process_group import end_process
 
@@ -17,10 +18,11 @@ class Watchdog:
     itself not get to run any more, the same happens without the telling.
     """
 
-    def __init__(self, timeout_seconds: float | None):
+    def __init__(self, timeout_seconds: float | None, about: Callable[[], str] = lambda: ""):
+        """`about` says at the end what else there is to know."""
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"step_timeout_seconds={timeout_seconds}, but it must be positive, or None.")
-        self._seconds = timeout_seconds
+        self._seconds, self._about = timeout_seconds, about
         self._done = threading.Event()
         self._last_beat = 0.0
 
@@ -51,6 +53,6 @@ class Watchdog:
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
                 end_process(
                     f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
-                    "its threads stands."
+                    f"its threads stands.\n{self._about()}".rstrip()
                 )
         faulthandler.cancel_dump_traceback_later()

@@ -14,6 +14,7 @@ Policy: TypeAlias = Callable[..., bool]
 
 def only_real(policy: Policy) -> Policy:
     """`policy`, but complex values are computed again: JAX rounds what is kept, and cannot round those."""
+    # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
 
     def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
         is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)

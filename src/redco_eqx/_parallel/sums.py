@@ -20,8 +20,9 @@ def vary(x: Array, axes: Axes) -> Array:
 
 
 def _in_float32_on_cpu(function: Callable[[Array], Array], x: Array) -> Array:
-    # In a shard_map that leaves axes to the compiler, the CPU compiler of jaxlib 0.10.2 aborts the process on
-    # a bfloat16 sum. Which platform it is for is known when the program is lowered.
+    # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the process on a bfloat16 sum
+    # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. Which
+    # platform it is for is known when the program is lowered.
     if x.dtype != jnp.bfloat16:
         return function(x)
     return jax.lax.platform_dependent(

@@ -39,7 +39,8 @@ def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], I
             places = before * last + jax.lax.axis_index("tensor") * own + place
         return values, places
 
-    # Left to itself, the compiler gathers the rows of all devices for a top-k.
+    # Left to itself, the compiler gathers the rows of all devices for a top-k: jaxlib 0.10.2 and 0.12.0, no
+    # upstream issue known (on GPUs values of a split dim were wrong, too: jax-ml/jax#19271).
     cut = "tensor" if is_cut else None
     values, places = jax.shard_map(
         body,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from redco_eqx._parallel.linear import check_sequence
 from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
@@ -22,7 +22,9 @@ from redco_eqx._types import Mean
 def embed(
     table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
 ) -> Float[Array, "*batch size"]:
-    """Rows of an embedding table that is split over its rows (the vocabulary): `table[ids]`.
+    """Rows of an embedding table that is split over its rows (the vocabulary): `jnp.take(table, ids, axis=0)`.
+
+    On every mesh a negative id counts from the end, and one that is outside of the table gives NaN.
 
     Over `tensor` each shard looks up what it has, and one all-reduce of the size of the result adds them up.
     Over `fsdp` the table's width is gathered, and its gradient reduced and scattered; left to itself, the
@@ -60,10 +62,13 @@ def embed(
         if not is_cut:
             found = jnp.take(table, ids, axis=0)
             return _own_part(found, mesh) if sequence_parallel else found
-        own = ids - jax.lax.axis_index("tensor") * table.shape[0]
-        is_here = (own >= 0) & (own < table.shape[0])
-        found = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
-        found = jnp.where(is_here[..., None], found, 0)
+        num_rows = table.shape[0] * tensor_size(mesh)
+        ids = _wide(ids)
+        ids = jnp.where(ids < 0, ids + num_rows, ids)
+        own, is_here = _own_part_of(ids, table.shape[0], "tensor")
+        found = jnp.take(table, own, axis=0)
+        other = jnp.where((ids < 0) | (ids >= num_rows), jnp.nan, 0).astype(table.dtype)
+        found = jnp.where(is_here[..., None], found, other[..., None])
         if sequence_parallel:
             return jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
         return jax.lax.psum(found, "tensor")
@@ -106,9 +111,10 @@ def cross_entropy(
     - `hidden`: `(batch, length, size)`, what the head reads; of any other rank (as under a `vmap`) the compiler
         decides.
     - `head`: a Linear-like module, or an array with one row for each token: the table of a tied embedding.
-    - `labels`: the right token after each one.
-    - `weights`: how much each token counts; 1 by default.
-    - `ignore_label`: tokens with this label do not count.
+    - `labels`: the right token after each one. One that is negative or beyond the vocabulary gives NaN.
+    - `weights`: how much each token counts; 1 by default. Of a token of weight 0 nothing comes into the loss or
+        the gradients by `hidden` and `head`, whatever its label is, and if its hidden state or logits are NaN.
+    - `ignore_label`: tokens with this label have weight 0.
     - `num_chunks`: in how many parts the length is taken. Logits exist for one part at a time, forward and
         backward, so that they take that much less memory; the head is applied once more.
     - `sequence_parallel`: `hidden` is split over `tensor` along its dim 1. It is gathered here, and its
@@ -179,7 +185,7 @@ def _chunked(
     """Weighted sum of the cross-entropy, and sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
-        return jnp.sum(weights * _cross_entropy(head(hidden), labels, axis))
+        return jnp.sum(weights * _cross_entropy(hidden, head, labels, weights != 0, axis))
 
     if num_chunks == 1:
         return total_of(hidden, labels, weights), jnp.sum(weights)
@@ -195,23 +201,55 @@ def _chunked(
 
 
 def _cross_entropy(
-    logits: Float[Array, "*tokens vocabulary"], labels: Int[Array, "*tokens"], axis: str | None
+    hidden: Float[Array, "*tokens size"],
+    head: Layer,
+    labels: Int[Array, "*tokens"],
+    counts: Bool[Array, "*tokens"],
+    axis: str | None,
 ) -> Float[Array, "*tokens"]:
-    """For each token. With `axis`, the last dim of `logits` is this shard's part of the vocabulary."""
+    """For each token, finite for one that does not count. With `axis`, the head gives this shard's logits."""
+    # A token that does not count is replaced only where it is not finite: at weight 0, the derivative by the
+    # weight is still its cross-entropy. Where it is multiplied by 0 backward, a NaN would stay.
+    is_safe = counts | (jnp.max(jnp.abs(jax.lax.stop_gradient(hidden)), axis=-1) < jnp.inf)
+    logits = head(jnp.where(is_safe[..., None], hidden, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
-    if axis is None:
-        own, is_here = labels, (labels >= 0) & (labels < logits.shape[-1])
-    else:
-        greatest = checkpoint_name(jax.lax.pmax(greatest, axis), "reduced")
-        own = labels - jax.lax.axis_index(axis) * logits.shape[-1]
-        is_here = (own >= 0) & (own < logits.shape[-1])
-    sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
-    picked = jnp.take_along_axis(logits, jnp.where(is_here, own, 0)[..., None], axis=-1)[..., 0]
-    picked = jnp.where(is_here, picked, 0)
+    is_safe = counts | (greatest < jnp.inf)  # of this shard: not every backend's `pmax` keeps a NaN
     if axis is not None:
+        greatest = checkpoint_name(jax.lax.pmax(greatest, axis), "reduced")
+    is_finite = counts | jnp.isfinite(greatest)
+    logits = jnp.where((is_safe & is_finite)[..., None], logits, 0)
+    greatest = jnp.where(is_finite, greatest, 0)
+    sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
+    size, labels = logits.shape[-1], _wide(labels)
+    if axis is None:
+        is_here = (labels >= 0) & (labels < size)
+        # Outside, NaN is filled in; twice below 0, where the first time would count from the end.
+        own = jnp.where(is_here, labels, jnp.where(counts, labels - size * (labels < 0), 0))
+        picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+        picked = jnp.where(is_here | counts, picked, 0)
+    else:
+        own, is_here = _own_part_of(labels, size, axis)
+        is_outside = (labels < 0) | (labels >= size * jax.lax.axis_size(axis))
+        picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+        picked = jnp.where(is_here, picked, jnp.where(is_outside & counts, jnp.nan, 0))
         sums, picked = (checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked))
-    return jnp.log(sums) + greatest - picked
+    each = jnp.log(sums) + greatest - picked
+    return jnp.where(counts | jnp.isfinite(each), each, 0)
+
+
+def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """In a dtype that has room for the size of a vocabulary."""
+    return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+
+
+def _own_part_of(
+    ids: Int[Array, "*batch"], num_rows: int, axis: str
+) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"]]:
+    """Of a vocabulary of which each shard has so many rows: which of its rows, and if it is one of its own."""
+    own = ids - jax.lax.axis_index(axis) * num_rows
+    is_here = (own >= 0) & (own < num_rows)
+    return jnp.where(is_here, own, 0), is_here
 
 
 def _function(head: Head) -> Layer:

@@ -24,7 +24,7 @@ from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target
 from redco_eqx._planning.trial import Trial, attempt, gib
 from redco_eqx._sharding.explain import Explanation, explain_by
-from redco_eqx._sharding.mesh import AXES, axes_of, for_use, make_mesh
+from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
 from redco_eqx._sharding.rules import Decision, analysis_of
 from redco_eqx._step.init import init_state
 from redco_eqx._step.state import TrainState
@@ -40,6 +40,7 @@ CLOSE = 1.1
 """Plans that are predicted to be slower than the best by no more than this factor are compiled too."""
 
 
+@context_of(AbstractMesh((1,), ("none",)), is_traced=False)  # of the meshes that are tried none is set
 def plan(
     model: PyTree | MakeModel,
     *,

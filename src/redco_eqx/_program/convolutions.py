@@ -1,11 +1,13 @@
 """Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
 
-Seen in jaxlib 0.10.2 on CPU, and in what the TPU compiler of that version makes:
+Seen on CPU, and in what the TPU compiler of 0.10.2 makes. Needed by jaxlib 0.10.2 and 0.12.0:
 
 - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the examples
-  are whole: it is too large by their size.
+  are whole: it is too large by their size. No upstream issue known.
 - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a weight
-  gradient), or a kernel is split, results are wrong, or the compiler raises or aborts.
+  gradient), or a kernel is split, results are wrong, or the compiler raises or aborts. No upstream issue known.
+- With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and each
+  device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
 
 Inside a `shard_map` over all axes nothing is left to partition.
 """
@@ -68,7 +70,8 @@ def replace_convolution(
 def _with_whole_windows(params: Params, mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
     """The convolution, whose kernel, and whose result, is not split along its window: that went wrong as well.
 
-    Of a weight gradient the result is a kernel.
+    Of a weight gradient the result is a kernel. No upstream issue known. The program of `tests/gradients` that
+    was wrong is right without this in jaxlib 0.10.2 and 0.12.0.
     """
 
     def whole(x: Array, spec: tuple[int, ...]) -> Array:

@@ -1,7 +1,9 @@
 """Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.
 
-In jaxlib 0.10.2 an FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order
-of dims in memory), or the partitioner aborts (`fft_handler.cc`).
+- An FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order of dims in
+  memory; the same check as in jax-ml/jax#22484): jaxlib 0.10.2 and 0.12.0.
+- Or the partitioner aborts (`fft_handler.cc`, openxla/xla#45402): jaxlib 0.10.2, no longer 0.11.0.
+- One over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no longer 0.12.0.
 """
 
 from collections.abc import Callable

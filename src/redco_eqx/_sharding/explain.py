@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._dataflow.communication import Communication, Stored, communication
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._sharding.mesh import axis_size, stored_axes, tensor_dim
+from redco_eqx._sharding.mesh import axis_size, in_own_context, stored_axes, tensor_dim
 from redco_eqx._sharding.picture import mesh_svg, split_svg
 from redco_eqx._sharding.rules import (
     Chosen,
@@ -95,6 +95,7 @@ _GATHERS = (
 )
 
 
+@in_own_context
 def explain(
     model: PyTree,
     mesh: Mesh | AbstractMesh,

@@ -1,8 +1,13 @@
 """The device mesh and how a batch lies on it."""
 
+import contextlib
+import functools
+import inspect
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from redco_eqx._cpu import give_threads
+
+A = ParamSpec("A")
+R = TypeVar("R")
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -249,3 +257,64 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
+    """Runs `function` as if no other mesh than its own were set by `jax.set_mesh`.
+
+    Its own mesh is its argument `mesh`, or else where the first array among its arguments lies. Where that one
+    is set, it stays: a loss may name its axes. Inside a `shard_map` nothing changes.
+    """
+
+    @functools.wraps(function)
+    def run(*args: A.args, **kwargs: A.kwargs) -> R:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*args, **kwargs)
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        trees = [arguments["mesh"]] if "mesh" in arguments else arguments.values()
+        with context_of(*trees, is_traced="mesh" not in arguments):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _mesh_of(trees: Iterable[Any]) -> AbstractMesh | None:
+    for x in (x for tree in trees for x in jax.tree.leaves(tree)):
+        mesh: Any = x
+        if isinstance(x, jax.Array):
+            mesh = jax.typeof(x).sharding.mesh  # under a trace, too
+        elif isinstance(getattr(x, "sharding", None), NamedSharding):
+            mesh = x.sharding.mesh
+        if isinstance(mesh, Mesh | AbstractMesh) and not mesh.empty:
+            return mesh.abstract_mesh
+    return None
+
+
+@contextlib.contextmanager
+def context_of(*trees: Any, is_traced: bool = True) -> Iterator[None]:
+    """Leaves the mesh that is set, unless it is the first that `trees` are or lie on, or they lie on none.
+
+    Raises `ValueError` under a `jit` of other devices, or of the same in another order, if they are traced.
+    """
+    found = jax.sharding.get_abstract_mesh()
+    mesh = None if found.empty or AxisType.Manual in found.axis_types else _mesh_of(trees)
+    if mesh is None or mesh == found:
+        yield
+        return
+    try:
+        own: Any = jax.set_mesh(None)
+    except ValueError:  # under a trace, which has its devices already, in the order of the mesh that is set
+        if is_traced and not (_products(mesh) <= _products(found) and mesh.size == found.size):
+            raise ValueError(
+                f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "
+                f"on one with axes {dict(mesh.shape)}, whose devices are others or in another order. Call "
+                "jit_step in place of jax.jit, or call the jitted function outside of that jax.set_mesh."
+            ) from None
+        own = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with own:
+        yield
+
+
+def _products(mesh: AbstractMesh) -> set[int]:
+    """The numbers of devices after which an axis begins anew: fewer, if axes are one that were two."""
+    return set(itertools.accumulate(mesh.axis_sizes, operator.mul))

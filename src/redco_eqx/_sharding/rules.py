@@ -24,6 +24,7 @@ from redco_eqx._sharding.mesh import (
     axes_of,
     axis_size,
     check_mesh,
+    in_own_context,
     num_batch_shards,
     tensor_dim,
     trimmed,
@@ -41,7 +42,7 @@ STORED_BYTES = 2**22
 
 
 class ShardingWarning(UserWarning):
-    """Much of a model, or a large array that no rule could split, is replicated on every device."""
+    """Much of a model, a large array that no rule could split, or a batch, is whole on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Decision:
     bytes_per_device: int
 
 
+@in_own_context
 def shard_rules(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
@@ -329,5 +331,5 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
             f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
             f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}",
             ShardingWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from redco_eqx._sharding.mesh import STORED, one_device_mesh, put_global, replicated
+from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._step.structure import Structure, check_static
@@ -18,6 +18,7 @@ from redco_eqx._tree import buffer_paths, is_array, is_trainable, lack_of_value,
 from redco_eqx._types import Key, as_key
 
 
+@in_own_context
 def init_state(
     model: Any,
     optimizer: optax.GradientTransformation | None = None,

@@ -8,6 +8,7 @@ import jax
 
 from redco_eqx._parallel.mesh import traced_mesh
 from redco_eqx._program.partitioned import partitioned
+from redco_eqx._sharding.mesh import context_of
 from redco_eqx._step.state import TrainState, check_alive, check_is_state
 
 R = TypeVar("R")
@@ -21,12 +22,14 @@ class JittedStep(Generic[R]):
 
     def __call__(self, state: TrainState, *arguments: Any, **named: Any) -> R:
         check_is_state(state, "the first argument of a step")
-        check_alive(state)
-        return self._jitted(state, *arguments, **named)
+        check_alive(state)  # jaxlib 0.10.2 and 0.11.0 end the process, 0.11.2 raises: openxla/xla#22604
+        with context_of(state):
+            return self._jitted(state, *arguments, **named)
 
     def lower(self, state: TrainState, *arguments: Any, **named: Any) -> jax.stages.Lowered:
         """`jax.jit(step).lower(...)`; the arguments may be abstract."""
-        return self._jitted.lower(state, *arguments, **named)
+        with context_of(state):
+            return self._jitted.lower(state, *arguments, **named)
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:

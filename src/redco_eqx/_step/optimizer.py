@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +16,7 @@ from redco_eqx._kept.captured import Captured
 from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import describe, join, path_of
+from redco_eqx._tree import children, describe, is_array, join
 
 
 def _may_have_tracer(optimizer: optax.GradientTransformation) -> bool:
@@ -29,10 +30,17 @@ def check_is_optimizer(where: str, optimizer: object) -> None:
     """Raises `TypeError` for what is no optimizer of optax."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
-    name = getattr(optimizer, "__name__", None)
-    if callable(optimizer) and name is not None:
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    if callable(optimizer) and getattr(optax, name, None) is optimizer:
         raise TypeError(
             f"{where}: optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
+        )
+    if isinstance(optimizer, eqx.Module):
+        raise TypeError(f"{where}: optimizer is a {name}. The model comes first, then the optimizer.")
+    if callable(optimizer):
+        raise TypeError(
+            f"{where}: optimizer is the function {name}, but must be an optimizer of optax. A schedule of the "
+            "learning rate goes into one, optax.adam(schedule); a function that makes one is called."
         )
     raise TypeError(
         f"{where}: optimizer must be one of optax, such as optax.adam(1e-3), but is a "
@@ -166,24 +174,32 @@ def like_params(
     return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
-def check_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> None:
-    """Refuses, by `ValueError`, an optimizer whose state is not the one that `state` holds."""
-
-    def describe_all(tree: PyTree) -> dict[str, str]:
-        flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {path_of(keypath): describe(x) for keypath, x in flat}
-
-    check_is_optimizer("fit", optimizer)
-    expected = describe_all(jax.eval_shape(optimizer.init, state.params))
-    found = describe_all(state.opt_state)
-    if expected and not jax.tree.leaves(state.opt_state):
+def check_optimizer(
+    where: str, state: TrainState, optimizer: optax.GradientTransformation, *, exactly: bool = True
+) -> None:
+    """Refuses what is no optimizer, and, by `ValueError`, one whose state is not the one that `state` holds: of
+    other classes, or, if `exactly`, of arrays of another shape or dtype."""
+    check_is_optimizer(where, optimizer)
+    expected = _nodes(jax.eval_shape(optimizer.init, state.params), "opt_state", exactly)
+    found = _nodes(state.opt_state, "opt_state", exactly)
+    path = next((path for path in {**expected, **found} if expected.get(path) != found.get(path)), None)
+    if path is None:
+        return
+    if state.opt_state == ():
         without = "This state may be one for evaluation alone: init_state(model, optimizer, key=...) trains."
     else:
         without = "Pass the optimizer that was given to init_state."
-    for path in sorted({*expected, *found}):
-        if expected.get(path) != found.get(path):
-            raise ValueError(
-                f"the optimizer does not fit the state: at {join('opt_state', path)} it keeps "
-                f"{expected.get(path, 'nothing')}, but the state holds {found.get(path, 'nothing')}. "
-                f"{without}"
-            )
+    raise ValueError(
+        f"{where}: the optimizer does not fit the state: at {path} it keeps {expected.get(path, 'nothing')}, "
+        f"but the state holds {found.get(path, 'nothing')}. {without}"
+    )
+
+
+def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
+    """What each node is, by path, from the root. Two optimizers may differ in nodes that hold no array."""
+    if jax.tree_util.all_leaves([tree]):
+        return {path: describe(tree) if exactly and is_array(tree) else "an array"}
+    found = {path: type(tree).__name__}
+    for name, child in children(tree):
+        found |= _nodes(child, join(path, name), exactly)
+    return found

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from redco_eqx._pytree import pytree_dataclass
-from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
+from redco_eqx._sharding.mesh import as_stored, check_mesh, context_of, one_device_mesh, trimmed
 from redco_eqx._step.structure import Structure
 from redco_eqx._tree import describe, lack_of_value, path_of, size_text
 from redco_eqx._types import AnyArray, Key
@@ -112,9 +112,14 @@ def order_key(state: TrainState, begin: int) -> Key:
 
 
 def step_of(state: TrainState) -> int:
-    """`state.step` as a number. It is read from a copy: JAX 0.11 on CPU donates no array that was read."""
-    step = state.step
-    return int(jnp.copy(step.addressable_data(0)) if isinstance(step, jax.Array) else step)
+    """`state.step` as a number."""
+    if not isinstance(state.step, jax.Array):
+        return int(state.step)
+    step = state.step.addressable_data(0)
+    # Read from a copy: JAX 0.11.2 on CPU donates no array that was read (0.10.2, 0.11.0 and 0.12.0 do). No
+    # upstream issue known.
+    with context_of(one_device_mesh(next(iter(step.devices())))):
+        return int(jnp.copy(step))
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._step.layout import constrain, layout_of
+from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._step.layout import constrain, layout_of, mesh_of
 from redco_eqx._step.loss import unpack_loss
 from redco_eqx._step.microbatches import microbatches
-from redco_eqx._step.optimizer import check_is_optimizer, like_params, update
+from redco_eqx._step.optimizer import check_optimizer, like_params, update
+from redco_eqx._step.rows import split_rows
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_is_state, stream
 from redco_eqx._step.traced import gradient_program, on_arrays, program_of
-from redco_eqx._tree import leaves_with_paths
+from redco_eqx._tree import describe, is_array, join, leaves_with_paths
 from redco_eqx._types import (
     AnyArray,
     Batch,
@@ -30,6 +32,7 @@ from redco_eqx._types import (
 )
 
 
+@in_own_context
 def train_step(
     state: TrainState,
     batch: Batch,
@@ -41,7 +44,12 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One update of the parameters: pure, stateless, not jitted.
 
-    Put it under your own `jax.jit` (with `donate_argnums=0`), `lax.scan`, `vmap` or `grad`.
+    Put it under [`jit_step`][], or your own `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the
+    state and refuses one that was donated before; under plain `jax.jit(..., donate_argnums=0)` some versions of
+    JAX end the process with a segmentation fault when such a state is used again.
+
+    The batch is split over `data` and `fsdp` by its leading dim, where that divides, whether it was placed so
+    or not; it warns of one that does not. Under `vmap` the axes that `spmd_axis_name` names are left out.
 
     Where `shardings` splits arrays over `fsdp`, trained or frozen, each is gathered where the loss uses it
     first, in a `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as
@@ -54,7 +62,7 @@ def train_step(
 
     ```python
     step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    state, metrics = jax.jit(step, donate_argnums=0)(state, batch)
+    state, metrics = rx.jit_step(step)(state, batch)
     print(float(metrics["loss"]))
     ```
 
@@ -68,8 +76,8 @@ def train_step(
         `grad_fn` (its gradient, as `optax.contrib.sam` calls it).
     - `num_microbatches`: the batch is cut into this many parts, whose gradients are accumulated in float32
         and weighted, so that the result is that of the whole batch. Their number must divide the batch.
-    - `shardings`: the tree of `shard_rules`. Parameters, gradients, optimizer state and new parameters are
-        constrained to it; without it the compiler decides.
+    - `shardings`: the tree of `shard_rules`, of the model or of the pair `(model, eqx.nn.State)`. Parameters,
+        gradients, optimizer state and new parameters are constrained to it; without it the compiler decides.
 
     **Returns:**
 
@@ -79,20 +87,25 @@ def train_step(
     **Raises:**
 
     `ValueError` while tracing: a loss that is not a scalar or a `Mean`, a reserved metric name, a batch that
-    does not divide into the microbatches.
+    does not divide into the microbatches, a state of another optimizer, a `jit` under `jax.set_mesh` of devices
+    in another order.
     """
     check_is_state(state, "train_step: state")
     check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
-    check_is_optimizer("train_step", optimizer)
+    check_optimizer("train_step", state, optimizer, exactly=False)
     layout = None if shardings is None else layout_of(shardings, state)
     params, frozen = constrain(state.params, layout), state.frozen
     key = stream(state, TRAIN)
+    mesh = mesh_of(layout, state)
+    batch = split_rows(batch, mesh)
 
     def loss_of(model: Any, batch: Batch, key: Key) -> Any:
         loss, metrics, new_model_state = unpack_loss(state, loss_fn(model, batch, key), 1.0)
         return loss.value, (loss, metrics, new_model_state)
 
-    parts = None if num_microbatches == 1 else microbatches(batch, num_microbatches, layout)
+    parts = None
+    if num_microbatches != 1:
+        parts = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
     first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
     inputs = (params, frozen, state.model_state, first, key)
     gradient = gradient_program(on_arrays(state, loss_of), inputs, layout)
@@ -149,6 +162,7 @@ def train_step(
     return new_state, report
 
 
+@in_own_context
 def eval_step(
     state: TrainState,
     batch: Batch,
@@ -169,7 +183,7 @@ def eval_step(
     """
     check_is_state(state, "eval_step: state")
     check_function("eval_step", "loss_fn", loss_fn, "model", "batch", "key")
-    size = jax.tree.leaves(batch)[0].shape[0]
+    size = _num_rows("eval_step", batch)
 
     def measure(model: Any, batch: Batch, key: Key) -> Metrics:
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
@@ -178,6 +192,7 @@ def eval_step(
     return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings)
 
 
+@in_own_context
 def predict_step(
     state: TrainState,
     batch: Batch,
@@ -210,8 +225,8 @@ def predict_step(
     """
     check_is_state(state, "predict_step: state")
     check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
+    size = _num_rows("predict_step", batch)
     outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings)
-    size = jax.tree.leaves(batch)[0].shape[0]
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
     for path, x in leaves_with_paths(outputs):
@@ -223,11 +238,25 @@ def predict_step(
     return outputs
 
 
+def _num_rows(where: str, batch: Batch) -> int:
+    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if it is not one of arrays."""
+    x: Any
+    path, x = next(iter(leaves_with_paths(batch)), ("", None))
+    if not is_array(x) or x.ndim == 0:
+        what = describe(x) if is_array(x) else "nothing" if x is None else f"a {type(x).__name__}"
+        raise TypeError(
+            f"{where}: {join('batch', path)} is {what}, but a batch has arrays with a row for each example, "
+            "such as collate_fn(examples) makes."
+        )
+    return x.shape[0]
+
+
 def _infer(
     state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
 ) -> Any:
     """`use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else layout_of(shardings, state)
+    batch = split_rows(batch, mesh_of(layout, state))
 
     def run(model: Any, batch: Batch, key: Key) -> Any:
         return use(eqx.nn.inference_mode(model), batch, key)

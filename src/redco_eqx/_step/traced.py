@@ -16,12 +16,16 @@ from redco_eqx._program.trace import Program, trace
 from redco_eqx._program.unused import zero_outputs
 from redco_eqx._sharding.mesh import axes_of, for_use, stored_axes
 from redco_eqx._step.layout import Layout
-from redco_eqx._step.state import TrainState
+from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._tree import first_few
 from redco_eqx._types import Batch, Key
 
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
 """Parameters, frozen arrays and model state, each by path; batch and key."""
+
+_PAIR = (
+    "It is given the pair (model, eqx.nn.State) where init_state was: init_state((model, model_state), ...)."
+)
 
 
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
@@ -34,7 +38,15 @@ def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Calla
         batch: Batch,
         key: Key,
     ) -> Any:
-        return use(state.build(params, model_state, frozen), batch, key)
+        model = state.build(params, model_state, frozen)
+        try:
+            return use(model, batch, key)
+        except Exception as error:
+            if is_pair(model) and isinstance(error, TypeError | AttributeError):
+                error.add_note("The function was given the pair (model, eqx.nn.State), as init_state was.")
+            elif "unpack" in str(error) or "subscriptable" in str(error):
+                error.add_note(f"The function was given a {type(model).__name__} alone. {_PAIR}")
+            raise
 
     return run
 
@@ -87,5 +99,5 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
             f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._step.optimizer import check_is_optimizer, check_optimizer
+from redco_eqx._data.data import check_examples
+from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import check_is_state
-from redco_eqx._training.checks import check_examples
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._types import check_function
 
@@ -40,7 +40,6 @@ def check_arguments(
     if hook is not None:
         check_function("fit", "hook", hook, "run", "row", "state")
     _check_loggers(loggers)
-    check_is_optimizer("fit", optimizer)
     _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
     _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
     if on_nonfinite not in ("raise", "skip"):
@@ -50,7 +49,7 @@ def check_arguments(
             "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
             "constants; jnp.asarray makes a parameter)."
         )
-    check_optimizer(state, optimizer)
+    check_optimizer("fit", state, optimizer)
     if step_fn is not None and num_microbatches != 1:
         raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
 

@@ -1,13 +1,11 @@
-"""Numbers, examples and batches: what is refused before anything is compiled, and what is warned of."""
+"""Numbers and batches: what is refused before anything is compiled, and what is warned of."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
 
-import equinox as eqx
 import jax
 import numpy as np
 
-from redco_eqx._step.state import TrainState
 from redco_eqx._tree import describe, leaves_with_paths
 from redco_eqx._types import Batch
 
@@ -16,7 +14,10 @@ def check_whole(function: str, **counts: object) -> None:
     """Raises `TypeError` for what is no whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
-            raise TypeError(f"{function}: {name}={x!r} must be a whole number, but is a {type(x).__name__}.")
+            many = hasattr(x, "__len__") and not isinstance(x, str)
+            value, hint = ("", " Pass its len().") if many else (f"={x!r}", "")
+            kind = type(x).__name__
+            raise TypeError(f"{function}: {name}{value} must be a whole number, but is a {kind}.{hint}")
 
 
 def check_positive(function: str, **counts: int | None) -> None:
@@ -37,18 +38,6 @@ def check_keep_best(names: Iterable[str], row: Mapping[str, float]) -> None:
                 f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
                 f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
             )
-
-
-def check_examples(where: str, examples: object) -> None:
-    """Raises `TypeError` for examples of a kind that would fail, or be taken for others, later on."""
-    kind = type(examples).__name__
-    if hasattr(examples, "iloc"):
-        raise TypeError(
-            f"{where} is a {kind}, of which examples[i] is a column. A list of rows serves: "
-            'examples.to_dict("records").'
-        )
-    if isinstance(examples, TrainState | eqx.Module):
-        raise TypeError(f"{where} is a {kind}. The state comes first, then the examples.")
 
 
 def check_batch_sizes(

@@ -1,6 +1,8 @@
 """The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand."""
 
 import functools
+import hashlib
+import re
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -58,11 +60,13 @@ class TrainProgram(NamedTuple):
     - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
     - `window`: an empty one, on the devices.
     - `cost`: what it takes and sends, in a line.
+    - `digest`: of its text before it was compiled, if there are other processes to compare it with.
     """
 
     compiled: jax.stages.Compiled
     window: Window
     cost: str
+    digest: str
 
 
 def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonfinite: bool) -> TrainProgram:
@@ -76,8 +80,13 @@ def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonf
     # Without it a step that forgets the layout would return another one, which the program does not take.
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)
-    compiled = body.lower(state, window, batch).compile()
-    return TrainProgram(compiled, window, cost(compiled, state_mesh(state)))
+    lowered = body.lower(state, window, batch)
+    digest = ""
+    if jax.process_count() > 1:  # without addresses in memory
+        text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    compiled = lowered.compile()
+    return TrainProgram(compiled, window, cost(compiled, state_mesh(state)), digest)
 
 
 def train_programs(

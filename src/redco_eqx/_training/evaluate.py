@@ -11,11 +11,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from redco_eqx._data.batches import batches
-from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.streams import as_sequence
+from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh
 from redco_eqx._step.steps import eval_step, predict_step
-from redco_eqx._training.checks import check_examples, check_whole
+from redco_eqx._training.checks import check_whole
 from redco_eqx._training.compile import PerShape, indexed
 from redco_eqx._training.throttle import lagging
 from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
@@ -60,6 +61,7 @@ def evaluate(
     return metrics
 
 
+@in_own_context
 def losses(
     state: TrainState,
     examples: Examples | Data | Stream,
@@ -134,6 +136,7 @@ def predict(
     return rows
 
 
+@in_own_context
 def predictions(
     state: TrainState,
     examples: Examples | Data | Stream,

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from redco_eqx._data.batches import batch_sizes
-from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.streams import as_sequence
 from redco_eqx._step.state import TrainState, check_is_state, state_mesh, step_of
-from redco_eqx._training.checks import check_examples, check_positive
+from redco_eqx._training.checks import check_positive
 from redco_eqx._training.evaluate import losses, predictions
 from redco_eqx._training.plan import Every
 from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function

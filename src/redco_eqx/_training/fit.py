@@ -16,19 +16,22 @@ from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._data.epochs import Epochs, Place
+from redco_eqx._data.working import work_in_hand
+from redco_eqx._distributed.agreement import is_shared
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.loggers import ConsoleLogger
 from redco_eqx._logging.report import Reporter
-from redco_eqx._sharding.mesh import num_batch_shards
-from redco_eqx._step.nonfinite import find_nonfinite
+from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
+from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
 from redco_eqx._training.arguments import check_arguments
-from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive
+from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_whole
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook
+from redco_eqx._training.identity import identify, programs_of
 from redco_eqx._training.interrupt import InterruptFlag, interruption
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
@@ -36,6 +39,7 @@ from redco_eqx._training.saving import Saver, as_checkpoints, save_every
 from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
 
 
+@in_own_context
 def fit(
     state: TrainState,
     train_examples: Examples | Callable[[int], Examples] | Data | Stream,
@@ -101,7 +105,8 @@ def fit(
         `jax_debug_nans` or `jax_debug_infs` what ends the run comes from the line of `loss_fn` that made it.
     - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
     - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
-        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
+        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands, and
+        which worker is at which batch. Going on with a stream counts, which may have to be read again.
 
     **Returns:**
 
@@ -152,7 +157,7 @@ def fit(
             f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long it "
             "is: say num_steps= instead."
         )
-    watchdog = Watchdog(step_timeout_seconds)
+    watchdog = Watchdog(step_timeout_seconds, work_in_hand)
     if step_fn is None:
         programs = train_programs(
             state, loss_fn, optimizer, num_microbatches=num_microbatches, skip_nonfinite=on_nonfinite == "skip"
@@ -163,6 +168,26 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(watchdog)
         interrupt = stack.enter_context(InterruptFlag())
+        identity = None
+        if checkpoints is not None or is_shared(mesh):
+            arguments = {
+                "batch_size": batch_size,
+                "num_microbatches": num_microbatches,
+                "on_nonfinite": on_nonfinite,
+                "how long, and what is due": plan,
+                "len(train_examples)": epochs.num_examples,
+                "evaluation's batch_size": eval_batch_size,
+                "a step_fn": step_fn is not None,
+                "a hook": hook is not None,
+            }
+            identity = identify(
+                state,
+                epochs.first_examples,
+                {name: str(x) for name, x in arguments.items()},
+                collate_fn=collate_fn,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+            )
         row = {} if evaluation is None else evaluation.rehearse(state)
         check_keep_best(checkpoints.keep_best if checkpoints else (), row)
         watchdog.beat()
@@ -173,6 +198,7 @@ def fit(
             num_examples=epochs.num_examples,
             order=epochs.order,
             positions=epochs.positions,
+            identity=identity,
         )
         state, run, source = saver.resume(state, begin, release=donate)
         if source is None and not donate:
@@ -186,9 +212,14 @@ def fit(
         )
         stack.enter_context(contextlib.closing(reporter))
         reporter.say(f"fit: {epochs}")
+        if identity is not None and identity["changing"]:
+            changing = " and ".join(identity["changing"])
+            reporter.say(f"fit: {changing} change from one reading to the next, so they are not compared")
         places: Iterator[tuple[Batch | None, Place]] = epochs.after(
-            run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions
-        )
+            run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions,
+            verify=checkpoints is None or not checkpoints.allow_changes,
+            say=lambda how: reporter.say(f"fit: {how}"),
+        )  # fmt: skip
         stack.enter_context(contextlib.closing(places))
         reporter.begin(run.id)
         if saver.began_before:
@@ -197,8 +228,6 @@ def fit(
             run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
             stopped = ", where its hook ended it" if run.stopped else ""
             reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
-            if run.positions is not None:
-                reporter.say(f"fit: {epochs.how_found(run.positions)}")
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         debugs: Any = jax.config
         is_asked = (debugs.jax_debug_nans or debugs.jax_debug_infs) and on_nonfinite == "raise"
@@ -209,6 +238,8 @@ def fit(
             reporter=reporter,
             saver=saver,
             watchdog=watchdog,
+            programs_of=partial(programs_of, loss_fn=loss_fn, optimizer=optimizer),
+            find_outside=partial(find_outside, loss_fn=loss_fn) if step_fn is None else None,
             find_nonfinite=partial(find_nonfinite, loss_fn=loss_fn) if is_asked and step_fn is None else None,
         )
         del state  # `training` has it; a second name would keep the first one's memory
@@ -276,6 +307,7 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
 
     Raises `ValueError` if there are fewer examples than one batch, or a number is not positive.
     """
+    check_whole("num_train_steps", num_examples=num_examples)
     check_positive("num_train_steps", batch_size=batch_size, num_epochs=num_epochs)
     if num_examples < batch_size:
         raise ValueError(

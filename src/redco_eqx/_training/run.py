@@ -1,12 +1,17 @@
 """A run of `fit` in progress: its state, where it stands, and the metrics that are not logged yet."""
 
+import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import jax
 
+from redco_eqx._checkpoint.checksum import unlike_replicas
+from redco_eqx._checkpoint.names import storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
+from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._distributed.watchdog import Watchdog
 from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import put_global, replicated
@@ -16,8 +21,9 @@ from redco_eqx._training.checks import BatchShapes
 from redco_eqx._training.compile import TrainProgram
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook, apply_hook
+from redco_eqx._training.identity import refuse_unlike
 from redco_eqx._training.saving import Saver
-from redco_eqx._training.throttle import Throttle
+from redco_eqx._training.throttle import NUM_AHEAD, Throttle
 from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Batch
 
@@ -25,7 +31,8 @@ from redco_eqx._types import Batch
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm was not finite. `state` is the last good one, before `step`.
 
-    Under `jax_debug_nans` it says which metric, or the gradient of which parameter.
+    It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
+    that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
     """
 
     def __init__(
@@ -61,21 +68,29 @@ class Training:
         reporter: Reporter,
         saver: Saver,
         watchdog: Watchdog,
+        programs_of: Callable[[TrainState, Batch], dict[str, str]],
+        find_outside: Callable[[TrainState, Batch], str | None] | None = None,
         find_nonfinite: Callable[[TrainState, Batch], str] | None = None,
     ):
         """**Arguments:**
 
         - `programs`: the compiled step for a state and a batch.
+        - `programs_of`: see `identity.py`.
         - `watchdog`: is told of each step, of evaluations too.
+        - `find_outside`: says of a step that is not finite which index of the batch is outside.
         - `find_nonfinite`: says of a step where it comes from that it is not finite. Each step is waited for.
         """
-        self._find_nonfinite = find_nonfinite
+        self._programs_of = programs_of
+        self._find_outside, self._find_nonfinite = find_outside, find_nonfinite
+        self._recent: deque[Batch] = deque(maxlen=NUM_AHEAD + 1)  # those of steps that may yet be not finite
         self.state, self.run = state, run
         self._programs, self._reporter, self.saver = programs, reporter, saver
         self._shapes, self._throttle, self._watchdog = BatchShapes(), Throttle(), watchdog
         self._empty: Window | None = None  # not before the first step
         self._window: Window | None = None
         self._num_in_window = 0
+        self._unlike: Callable[[], list[str]] = list
+        self._compared_at = run.step
         if run.window is not None:
             everywhere = replicated(state_mesh(state))
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), window_from_json(run.window))
@@ -84,19 +99,28 @@ class Training:
     def step(self, batch: Batch, place: Place) -> None:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         self._shapes.check(batch)
-        program = self._programs(self.state, batch)
         is_first = self._empty is None
+        if is_first and self.saver.is_on:
+            self.run = self.saver.identified(self.run, self._programs_of(self.state, batch))
+        program = self._programs(self.state, batch)
         if self._empty is not program.window:
+            agree(
+                state_mesh(self.state), "fit: step", {"the checksum of the program of the step": program.digest}
+            )
             self._empty = program.window
             if self._window is None or not is_like(self._window, program.window):  # saved by another program
                 self._window, self._num_in_window = program.window, 0
         self.state, window = program.compiled(self.state, self._window, batch)
-        if self._find_nonfinite is not None and not jax.device_get(window.ok):
-            raise NonFiniteError(self.state, step_of(self.state), self._find_nonfinite(self.state, batch))
+        self._recent.append(batch)
         self._window = window
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        self._throttle(self._window)
+        if self._find_nonfinite is not None:
+            self._require(bool(jax.device_get(window.ok)))
+        done = self._throttle(window)
+        if done is not None and not jax.device_get(done.ok):  # while its batch is at hand
+            self.check()
+            self._require(False)
         self._watchdog.beat()
         if is_first:
             self._reporter.say(f"fit: {program.cost}")
@@ -110,6 +134,9 @@ class Training:
         if self._num_in_window == 0 or self._window is None:
             return False
         ok = self._reporter.push(self.run.step, place.epochs_done, self._window)
+        if is_shared(state_mesh(self.state)):
+            refuse_unlike(self._unlike(), f"That was so at step {self._compared_at}")
+            self._unlike, self._compared_at = unlike_replicas(self.state.params), self.run.step
         self._window = None if self._empty is None else next_window(self._empty, self._window)
         self._num_in_window = 0
         self.run = dataclasses.replace(self.run, window=None)
@@ -126,8 +153,12 @@ class Training:
         self._call(hook, {name: x for name, x in self.run.evaluations[-1].items() if name != "step"})
 
     def _call(self, hook: Hook, row: Mapping[str, float]) -> None:
+        before = self.state
         with self._reporter.paused():
             self.run, self.state = apply_hook(hook, self.run, row, self.state)
+        if self.state is not before and is_shared(state_mesh(self.state)):
+            unlike = unlike_replicas(storable(to_names(self.state)))
+            refuse_unlike(unlike(), "The hook has changed the state otherwise on another process")
         self._watchdog.beat()
 
     def check(self) -> None:
@@ -197,5 +228,14 @@ class Training:
         error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
 
     def _require(self, ok: bool) -> None:
-        if not ok:
-            raise NonFiniteError(self.state, step_of(self.state))
+        if ok:
+            return
+        step = step_of(self.state)
+        behind = self.run.step - step
+        where = None
+        if 0 < behind <= len(self._recent):
+            batch = self._recent[-behind]
+            with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
+                where = self._find_outside and self._find_outside(self.state, batch)
+            where = where or (self._find_nonfinite and self._find_nonfinite(self.state, batch))
+        raise NonFiniteError(self.state, step, *([where] if where else []))

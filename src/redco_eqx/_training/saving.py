@@ -5,19 +5,26 @@ import math
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
+from redco_eqx._checkpoint.checksum import digests
 from redco_eqx._checkpoint.directory import complete, local, read_record
-from redco_eqx._checkpoint.origin import begun, new_id, origin_of, what_differs
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord
+from redco_eqx._checkpoint.names import storable, to_names
+from redco_eqx._checkpoint.owner import new_id
+from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, versions
 from redco_eqx._checkpoint.restore import first_good, read, select
+from redco_eqx._checkpoint.writer import CheckpointWriter
 from redco_eqx._distributed.consensus import Vote, from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._training.identity import what_differs
 from redco_eqx._training.interrupt import TrainingInterrupted
 from redco_eqx._training.plan import Every
+from redco_eqx._tree import first_few
 
 
 class Saver:
@@ -29,6 +36,7 @@ class Saver:
         self._writer = None if checkpoints is None else checkpoints.open()
         self._saved: tuple[int, int, bool] | None = None
         self._path: pathlib.Path | None = None
+        self._source: CheckpointInfo | None = None
         self._since = time.monotonic()
         self.began_before = False
 
@@ -41,28 +49,27 @@ class Saver:
         is one, or an attempt that ended without. With `release` the arrays of `state` are deleted before those
         of the checkpoint are read, so that there is no need of memory for both.
 
-        **Raises:** `ValueError` if the checkpoints are of another model, of another run, or if the numbers
-        of examples have changed; `CheckpointError` if all are damaged.
+        **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
+        have changed; `CheckpointError` if all are damaged.
         """
-        config = self._config
-        if config is None:
+        config, writer = self._config, self._writer
+        if config is None or writer is None:
             return state, run, None
-        directory, origin = local(config.directory), origin_of(state)
-        run = dataclasses.replace(run, origin=origin)
-        found = from_first(lambda: _candidates(directory, step_of(state)))
+        directory = local(config.directory)
+        found, same_step = from_first(lambda: _candidates(directory, step_of(state)))
         if not found:
-            run_id, self.began_before = from_first(lambda: begun(directory, run.begin, origin))
+            run_id, self.began_before = from_first(lambda: _begun(writer, run))
             return state, dataclasses.replace(run, id=run_id), None
         self.began_before = True
         paths = [directory / name for name in found]
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        if same_step is not None and not config.allow_changes:
+            _check_state(read_record(directory / same_step), state)
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
             info = together(lambda: read_record(path), CheckpointError)
             chosen = select(info, like)
-            _check_shards(info, run)
-            if not config.allow_changes:
-                _check_same(info, run)
+            _check_same(info, run, allow_changes=config.allow_changes)
             if release:
                 jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info
@@ -70,13 +77,28 @@ class Saver:
         (restored, info), damaged = first_good(paths, load)
         on_first(lambda: [path.rename(path.with_name(path.name + ".damaged")) for path in damaged])
         assert info.run is not None
-        self._path, self._saved = info.path, _saved(info.run)
+        self._source, self._path, self._saved = info, info.path, _saved(info.run)
         # With other numbers the same part of the epoch counts as done.
         batch = -(-info.run.batch * info.run.batch_size // run.batch_size)
         changed = {"batch": batch, "batch_size": run.batch_size, "num_examples": run.num_examples}
         run_id = info.run.id or from_first(new_id)  # an older version wrote none
-        changed = dataclasses.replace(info.run, id=run_id, order=run.order, **changed)
+        began = {name: x for name, x in (info.run.identity or {}).items() if name in ("key", "parameters")}
+        identity = {**(run.identity or {}), **began}
+        changed = dataclasses.replace(info.run, id=run_id, order=run.order, identity=identity, **changed)
         return restored, changed, info.path
+
+    def identified(self, run: RunRecord, programs: dict[str, str]) -> RunRecord:
+        """The run with the digests of its functions (see `programs_of`); warns of those that are others."""
+        info = self._source
+        before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
+        changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
+        if info is not None and changed and info.versions == versions():  # others trace otherwise
+            warnings.warn(
+                f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
+                f"which goes on from {info.path}.",
+                stacklevel=5,
+            )
+        return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
     @property
     def is_on(self) -> bool:
@@ -141,8 +163,8 @@ class Saver:
         # all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
-        if self._writer is not None and waits:
-            self._writer.close()
+        if self._writer is not None:
+            self._writer.close() if waits else self._writer.release()
 
 
 def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Checkpoints | None:
@@ -170,8 +192,19 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
     return run.num_steps, len(run.evaluations), run.finished
 
 
-def _candidates(directory: pathlib.Path, step: int) -> list[str]:
-    """The checkpoints of the run that a state at `step` belongs to, newest first.
+def _begun(writer: CheckpointWriter, run: RunRecord) -> tuple[str, bool]:
+    """The id of a run without checkpoints, and whether it began before; on process 0."""
+
+    def same(before: dict[str, Any]) -> bool:
+        return not what_differs(before.get("identity") or before.get("origin"), run.identity or {})
+
+    assert writer.owner is not None
+    return writer.owner.begin(run.begin, same, identity=run.identity)
+
+
+def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
+    """The checkpoints of the run that a state at `step` belongs to, newest first; and the one of this very
+    step, if the run began before it.
 
     What cannot be read may belong to it, and is among them.
     """
@@ -184,11 +217,9 @@ def _candidates(directory: pathlib.Path, step: int) -> list[str]:
             unreadable.append(path)
     unreadable = [path for path in unreadable if _step_of(path) >= step]
     begins = {info.run.begin for info in infos}
-    if step in begins:
-        begin = step
-    else:
-        # A state that was saved before its run had ended.
-        begin = next((i.run.begin for i in reversed(infos) if i.step == step and not i.run.finished), None)
+    # A state at a step where no run began was saved before its run had ended.
+    among = [i for i in infos if i.step == step and not i.run.finished and step not in begins]
+    begin = step if step in begins else among[-1].run.begin if among else None
     if begin is None:
         if unreadable:
             raise CheckpointError(
@@ -203,42 +234,57 @@ def _candidates(directory: pathlib.Path, step: int) -> list[str]:
                 f"{max(info.step for info in later)}. Pass the state that the run began with, to go on "
                 "with it, or another directory."
             )
-        return []
+        return [], None
     chosen = {*unreadable, *(info.path for info in infos if info.run.begin == begin)}
-    return [path.name for path in reversed(complete(directory)) if path in chosen]
+    names = [path.name for path in reversed(complete(directory)) if path in chosen]
+    return names, among[-1].path.name if among else None
 
 
 def _step_of(path: pathlib.Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _check_shards(info: CheckpointInfo, run: RunRecord) -> None:
-    assert info.run is not None
-    was, now = info.run.num_shards, run.num_shards
-    if None not in (was, now) and was != now:
+def _check_state(info: CheckpointInfo, state: TrainState) -> None:
+    """Raises `ValueError` if a checkpoint of the same step holds another state. A collective call."""
+    checksums, _ = digests(storable(to_names(state)))
+    other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
+    if other:
         raise ValueError(
-            f"fit: the stream is read in {now} shards, but was in {was} when {info.path} was saved, so that no "
-            "process could go on where one was. Go on with as many processes; a stream that is read whole, "
-            "Stream(sharded=False), goes on with any number."
+            f"fit: the state is at step {info.step}, but is not the one that {info.path} holds: "
+            f"{first_few(other, most=2)} differ. Pass the state that its run began with, or one of its "
+            "checkpoints, to go on with it; or another directory. Checkpoints(..., allow_changes=True) goes on "
+            "with that run all the same."
         )
 
 
-def _check_same(info: CheckpointInfo, run: RunRecord) -> None:
-    assert info.run is not None
-    for what, was, now in (
-        ("batch_size", info.run.batch_size, run.batch_size),
-        ("the number of train_examples", info.run.num_examples, run.num_examples),
-        ("the order of the examples", info.run.order, run.order),
-    ):
-        if was != now:
+def _check_same(info: CheckpointInfo, run: RunRecord, *, allow_changes: bool) -> None:
+    """Raises `ValueError` if the run of a checkpoint is not the one that is to go on."""
+    before = info.run
+    assert before is not None
+    if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
+        raise ValueError(
+            f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "
+            f"{info.path} was saved, so that no process could go on where one was. Go on with as many "
+            "processes; a stream that is read whole, Stream(sharded=False), goes on with any number."
+        )
+    others = what_differs(before.identity, run.identity or {})
+    if before.begin != run.begin:  # a state of its middle, see `_check_state`
+        others = [what for what in others if "example" in what]
+    if not allow_changes:
+        for what, was, now in (
+            ("batch_size", before.batch_size, run.batch_size),
+            ("the number of train_examples", before.num_examples, run.num_examples),
+            ("the order of the examples", before.order, run.order),
+        ):
+            if was != now:
+                raise ValueError(
+                    f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go "
+                    "on with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
+                )
+        if others:
             raise ValueError(
-                f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go on "
-                "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
+                f"fit: the run in {info.path.parent} is another one: it has {' and '.join(others)}. Pass "
+                "another directory to begin a run, or the model, the key and the examples that this one began "
+                "with to go on with it. Checkpoints(..., allow_changes=True) goes on from its checkpoint all "
+                "the same."
             )
-    if info.run.begin == run.begin and (what := what_differs(info.run.origin, run.origin)):
-        raise ValueError(
-            f"fit: the run in {info.path.parent} did not begin with this state: other "
-            f"{' and other '.join(what)}. Pass another directory to begin a run with this state, or the model "
-            "and the key that the run began with to go on with it. Checkpoints(..., allow_changes=True) goes "
-            "on from its checkpoint all the same."
-        )

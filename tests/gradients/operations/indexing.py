@@ -8,14 +8,27 @@ from operations._registry import one_of, operation, rows
 ROWS = one_of(16, 8, 12, 7)
 
 
-@operation("indexing", size=ROWS, scaled=one_of(False, True))
-def embedding(weight, x, index, *, size, scaled):
-    table = weight("embedding", size, x.shape[-1])
-    found = jnp.take(table, index % size, axis=0)
-    x = rows(x)
-    if scaled:
-        found = found * weight("scale", x.shape[-1])
-    return x.mean(1, keepdims=True) + found
+@operation(
+    "indexing",
+    size=ROWS,
+    scaled=one_of(False, True),
+    axis=one_of(0, 1),
+    mode=one_of("fill", "clip", "wrap", "along"),
+    beyond=one_of(False, True),
+)
+def embedding(weight, x, index, *, size, scaled, axis, mode, beyond):
+    """Rows or columns of a table; with `beyond` some places lie outside, on both sides."""
+    x = rows(x).mean(1, keepdims=True)
+    table = weight("embedding", *((size, x.shape[-1]) if axis == 0 else (x.shape[-1], size)))
+    places = index % (3 * size) - size if beyond else index % size
+    if mode == "along":  # each entry of a row from a place of its own
+        table = table if axis == 0 else table.T
+        each = (places[..., None] + jnp.arange(x.shape[-1])) % size
+        found = jnp.take_along_axis(table[None], each, axis=1)
+    else:
+        found = jnp.take(table, places, axis=axis, mode=mode, fill_value=0.5 if mode == "fill" else None)
+        found = found if axis == 0 else jnp.moveaxis(found, 0, -1)
+    return x + (found * weight("scale", x.shape[-1]) if scaled else found)
 
 
 @operation("indexing", axis=one_of(1, 2, 0), mode=one_of("fill", "clip", "wrap"))

@@ -213,8 +213,8 @@ class Labels:
 
 
 def _read_count(value: Json) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: num_labels={value!r}, but it must be a positive integer.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
+        raise ValueError(f"config.json: num_labels={value!r}, but it must be an integer from 1 to 2**20.")
     return value
 
 
@@ -231,10 +231,9 @@ def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> J
         raise ValueError(f"{file}: {field.name}={found}, but it must be finite.")
     least = field.metadata.get("least", 0 if field.default == 0 else 1)
     counts = [x for x in (found if isinstance(found, tuple) else (found,)) if type(x) is int]
-    if not field.name.endswith("token_id") and any(x < least for x in counts):
-        raise ValueError(
-            f"{file}: {field.name}={value}, but it must be {'positive' if least else '0 or more'}."
-        )
+    if not field.name.endswith("token_id") and any(not least <= x < 2**30 for x in counts):
+        lower = "positive" if least else "0 or more"
+        raise ValueError(f"{file}: {field.name}={value}, but it must be {lower}, and less than 2**30.")
     return found
 
 

@@ -106,7 +106,7 @@ class Context:
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
         """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
-        return embed(table.weight, ids, sequence_parallel=self.sequence_parallel)
+        return embed(table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel)
 
     def column(
         self, x: Float[Array, "b t in"], *layers: Callable[[Array], Array], unit: int = 1

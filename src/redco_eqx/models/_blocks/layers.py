@@ -43,7 +43,7 @@ class Linear(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """A table with one row per token or position."""
+    """A table with one row per token or position; more than `num_embeddings` where it is padded."""
 
     weight: Float[Array, "num size"]
     num_embeddings: int = eqx.field(static=True)
@@ -55,7 +55,17 @@ class Embedding(eqx.Module):
         self.embedding_size = embedding_size
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch size"]:
-        return jnp.take(self.weight, ids, axis=0)
+        return jnp.take(self.weight, self.rows(ids), axis=0)
+
+    def rows(self, ids: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+        """Which rows these ids have. One in the padding is moved out of the table: it is none, either."""
+        num, num_rows = self.num_embeddings, self.weight.shape[0]
+        if num == num_rows:
+            return ids
+        ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+        ids = jnp.where((ids < 0) & (ids >= -num), ids + num, ids)
+        beyond = jnp.where(ids < 0, ids - num_rows, ids + num_rows)
+        return jnp.where((ids < 0) | (ids >= num), beyond, ids)
 
 
 class LayerNorm(eqx.Module):

@@ -83,8 +83,9 @@ def _with_rows(module: Any, num_rows: int) -> Any:
             return jax.ShapeDtypeStruct(shape, x.dtype)
         return jnp.pad(x, [(0, num_rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
-    name = "num_embeddings" if isinstance(module, Embedding) else "out_features"
-    return _changed(jax.tree.map(longer, module), **{name: num_rows})
+    longer_module = jax.tree.map(longer, module)
+    # A table goes on to say how many of its rows are tokens.
+    return longer_module if isinstance(module, Embedding) else _changed(longer_module, out_features=num_rows)
 
 
 def _linear(weight: Any, bias: Any, in_features: int, out_features: int) -> Linear:

@@ -115,7 +115,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         wide, narrow = config.encoder.hidden_size, config.decoder.n_embd
         encoder = ViTModel(config.encoder, pools=False, stacked=stacked, key=encoder_key, **options)
         pooler = eqx.filter_eval_shape(lambda key: Dense(wide, wide, std=1.0, key=key), key)
-        pooler = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), pooler)
+        pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)  # of no memory
         self.encoder = eqx.tree_at(lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None)
         self.decoder = GPT2LMHeadModel(config.decoder, stacked=stacked, key=decoder_key, **options)
         std = config.decoder.initializer_range

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from redco_eqx.models._blocks.config import Json
@@ -30,6 +30,8 @@ _WRITTEN = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|npz|part)(\.index\.json)?|(generation_)?config\.json"
 )
 """What is not carried over to another directory: weights of whatever form, and what is written anyway."""
+_BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40,64}")
+"""A file in the cache of the hub, to which the names in a snapshot link."""
 _PART = re.compile(
     rf"(({'|'.join(STEMS)})({_SHARD}|\.safetensors(\.index\.json)?)|config\.json(\.[0-9a-f]{{16}})?)\.part"
 )
@@ -140,11 +142,16 @@ def _tag(directory: Path, stem: str) -> str:
     return tag if isinstance(tag, str) and _TAG.fullmatch(tag) else ""
 
 
-def prepare(directory: Path, stem: str, num_files: int, config: str) -> tuple[list[Path], str]:
+def prepare(
+    directory: Path, stem: str, num_files: int, config: str, source: str | None
+) -> tuple[list[Path], str]:
     """Makes room for a new checkpoint: names for its files, and the tag of its configuration.
 
-    The files are to be written as `part(file)`; the tag, if there is one, into their metadata.
+    The files are to be written as `part(file)`; the tag, if there is one, into their metadata. Raises
+    `ValueError` before anything is written for links in `source` that `carry_over` must not follow.
     """
+    if source is not None:
+        check_links(Path(source), directory)
     directory.mkdir(parents=True, exist_ok=True)
     tidy(directory)
     present = directory / CONFIG
@@ -206,6 +213,26 @@ def carry_over(source: Path, directory: Path) -> None:
         if file.is_file() and not file.name.startswith(".") and not is_weights and not target.exists():
             shutil.copyfile(file, part(target))
             os.replace(part(target), target)
+
+
+def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> None:
+    """Refuses, by `ValueError`, links to what lies neither in `source` nor in the cache of the hub, where
+    `carry_over`, and copying `folders`, would follow them: a checkpoint from elsewhere may have a link to
+    anything that its user can read.
+    """
+    root = source.resolve()
+    if root == directory.resolve():
+        return
+    files = [file for file in source.glob("[!.]*") if file.is_file() and not (directory / file.name).exists()]
+    files = [file for file in files if not _WRITTEN.fullmatch(file.name)]
+    for file in [*files, source / GENERATION, *(x for folder in folders for x in (folder, *folder.rglob("*")))]:
+        real = file.resolve()
+        is_inside = real.is_relative_to(root) or _BLOB.fullmatch(real.as_posix())
+        if not is_inside or (file.is_symlink() and file.is_dir()):
+            raise ValueError(
+                f"{file} is a link to {real}, but only links to files of the same checkpoint, or of the hub's "
+                "cache, are copied with it. If it is meant, put a copy of what it leads to in its place."
+            )
 
 
 def write_beside(file: Path, text: str) -> None:

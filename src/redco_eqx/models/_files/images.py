@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from jaxtyping import Float
@@ -14,6 +14,9 @@ from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._files.directory import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
+
+MAX_SIDE = 4096
+"""Of what images are resized to; no more pixels than its square, some 200 MB an image."""
 
 Image: TypeAlias = Any
 """A `PIL.Image.Image`, or an array uint8 `(height, width, 3)`."""
@@ -40,8 +43,9 @@ class ImageProcessor:
     def __call__(self, images: Sequence[Image]) -> Float[np.ndarray, "b c h w"]:
         """The images as one float32 array; those that are not in colour become so.
 
-        Raises `ValueError` for an array of another kind, a crop larger than an image, or images that end up of
-        different sizes; `ImportError` without the package Pillow.
+        Raises `ValueError` for an array of another kind, an image that would be resized to more than 2**24
+        pixels (one of 1 x 10000 to a shorter side of 224), a crop larger than an image, or images that end up
+        of different sizes; `ImportError` without the package Pillow.
         """
         found = [self._one(image) for image in images]
         shapes = sorted({x.shape for x in found})
@@ -64,6 +68,11 @@ class ImageProcessor:
         image = image.convert("RGB")
         if self.size is not None:
             height, width = _target(self.size, image.height, image.width)
+            if height * width > MAX_SIDE**2:
+                raise ValueError(
+                    f"ImageProcessor: size={self.size} makes {height} x {width} of an image {image.height} x "
+                    f"{image.width}, but {MAX_SIDE**2} pixels are the most. Crop it first, or leave it out."
+                )
             image = image.resize((width, height), resample=self.resample)
         x = np.asarray(image)
         if self.crop is not None:
@@ -79,7 +88,8 @@ class ImageProcessor:
 def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
     """What `preprocessor_config.json` in a directory says.
 
-    Raises `FileNotFoundError` if it is not there, `ValueError` for an entry that is not supported.
+    Raises `FileNotFoundError` if it is not there, `ValueError` for an entry that is not supported, or of a
+    wrong type or range.
     """
     file = Path(directory) / PREPROCESSOR
     if not file.is_file():
@@ -97,37 +107,52 @@ def _read(raw: Mapping[str, Json]) -> ImageProcessor:
     for name in ("do_pad", "do_reduce_labels", "do_flip_channel_order"):
         if raw.get(name):
             raise ValueError(f"{name}={raw[name]!r} is not supported. Images would be prepared wrongly.")
-    default = ImageProcessor()
-    normalises = bool(raw.get("do_normalize", True))
-    resample: Any = raw.get("resample", default.resample)
-    factor: Any = raw.get("rescale_factor", default.scale)
-    crop = _size("crop_size", raw.get("crop_size", 224)) if raw.get("do_center_crop") else None
-    if isinstance(crop, int):
-        crop = (crop, crop)
+    does = {name: raw.get(name, True) for name in ("do_resize", "do_rescale", "do_normalize")}
+    does["do_center_crop"] = raw.get("do_center_crop") or False
+    for name, x in does.items():
+        if not isinstance(x, bool):
+            raise ValueError(f"{name}={x!r}, but it must be true or false.")
+    given = {name: x for name, x in raw.items() if x is not None}
+    resample, factor = given.get("resample", 2), given.get("rescale_factor", 1 / 255)
+    if type(resample) is not int or not 0 <= resample <= 5:
+        raise ValueError(f"resample={resample!r}, but it must be a filter of Pillow, from 0 to 5.")
+    if not _is_number(factor) or factor <= 0:
+        raise ValueError(f"rescale_factor={factor!r}, but it must be a positive number.")
+    crop = _size("crop_size", given.get("crop_size", 224)) if does["do_center_crop"] else None
+    half = [0.5] * 3
     return ImageProcessor(
-        size=_size("size", raw.get("size", 224)) if raw.get("do_resize", True) else None,
+        size=_size("size", given.get("size", 224)) if does["do_resize"] else None,
         resample=resample,
-        crop=crop,
-        scale=factor if raw.get("do_rescale", True) else None,
-        mean=_channels("image_mean", raw.get("image_mean", [0.5] * 3)) if normalises else None,
-        std=_channels("image_std", raw.get("image_std", [0.5] * 3)) if normalises else None,
+        crop=(crop, crop) if isinstance(crop, int) else crop,
+        scale=factor if does["do_rescale"] else None,
+        mean=_channels("image_mean", given.get("image_mean", half)) if does["do_normalize"] else None,
+        std=_channels("image_std", given.get("image_std", half)) if does["do_normalize"] else None,
     )
 
 
 def _size(name: str, value: Json) -> tuple[int, int] | int:
-    if isinstance(value, int):
-        return (value, value)
-    if isinstance(value, Mapping) and set(value) == {"height", "width"}:
-        return (value["height"], value["width"])
-    if isinstance(value, Mapping) and set(value) == {"shortest_edge"} and name == "size":
-        return value["shortest_edge"]
-    raise ValueError(f"{name}={value!r} is not supported, only a number, or an object of height and width.")
+    size: Any = (value, value)
+    if isinstance(value, dict) and set(value) == {"height", "width"}:
+        size = value["height"], value["width"]
+    elif isinstance(value, dict) and set(value) == {"shortest_edge"} and name == "size":
+        size = value["shortest_edge"]
+    elif isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} is not supported, only a number, or an object of height and width.")
+    if not all(type(x) is int and 0 < x <= MAX_SIDE for x in (size if isinstance(size, tuple) else [size])):
+        raise ValueError(f"{name}={value!r}, but it must be of integers from 1 to {MAX_SIDE}.")
+    return size
 
 
 def _channels(name: str, value: Json) -> tuple[float, ...]:
-    if not isinstance(value, list) or len(value) != 3:
+    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_number, value)):
         raise ValueError(f"{name}={value!r}, but it must be three numbers.")
+    if name == "image_std" and not all(np.float32(x) > 0 for x in value):
+        raise ValueError(f"{name}={value!r}, but it must be three positive numbers.")
     return tuple(float(x) for x in value)
+
+
+def _is_number(x: Json) -> TypeGuard[int | float]:
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e9
 
 
 def _target(size: tuple[int, int] | int, height: int, width: int) -> tuple[int, int]:

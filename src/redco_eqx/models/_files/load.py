@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._blocks.vocabulary import pad_vocabulary
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
-from redco_eqx.models._files.names import Entry, entries_of, match_keys
+from redco_eqx.models._files.names import Entry, count_stored, entries_of, match_keys
 from redco_eqx.models._files.safetensors import NAMES, Stored, open_file
 from redco_eqx.models._files.slices import place
 
@@ -91,20 +92,27 @@ def load_pretrained(
     - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file named in the index is not
         there.
     - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
-        supported, keys that are missing or unexpected, a wrong shape, a file that is cut short, an index that
-        is wrong, weights that are only there as a pickle, or a dtype that is not floating. What concerns
-        arguments and `config.json` is raised before any weight is read.
+        supported, another number of layers than the files have (before any is made), keys that are missing or
+        unexpected, a wrong shape, a file that is cut short, an index that is wrong, weights that are only
+        there as a pickle, or a dtype that is not floating. What concerns arguments and `config.json` is raised
+        before any weight is read.
     - `ImportError` without the package safetensors.
     """
     directory = Path(directory).expanduser()
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
+    stored = _open(directory, config.weights)
     if make_model.tied_by_file:
-        config = _as_stored(config, _open(directory, config.weights), make_model)
+        config = _as_stored(config, stored, make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
-    model = eqx.filter_eval_shape(
-        lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
-    )
+
+    def make(stacked: bool) -> Any:
+        return eqx.filter_eval_shape(
+            lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
+        )
+
+    _check_layers(directory, config, make_model, make, stored)
+    model = make(stacked)
     if pad_vocabulary_to != 1:
         model = pad_vocabulary(model, pad_vocabulary_to)
     if mesh is None:
@@ -112,14 +120,8 @@ def load_pretrained(
     layout = to_paths(
         shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
     )
-    stored_leaves = entries_of(model)
-    found = _find(
-        directory,
-        _open(directory, config.weights),
-        stored_leaves,
-        make_model,
-        may_lack=() if key is None else make_model.heads,
-    )
+    stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
+    found = _find(directory, stored, stored_leaves, make_model, may_lack=may_lack)
     arrays: dict[str, Array | np.ndarray] = {}
     lacking: dict[str, NamedSharding] = {}
     for entry in stored_leaves:
@@ -165,6 +167,31 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
         return config.with_generation(raw, os.fspath(directory.absolute())), make_model
     except ValueError as error:
         raise ValueError(f"load_pretrained: {directory}: {error}") from error
+
+
+def _check_layers(
+    directory: Path, config: BaseConfig, family: type[Model], make: Callable[[bool], Any], stored: Iterable[str]
+) -> None:
+    """Refuses, by `ValueError`, another number of layers than the files have, before each of them is made.
+
+    Stacked by `make`, any number of them is one; models of images cannot be stacked.
+    """
+    problems, model = [], make(True) if family.stacks else None
+    for stack in family.stacks:
+        layers = attrgetter(stack)(model)
+        wanted = len(layers) if isinstance(layers, list) else next(iter(to_arrays(layers).values())).shape[0]
+        if (found := count_stored(stored, stack, family)) != wanted:
+            problems.append(f"it has {wanted} layers at {stack}, the files have {found}")
+    for name in ("layers_per_block", "transformer_layers_per_block") if not family.stacks else ():
+        value = getattr(config, name, 1)
+        most = 1 + max((int(i) for key in stored for i in re.findall(r"\.(\d+)\.", key)), default=0)
+        if max(value if isinstance(value, tuple) else (value,)) > most:
+            problems.append(f"{name}={value}, the files have at most {most} alike in a row")
+    if problems:
+        raise ValueError(
+            f"load_pretrained: config.json in {directory} does not belong to the weights beside it: "
+            f"{'; '.join(problems)}. Take both from one checkpoint."
+        )
 
 
 def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:

@@ -39,13 +39,19 @@ _FACTOR = re.compile(r"\.lora_([ab])$")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
+    "use_rslora": (True,),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others change the base's weights
 }
-"""Entries of which other values would change the logits."""
+"""What entries may be, other than null, false or empty."""
+_OTHERS = {
+    "r", "lora_alpha",  # read here
+    # where the branches are, which the keys say
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+    "lora_dropout", "inference_mode", "eva_config",  # of training
+    "auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type",  # names and versions
+    "megatron_core", "qalora_group_size",  # have defaults, and belong to entries that are refused
+}  # fmt: skip
+"""Entries that may be anything: the logits do not depend on them. All that is not known is refused."""
 
 
 def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | None = None) -> None:
@@ -125,9 +131,9 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     **Raises:**
 
     - `FileNotFoundError` if one of the files is not there.
-    - `ValueError`, naming the entry or the key, for a kind of adapter that is not supported (DoRA, trained
-        biases, several ranks), keys that are none of LoRA, projections that the model does not have, wrong
-        shapes, or branches that only some of the stacked layers have.
+    - `ValueError`, naming the entry or the key, for an entry that is not known and not null, false or empty
+        (DoRA, PiSSA, aLoRA, trained biases, several ranks), keys that are none of LoRA, projections that the
+        model does not have, wrong shapes, or branches that only some of the stacked layers have.
     - `ImportError` without the package safetensors.
     """
     directory = Path(directory).expanduser()
@@ -176,16 +182,19 @@ def _key(path: str) -> str:
 def _read_config(file: Path) -> tuple[int, float]:
     """Rank and scale. Raises `ValueError` for a kind of adapter that is not supported."""
     raw = read_json(file)
-    for name, values in _ONLY.items():
-        if name in raw and raw[name] not in values:
-            raise ValueError(f"load_lora: {file}: {name}={raw[name]!r} is not supported, only {values[0]!r}.")
+    for name, value in raw.items():
+        if value and name not in _OTHERS and value not in _ONLY.get(name, ()):
+            only = f", only {' or '.join(map(repr, _ONLY[name]))}" if name in _ONLY else ""
+            raise ValueError(
+                f"load_lora: {file}: {name}={value!r} is not supported{only}. The logits would be wrong. "
+                "Merge it in peft by model.merge_and_unload().save_pretrained(new), and open that instead."
+            )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    for name, x in (("r", rank), ("lora_alpha", alpha)):
-        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
-            raise ValueError(f"load_lora: {file}: {name}={x!r}, but it must be a positive number.")
-    assert isinstance(rank, int | float)
-    assert isinstance(alpha, int | float)
-    return int(rank), alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"load_lora: {file}: r={rank!r}, but it must be a positive integer.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"load_lora: {file}: lora_alpha={alpha!r}, but it must be a positive number.")
+    return rank, alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank
 
 
 def _stacked(model: Model, path: str) -> str | None:

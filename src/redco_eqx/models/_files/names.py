@@ -127,6 +127,13 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
     return match
 
 
+def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:
+    """How many layers of a stack there are keys for, in any spelling."""
+    layer = re.compile(rf"{re.escape(stack)}\.(\d+)\.")
+    found = (layer.match(name) for key in keys for name in _spellings(key, family))
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
 def _spellings(key: str, family: type[Model]) -> list[str]:
     old_spellings = (*OLD_SPELLINGS, *family.renamed.items())
     names = [key, *(re.sub(old, new, key) for old, new in old_spellings if re.search(old, key))]

@@ -19,7 +19,7 @@ from redco_eqx.models._diffusion.config import VERSION
 from redco_eqx.models._diffusion.one_step import DDIMScheduler, DDPMScheduler
 from redco_eqx.models._diffusion.pndm import PNDMScheduler
 from redco_eqx.models._diffusion.scheduler import Scheduler
-from redco_eqx.models._files.directory import carry_over, part, read_json, write_beside
+from redco_eqx.models._files.directory import carry_over, check_links, part, read_json, write_beside
 from redco_eqx.models._files.load import load_pretrained
 from redco_eqx.models._files.pieces import write_together
 from redco_eqx.models._files.save import save_pretrained
@@ -133,6 +133,13 @@ def save_stable_diffusion(
     if not isinstance(model, StableDiffusion):
         raise TypeError(f"save_stable_diffusion: expected a StableDiffusion, got a {type(model).__name__}.")
     directory = Path(directory).expanduser()
+
+    def check(_: object) -> None:
+        if model.index.source is not None:
+            source = Path(model.index.source)
+            check_links(source, directory, _folders(source, directory, json.loads(model.index.rest)))
+
+    write_together("save_stable_diffusion", directory, (), {}, check)
     for name in PARTS:
         save_pretrained(getattr(model, name), directory / name, max_shard_bytes=max_shard_bytes)
     write_together(
@@ -145,7 +152,11 @@ def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
     rest: dict[str, Json] = json.loads(index.rest)
     if index.source is not None:
         carry_over(Path(index.source), directory)
-        _copy_folders(Path(index.source), directory, rest)
+        for folder in _folders(Path(index.source), directory, rest):
+            target = directory / folder.name
+            shutil.rmtree(part(target), ignore_errors=True)
+            shutil.copytree(folder, part(target))
+            os.replace(part(target), target)
     rest.setdefault("tokenizer", TOKENIZER)
     for name in OPTIONAL:
         rest.setdefault(name, ABSENT)
@@ -165,16 +176,7 @@ def _write_json(file: Path, entries: Mapping[str, Json]) -> None:
     write_beside(file, json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> None:
-    """The folders that an index names and that are not networks of ours, each whole or not at all."""
-    for name, entry in entries.items():
-        target = directory / name
-        if (
-            Path(name).name == name
-            and isinstance(entry, list)
-            and (source / name).is_dir()
-            and not target.exists()
-        ):
-            shutil.rmtree(part(target), ignore_errors=True)
-            shutil.copytree(source / name, part(target))
-            os.replace(part(target), target)
+def _folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> list[Path]:
+    """Those that an index names, that are not networks of ours, and that the other directory does not have."""
+    names = [name for name, x in entries.items() if isinstance(x, list) and Path(name).name == name]
+    return [source / name for name in names if (source / name).is_dir() and not (directory / name).exists()]

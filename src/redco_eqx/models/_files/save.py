@@ -54,7 +54,8 @@ def save_pretrained(
 
     - `TypeError` if the model is not a `Model`.
     - `ValueError` if `max_shard_bytes` is not positive, an array is abstract, deleted, or not floating, or the
-        arrays are not those of the model's family: LoRA that was not merged, for example.
+        arrays are not those of the model's family: LoRA that was not merged, for example; or if what would be
+        copied is a link that leads out of the directory (but not into the cache of the hub).
     - `OSError` if it cannot be written. The old checkpoint is in force then.
     - `RuntimeError` in the other processes, if process 0 could not write.
     """
@@ -125,7 +126,7 @@ def _write(
 ) -> None:
     """The whole directory; `text` is that of its `config.json`."""
     try:
-        files, tag = prepare(directory, config.weights, len(plan), text)
+        files, tag = prepare(directory, config.weights, len(plan), text, config.source)
         if config.source is not None:
             carry_over(Path(config.source), directory)
         metadata = {"format": "pt", **({"config": tag} if tag else {})}

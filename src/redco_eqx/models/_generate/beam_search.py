@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._generate.beams import Beams, EarlyStopping, Hypotheses, Rules, Search, advance, begin
 from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens
 
 
+@in_own_context
 def beam_search(
     model: Decoder,
     inputs: Tokens,
@@ -58,8 +60,8 @@ def beam_search(
 
     **Raises:**
 
-    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, or a
-    text longer than the model's table of positions.
+    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, a
+    token outside of the vocabulary (as for `generate`), or a text longer than the table of positions.
     """
     check_options(num_beams, length_penalty, early_stopping)
     prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder
@@ -19,6 +20,7 @@ _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int
 """Step, token, whether the row has ended, output, cache."""
 
 
+@in_own_context
 def generate(
     model: Decoder,
     inputs: Tokens,
@@ -71,8 +73,8 @@ def generate(
     **Raises:**
 
     `ValueError`, before anything is compiled, for an argument out of its range, sampling without a key,
-    `top_k` or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, or a text longer
-    than the model's table of positions.
+    `top_k` or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, a token outside
+    of the vocabulary (not under a trace, which cannot see it), or a text longer than the table of positions.
     """
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)

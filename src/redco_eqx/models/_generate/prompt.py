@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from redco_eqx.models._blocks.context import Cache
@@ -47,13 +48,26 @@ def read_prompt(
     max_new_tokens: int,
 ) -> Prompt:
     """The prompt in the arguments of the function of this name. Refuses, by `ValueError`, what does not fit."""
+    if not isinstance(model, Decoder):
+        raise TypeError(
+            f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), but is a "
+            f"{type(model).__name__}. Of a state it is state.model, and comes first."
+        )
+    given = {"inputs": inputs, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+    for argument, x in given.items():
+        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name}: {argument} must be an array, (batch, length), but is a {type(x).__name__}. Text "
+                'becomes one by tokenizer(texts, padding=True, return_tensors="np")["input_ids"]; lists of one '
+                "length by np.array(ids), and shorter ones need padding and an attention_mask."
+            )
     if not max_new_tokens >= 1:
         raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be at least 1.")
     if isinstance(model, EncoderDecoder):
-        _check_source(name, inputs, attention_mask)
+        _check_source(name, model, inputs, attention_mask)
         size = jnp.shape(inputs)[0]
         start = _start(name, model, size) if decoder_input_ids is None else decoder_input_ids
-        _check_tokens(name, "decoder_input_ids", start)
+        _check_tokens(name, "decoder_input_ids", model, start, None)
         if jnp.shape(start)[0] != size:
             raise ValueError(
                 f"{name}: decoder_input_ids has {jnp.shape(start)[0]} rows, but inputs {size}. Pass one each."
@@ -62,8 +76,8 @@ def read_prompt(
     else:
         if decoder_input_ids is not None:
             raise ValueError(f"{name}: decoder_input_ids is for models with an encoder. Pass inputs alone.")
-        _check_tokens(name, "inputs", inputs)
         _check_mask(name, inputs, attention_mask)
+        _check_tokens(name, "inputs", model, inputs, attention_mask)
         tokens = inputs
     room, length = model.config.max_positions, jnp.shape(tokens)[1]
     if room is not None and length + max_new_tokens > room:
@@ -79,13 +93,25 @@ def read_prompt(
     return Prompt(tokens, all_real if mask is None else mask)
 
 
-def _check_tokens(name: str, argument: str, ids: Tokens) -> None:
+def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: Tokens | None) -> None:
     shape, dtype = jnp.shape(ids), jnp.result_type(ids)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: {argument} has dtype {dtype}, but tokens are integers.")
     if len(shape) != 2 or shape[1] == 0:
         raise ValueError(
             f"{name}: {argument} has shape {shape}, but it must be (batch, length), with at least one token."
+        )
+    given = [x for x in (ids, mask) if x is not None]
+    if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable) for x in given):
+        return
+    ids, size = np.asarray(ids), model.config.vocab_size
+    is_real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
+    outside = np.argwhere(((ids < 0) | (ids >= size)) & is_real)
+    if len(outside):
+        row, place = map(int, outside[0])
+        raise ValueError(
+            f"{name}: {argument}[{row}, {place}] is {ids[row, place]}, but the model's tokens are 0 to "
+            f"{size - 1}. Use the model's own tokenizer, or mask what is padding by attention_mask."
         )
 
 
@@ -97,11 +123,11 @@ def _check_mask(name: str, ids: Tokens, mask: Tokens | None) -> None:
         )
 
 
-def _check_source(name: str, inputs: Tokens, attention_mask: Tokens | None) -> None:
+def _check_source(name: str, model: Decoder, inputs: Tokens, attention_mask: Tokens | None) -> None:
     """What an encoder reads: tokens, or images, of which there is no mask."""
     if jnp.ndim(inputs) != 4:
-        _check_tokens(name, "inputs", inputs)
         _check_mask(name, inputs, attention_mask)
+        _check_tokens(name, "inputs", model, inputs, attention_mask)
     elif attention_mask is not None:
         raise ValueError(f"{name}: attention_mask is for texts, but inputs has shape {jnp.shape(inputs)}.")
 

@@ -1,0 +1,226 @@
+"""The identity of a run: what it is, so that no other run, and no process that does otherwise, is taken for it.
+
+It is computed once, compared between processes before the first step, stored with every checkpoint, and
+compared again when a run goes on.
+"""
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from redco_eqx._checkpoint.checksum import Starts, indices, mix, summed, unlike_replicas
+from redco_eqx._checkpoint.names import storable, to_names
+from redco_eqx._checkpoint.record import Identity
+from redco_eqx._data.streams import checksum
+from redco_eqx._distributed.agreement import Facts, agree, is_shared
+from redco_eqx._program.trace import program_digest
+from redco_eqx._step.optimizer import update
+from redco_eqx._step.state import TrainState, state_mesh
+from redco_eqx._step.traced import on_arrays
+from redco_eqx._tree import first_few, leaves_with_paths
+from redco_eqx._types import Batch, CollateFn, Examples, LossFn
+
+_NUM_SUMS = 4
+_NUM_DRAWN = 2**16  # elements of an array
+_TOLERANCE = 1e-3
+_NUM_FIRST, _NUM_SPREAD, _NUM_COLLATED = 16, 16, 8  # examples
+
+
+def identify(
+    state: TrainState,
+    examples: Examples | None,
+    arguments: Facts,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+) -> Identity:
+    """The identity of the run that begins with `state`, the same on every process. A collective call.
+
+    Costs a pass over the model and two readings of at most 32 examples; on several processes also two calls of
+    `collate_fn` on 8. Random generators are left as they were.
+
+    **Arguments:**
+
+    - `examples`: of the first epoch; `None` for a stream, of whose items nothing is looked at.
+    - `arguments`: of `fit`, which are compared between processes alone.
+
+    **Returns:** Plain JSON: `key` (hexadecimal), `parameters` (see `parameter_sums`), `examples`
+    (`{index: checksum}`), and `changing`: what gave two answers here, and is not compared.
+
+    Raises `ValueError`, naming the first thing that differs, if the processes are not all given the same.
+    """
+    mesh = state_mesh(state)
+    key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
+    batch, rows = None, None
+    with contextlib.nullcontext() if examples is None else _generators_untouched():
+        sample, changing = _sample(examples, range(0 if examples is None else len(examples)))
+        if sample and is_shared(mesh):
+            batch, rows = _collated(examples, list(sample)[:_NUM_COLLATED], collate_fn)
+            if batch is not None and rows is None:
+                changing = [*changing, "the batches of collate_fn"]
+    if is_shared(mesh):
+        layout = {name: (x.shape, str(x.dtype), str(x.sharding)) for name, x in to_names(state).items()}
+        facts = {"the mesh": str(mesh.shape), **arguments, "what changes by itself": str(changing)}
+        facts |= {f"the checksum of train_examples[{i}]": f"{x:08x}" for i, x in sample.items()}
+        facts |= {
+            f"the checksum of collate_fn's {path or 'batch'}": f"{x:08x}" for path, x in (rows or {}).items()
+        }
+        if batch is not None:
+            programs = programs_of(state, batch, loss_fn=loss_fn, optimizer=optimizer)
+            facts |= {f"the checksum of what {name} computes": x for name, x in programs.items()}
+        facts["the checksum of the state's shapes and layout"] = f"{zlib.crc32(repr(layout).encode()):08x}"
+        agree(mesh, "fit", {**facts, "the key of the state": key})
+        refuse_unlike(unlike_replicas(storable(to_names(state)))(), "The processes began with different ones")
+    return {"key": key, "parameters": parameter_sums(state).tolist(), "examples": sample, "changing": changing}
+
+
+def programs_of(
+    state: TrainState, batch: Batch, *, loss_fn: LossFn, optimizer: optax.GradientTransformation
+) -> dict[str, str]:
+    """A digest of what the loss and the optimizer compute on one device, for a batch of 8 rows like this one.
+
+    A digest is empty if the function cannot be traced so.
+    """
+
+    def optimize(params: dict[str, Array], opt_state: Any) -> Any:
+        loss = jnp.zeros(())
+        once = update(optimizer, params, opt_state, params, loss, lambda params: (loss, params))
+        return optimizer.init(params), once  # hyperparameters are in what it begins with
+
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), batch)
+    arrays = state.params, state.frozen, state.model_state
+    return {
+        "loss_fn": _traced(on_arrays(state, loss_fn), *arrays, rows, state.key),
+        "optimizer": _traced(optimize, state.params, state.opt_state),
+    }
+
+
+def refuse_unlike(names: Sequence[str], reason: str) -> None:
+    """Raises `ValueError` if there are arrays whose copies differ between devices."""
+    if names:
+        raise ValueError(
+            f"fit: {first_few(names)} should be the same on the devices of all processes, but differ. "
+            f"{reason}. Give each process the same key, weights, examples and functions, and change the state "
+            "alike."
+        )
+
+
+def what_differs(before: Identity | None, now: Identity) -> list[str]:
+    """Names what makes it another run.
+
+    Parameters are compared with a tolerance of 1e-3, as another mesh or compiler may give other last bits.
+    """
+    if before is None:
+        return []
+    found = ["another key"] if before["key"] != now["key"] else []
+    ours, theirs = (np.asarray(identity["parameters"]) for identity in (now, before))
+    size = min(len(ours), len(theirs))  # format 1 has no scale
+    if not np.all(np.abs(ours[:size] - theirs[:size]) <= _TOLERANCE):
+        found.append("other initial parameters")
+    here, there = now["examples"], before.get("examples")
+    if here and there and here != there:
+        index = next(i for i in {**here, **there} if here.get(i) != there.get(i))
+        is_order = sorted(here.values()) == sorted(there.values())
+        found.append(f"another {'order of the examples' if is_order else 'example'}: train_examples[{index}]")
+    return found
+
+
+def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
+    """Eight sums over the model's floating arrays: four that follow their directions, and four their scales.
+
+    Of each array `x` some elements are drawn, and `sum(sign * x) / norm(x)` is taken over them, with signs and
+    draw fixed by the element's index. It is of order 1 for any random array, and 1e-6 exact. The scale is
+    `log(norm(x))`.
+    """
+    model = {
+        name: x
+        for name, x in to_names(state).items()
+        if name.startswith("model/") and jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
+    }
+    total = np.zeros((2, _NUM_SUMS))
+    for name, (*sums, square) in zip(model, summed(_projections, model).tolist()):
+        signs = 1 - 2 * ((zlib.crc32(name.encode()) >> np.arange(_NUM_SUMS)) & 1)
+        norm = np.sqrt(square or 1.0)
+        total += signs * np.stack([np.asarray(sums) / norm, np.full(_NUM_SUMS, np.log(norm))])
+    return total.ravel()
+
+
+def _traced(function: Callable[..., Any], *arguments: Any) -> str:
+    """The digest of a function of arrays that lie on no mesh; empty if it cannot be traced so."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step's own trace gives them
+        return program_digest(jax.make_jaxpr(function)(*abstract))
+    return ""
+
+
+def _sample(examples: Any, indices: range) -> tuple[dict[str, int], list[str]]:
+    """Checksums of some examples, the first ones and others, and their name if they change by themselves."""
+    spread = np.linspace(0, len(indices) - 1, _NUM_SPREAD).astype(int).tolist() if indices else []
+
+    def read() -> dict[str, int]:
+        found = {}
+        for i in sorted({*indices[:_NUM_FIRST], *spread}):
+            with contextlib.suppress(Exception):  # one that cannot be read ends the run where it is met
+                found[str(i)] = checksum(examples[i])
+        return found
+
+    first, again = read(), read()
+    return (first, []) if first == again else ({}, ["train_examples"])
+
+
+def _collated(examples: Any, chosen: list[str], collate_fn: CollateFn) -> tuple[Any, dict[str, int] | None]:
+    """A batch of some examples, and the checksum of each leaf, `None` if they change by themselves."""
+    with contextlib.suppress(Exception):  # what is wrong with it is said by the first batch
+        few = [examples[int(i)] for i in chosen]
+        batch, again = collate_fn(list(few)), collate_fn(list(few))
+        rows, others = ({path: checksum(x) for path, x in leaves_with_paths(b)} for b in (batch, again))
+        return batch, rows if rows == others else None
+    return None, None
+
+
+@contextlib.contextmanager
+def _generators_untouched() -> Iterator[None]:
+    """Puts the random generators of NumPy and Python, whoever holds them, and torch's own back on leaving."""
+    restore: list[Callable[[], Any]] = []
+    for x in gc.get_objects():
+        if issubclass(type(x), np.random.BitGenerator):
+            restore.append(functools.partial(setattr, x, "state", x.state))
+        elif issubclass(type(x), np.random.RandomState):  # it keeps a number of its own
+            restore.append(functools.partial(x.set_state, x.get_state()))
+        elif type(x) is random.Random:
+            restore.append(functools.partial(x.setstate, x.getstate()))
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        restore.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Array, "n"]:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    x = x.astype(jnp.float32)
+    hashes = mix(indices(x.shape, starts, shape))
+    # Few enough that float32 adds them well in any order, however large the array is.
+    size = max(1, int(np.prod(shape, dtype=np.float64)))
+    is_drawn = mix(hashes) <= jnp.uint32(int(min(1, _NUM_DRAWN / size) * (2**32 - 1)))
+    x = jnp.where(is_drawn & jnp.isfinite(x), x, 0)
+    signs = [jnp.where((hashes >> i) & 1, -1, 1) for i in range(_NUM_SUMS)]
+    return jnp.stack([*(jnp.sum(sign * x) for sign in signs), jnp.sum(x * x)])

@@ -1,0 +1,127 @@
+"""Of two live writers in one directory the second is refused; a dead one is taken over."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import redco_eqx as rx
+from redco_eqx._checkpoint import owner
+from redco_eqx._checkpoint.owner import BEGUN, Owner
+
+CHILD = """
+import pathlib, sys, time
+from redco_eqx._checkpoint.owner import Owner
+owner = Owner(pathlib.Path(sys.argv[1]))
+owner.begin(0, lambda before: False)
+print("owns", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: pathlib.Path) -> Any:
+    """Another process that owns `tmp_path`."""
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "owns\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_path: pathlib.Path) -> None:
+    before = (tmp_path / BEGUN).read_bytes()
+    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: process {child.pid} on "):
+        Owner(tmp_path)
+    assert json.loads((tmp_path / BEGUN).read_bytes())["id"] == json.loads(before)["id"]
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    begin = time.monotonic()
+    taken = Owner(tmp_path)
+    assert time.monotonic() - begin < 2.0
+    assert taken.begin(0, lambda before: True) == (json.loads(before)["id"], True)
+    taken.release()
+
+
+def test_who_ends_while_another_waits_makes_room(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # so that the first is not taken for this process
+    first = Owner(tmp_path)
+    monkeypatch.undo()
+    threading.Timer(0.5, first.release).start()
+    second = Owner(tmp_path)
+    second.release()
+    assert list(tmp_path.iterdir()) == []  # no run began
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["alive", "dead"])
+def test_an_owner_on_another_host_is_alive_if_it_counts(
+    counts: bool, tmp_path: pathlib.Path, monkeypatch: Any
+) -> None:
+    """No lock of the other is seen here, as on a file system that does not pass it on."""
+    monkeypatch.setattr(owner, "_WATCH_SECONDS", 2.0)
+    file, done = tmp_path / BEGUN, threading.Event()
+
+    def write(count: int) -> None:
+        file.write_text(json.dumps({"id": "x", "owner": {"host": "elsewhere", "pid": 1, "count": count}}))
+
+    def count_on() -> None:
+        number = 0
+        while not done.wait(0.3):
+            write(number := number + 1)
+
+    write(0)
+    thread = threading.Thread(target=count_on)
+    if counts:
+        thread.start()
+        with pytest.raises(rx.errors.CheckpointError, match="process 1 on elsewhere is writing"):
+            Owner(tmp_path)
+        done.set()
+        thread.join()
+    else:
+        begin = time.monotonic()
+        Owner(tmp_path).release()
+        assert 2.0 <= time.monotonic() - begin < 6.0
+        assert json.loads(file.read_text()) == {"id": "x", "owner": None}
+
+
+def test_an_owner_counts(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(owner, "_BEAT_SECONDS", 0.05)
+    one = Owner(tmp_path)
+    first = (tmp_path / BEGUN).read_bytes()
+    for _ in range(100):
+        time.sleep(0.05)
+        if (tmp_path / BEGUN).read_bytes() != first:
+            break
+    else:
+        pytest.fail("the count does not move")
+    one.release()
+
+
+def test_a_torn_or_an_older_file_is_read(tmp_path: pathlib.Path) -> None:
+    for content, expected in (
+        ('{"begin": 0, "id": "abc", "origin"', (None, False)),
+        ("[]", (None, False)),
+        ('{"begin": 0, "id": "abc", "origin": {}}', ("abc", True)),  # of version 0.2
+        ('{"begin": 3, "id": "abc", "origin": {}}', (None, False)),
+    ):
+        (tmp_path / BEGUN).write_text(content)
+        one = Owner(tmp_path)
+        run_id, before = one.begin(0, lambda before: True)
+        assert (run_id == "abc", before) == (expected[0] == "abc", expected[1])
+        one.release()
+
+
+def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -> None:
+    writer: Any = rx.Checkpoints(tmp_path).open()
+    with pytest.raises(rx.errors.CheckpointError, match=f"{tmp_path} is in use: this very process"):
+        rx.Checkpoints(tmp_path).open()
+    del writer
+    rx.Checkpoints(tmp_path).open().close()

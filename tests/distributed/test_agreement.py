@@ -1,0 +1,235 @@
+"""A difference between processes is named: without waiting in a stream of batches, and before a step."""
+
+import itertools
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redco_eqx._data.batches import _opening, _shapes
+from redco_eqx._distributed import agreement
+from redco_eqx._distributed.agreement import Agreements
+from redco_eqx._distributed.process_group import ProcessGroup
+
+CALL: dict[str, Any] = {
+    "num_examples": 29,
+    "batch_size": 8,
+    "epoch": 0,
+    "start": 0,
+    "remainder": "drop",
+    "order": [3, 1, 2, 0],
+    "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+}
+NUM_PROCESSES = 3
+
+
+class FakeClient:
+    """The store of JAX's coordination service, in memory."""
+
+    def __init__(self):
+        self.values = {}
+        self.lock = threading.Lock()
+
+    def key_value_set(self, key, value, allow_overwrite):
+        assert allow_overwrite
+        with self.lock:
+            self.values[key] = value
+
+    def key_value_dir_get(self, directory):
+        with self.lock:
+            return [(key, value) for key, value in self.values.items() if key.startswith(f"{directory}/")]
+
+
+@pytest.fixture
+def client(monkeypatch):
+    made = FakeClient()
+    monkeypatch.setattr(agreement, "coordination_client", lambda: made)
+    return made
+
+
+@pytest.fixture
+def processes(client):
+    """What three processes compare."""
+    names = [f"process {i}" for i in range(NUM_PROCESSES)]
+    return [Agreements(ProcessGroup(i, names)) for i in range(NUM_PROCESSES)]
+
+
+class Stream:
+    """A stream of batches on one process."""
+
+    def __init__(self, entries, opening):
+        self.entries, self.exchange = entries, entries.compare
+        self.number = entries.add("batches", opening)
+
+    def add(self, index, batch):
+        self.entries.add_batch(self.number, index, _shapes(batch))
+
+
+def of(processes, process):
+    return processes[process].of(list(range(NUM_PROCESSES)))
+
+
+def open_stream(processes, process, **changes):
+    return Stream(of(processes, process), _opening(**(CALL | changes)))
+
+
+def batch(*shape: int, dtype: Any = np.float32):
+    return {"x": np.zeros(shape, dtype), "y": np.zeros(shape[:1], np.int32)}
+
+
+def errors(acts):
+    """The messages of what is raised, one after the other."""
+    found = []
+    for act in acts:
+        try:
+            act()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+ORDERS = list(itertools.permutations(range(NUM_PROCESSES)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_equal_passes(processes, order):
+    opened = {process: open_stream(processes, process) for process in order}
+    for index in range(4):
+        for process in order:  # each its own number of rows; all change at once
+            opened[process].add(index, batch(4 + process, 3 + index // 2))
+    for process in order:
+        opened[process].exchange()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("odd", [0, 1])  # the first, and another
+def test_another_call_is_named(processes, order, odd):
+    opened, found = {}, []
+    for process in order:
+        changes = {"num_examples": 28} if process == odd else {}
+        found += errors([lambda p=process, c=changes: opened.update({p: open_stream(processes, p, **c)})])
+    # Who came before the first process looks again, at a batch or from its thread.
+    found += errors([stream.exchange for stream in opened.values()])
+    assert found
+    for message in found:
+        assert message.startswith("batches: len(examples) is ")
+        assert f"28 on process {odd}" in message
+        assert "29 on process" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 16}, "batch_size is 8 on process 0, but 16 on process 1"),
+        ({"epoch": 1}, "epoch is 0 on process 0, but 1 on process 1"),
+        ({"start": 2}, "start is 0 on process 0, but 2 on process 1"),
+        ({"remainder": "pad"}, "remainder is drop on process 0, but pad on process 1"),
+        ({"order": [0, 1, 2, 3]}, r"the order by key is .*, but \[0, 1, 2, 3\] on process 1"),
+        ({"order": None}, "the order by key is .* but None on process 1"),
+        ({"mesh": {"data": 8, "fsdp": 1, "tensor": 1}}, "mesh is {'data': 4"),
+    ],
+)
+def test_each_fact_of_a_call_is_compared(processes, changes, message):
+    open_stream(processes, 0)
+    with pytest.raises(ValueError, match=f"batches: {message}"):
+        open_stream(processes, 1, **changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (batch(4, 2), ("x", "float32[rows, 2]", "float32[rows, 3]")),
+        (batch(4, 3, dtype=np.float16), ("x", "float16[rows, 3]", "float32[rows, 3]")),
+        ({"x": np.zeros((4, 3), np.float32)}, ("y", "missing", "int32[rows]")),
+        ({**batch(4, 3), "z": np.zeros(4)}, ("z", "float64[rows]", "missing")),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_other_leaves_are_named(processes, other, message, at):
+    first, second = open_stream(processes, 0), open_stream(processes, 1)
+    for index in range(at):
+        for stream in (first, second):
+            stream.add(index, batch(4, 3))
+    first.add(at, batch(4, 3))
+    # One of the two sees it, at its batch or as its thread looks again.
+    (found,) = errors([lambda: second.add(at, other), first.exchange])[:1]
+    here, there = re.findall(r" is (.*) on process \d, but (.*) on process \d", found)[0]
+    leaf, wrong, right = message
+    assert f"collate_fn: batch {at}: {leaf} is " in found
+    assert {here, there} == {wrong, right}
+
+
+def test_a_change_is_found_when_both_have_made_the_batch(processes):
+    first, second = open_stream(processes, 0), open_stream(processes, 1)
+    for index in range(3):
+        first.add(index, batch(4, 3))
+        second.add(index, batch(4, 3))
+    first.add(3, batch(4, 5))
+    second.exchange()  # which has not made that batch
+    (found,) = errors([lambda: second.add(3, batch(4, 3)), second.exchange])[:1]
+    assert "batch 3: x is float32[rows, 5] on process 0, but float32[rows, 3] on process 1" in found
+
+
+def test_another_call_of_another_kind_is_named(processes):
+    open_stream(processes, 0)
+    with pytest.raises(ValueError, match="process 0 has come to batches, but process 1 to fit"):
+        of(processes, 1).add("fit", {})
+
+
+def test_the_store_does_not_grow(processes, client):
+    for _ in range(3 * agreement._NUM_KEPT):
+        stream = open_stream(processes, 0)
+        for index in range(10):
+            stream.add(index, batch(4, index % 7))
+    assert len(client.values) == 1
+    assert max(map(len, client.values.values())) < 8000
+
+
+def test_a_slow_process_is_compared_with_what_is_still_known(processes):
+    fast, slow = open_stream(processes, 0), open_stream(processes, 1)
+    for index in range(3 * agreement._NUM_KEPT):
+        fast.add(index, batch(4, index % 7))
+    for index in range(3 * agreement._NUM_KEPT - 1):
+        slow.add(index, batch(4, index % 7))
+    with pytest.raises(ValueError, match=r"batch 95: x is .* but float32\[rows, 9\] on process 1"):
+        slow.add(95, batch(4, 9))
+
+
+def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client):
+    equal = {"batch_size": "8", "the order": "[1, 0]", "loss_fn": "a"}
+
+    def everywhere(*facts):
+        def one(process):
+            try:
+                entries = of(processes, process)
+                entries.add("fit", facts[process])
+                entries.wait()
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(NUM_PROCESSES) as threads:
+            return list(threads.map(one, range(NUM_PROCESSES)))
+
+    for _ in range(3):
+        assert everywhere(equal, equal, equal) == [None] * 3
+    for odd in range(NUM_PROCESSES):
+        facts = [equal] * NUM_PROCESSES
+        facts[odd] = {"batch_size": "8", "the order": "[0, 1]", "loss_fn": "b"}
+        found = everywhere(*facts)
+        for process in {0, odd}:
+            message = found[process] or "nothing"
+            assert message.startswith("fit: the order is ")
+            assert "[0, 1] on process" in message
+            assert "[1, 0] on process" in message
+        client.values.clear()
+        names = [f"process {i}" for i in range(NUM_PROCESSES)]
+        processes[:] = [Agreements(ProcessGroup(i, names)) for i in range(NUM_PROCESSES)]
+
+
+def test_a_fact_that_one_process_lacks(processes):
+    of(processes, 0).add("fit", {"a": "1"})
+    with pytest.raises(ValueError, match="fit: b is missing on process 0, but 2 on process 1"):
+        of(processes, 1).add("fit", {"a": "1", "b": "2"})

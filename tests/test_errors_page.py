@@ -1,0 +1,62 @@
+"""Each message of the library that docs/pages/errors.md quotes is one that the source emits, or could."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "pages" / "errors.md").read_text()
+NODES = [list(ast.walk(ast.parse(path.read_text()))) for path in sorted((ROOT / "src").rglob("*.py"))]
+CLASSES = {node.name for nodes in NODES for node in nodes if isinstance(node, ast.ClassDef)}
+HOLE = "\0"
+# What JAX says stands in a table of its own.
+QUOTED = re.findall(r"^\| `(.+?)` +\|", PAGE.partition("of JAX itself")[0], re.MULTILINE)
+
+
+def literals(nodes: list[ast.AST]) -> Iterator[str]:
+    """Every text in a module but its docstrings; what an f-string fills in is a hole."""
+    bare = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    without = bare | {x for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(x.value) if isinstance(x, ast.Constant) else HOLE for x in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in without:
+            yield node.value
+
+
+LITERALS = {text for nodes in NODES for text in literals(nodes)}
+
+
+def is_emitted(quoted: str) -> bool:
+    """Whether the class is of the library, and all words stand in one text, in order; `...` is any words."""
+    name, rest = re.fullmatch(r"(?:([A-Z]\w+)(?:: |$))?(.*)", quoted).groups()  # pyright: ignore
+    pattern = ".*".join(re.escape(part.strip()) for part in rest.split("..."))
+    return (name is None or name in CLASSES) and (
+        rest == "" or any(re.search(pattern, text, re.DOTALL) for text in LITERALS)
+    )
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(QUOTED) > 12
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_quoted_message_is_emitted(quoted: str) -> None:
+    assert is_emitted(quoted)
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        "CheckpointErr: ... is damaged",  # no such class
+        "the mesh has axes ('dp', 'tp')",  # a value in a hole
+        "is the function ..., which made one",  # other words
+        "which makes one ... is the function",  # another order
+        "Every text in a module",  # words of no message
+    ],
+)
+def test_what_is_not_emitted_is_seen(quoted: str) -> None:
+    assert not is_emitted(quoted)

@@ -1,0 +1,305 @@
+"""What a run is: another run, other examples and other functions are not taken for it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import EXAMPLES, SGD, assert_same, fit, linear_state, loss_fn
+from jax.sharding import NamedSharding, PartitionSpec
+
+import redco_eqx as rx
+from redco_eqx._checkpoint.checksum import unlike_replicas
+from redco_eqx._program.trace import program_digest
+from redco_eqx._training.identity import _generators_untouched, programs_of
+
+
+def stopped_at(step: int) -> Any:
+    def hook(run: Any, row: Any, state: Any) -> None:
+        if run.step == step:
+            raise RuntimeError("stop")
+
+    return hook
+
+
+def begun(directory: pathlib.Path, state: Any = None, **arguments: Any) -> None:
+    """A run of ten steps that ends by an error after four."""
+    defaults: Any = {"num_steps": 10, "log_every": 1, "checkpoints": directory}
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(state or linear_state(), EXAMPLES, hook=stopped_at(4), **{**defaults, **arguments})
+
+
+def content_of(directory: pathlib.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def refused(directory: pathlib.Path, message: str, examples: Any = EXAMPLES, state: Any = None) -> None:
+    before = content_of(directory)
+    state = state or linear_state()
+    with pytest.raises(ValueError, match=message):
+        fit(state, examples, num_steps=10, checkpoints=directory)
+    after = {path: x for path, x in content_of(directory).items() if not path.endswith("begun.json")}
+    assert after == {path: x for path, x in before.items() if not path.endswith("begun.json")}
+    assert not state.params["weight"].is_deleted()
+
+
+def test_other_examples_and_another_order_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    begun(tmp_path)
+    swapped = [EXAMPLES[i] for i in (0, 1, 2, 4, 3, *range(5, 22))]
+    refused(tmp_path, r"it has another order of the examples: train_examples\[3\]", swapped)
+    other = [*EXAMPLES[:7], {**EXAMPLES[7], "y": EXAMPLES[7]["y"] + 1}, *EXAMPLES[8:]]
+    refused(tmp_path, r"it has another example: train_examples\[7\]", other)
+    expected = fit(linear_state(), EXAMPLES, num_steps=10)
+    assert_same(fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path), expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, 1.01])
+def test_other_weights_of_the_same_direction_are_refused(factor: float, tmp_path: pathlib.Path) -> None:
+    begun(tmp_path)
+    begin = linear_state()
+    scaled = dataclasses.replace(begin, params={name: x * factor for name, x in begin.params.items()})
+    refused(tmp_path, "it has other initial parameters", state=scaled)
+
+
+def test_the_state_of_another_run_at_the_same_step_is_refused(tmp_path: pathlib.Path) -> None:
+    begun(tmp_path / "a")
+    begin = linear_state()
+    begun(tmp_path / "b", dataclasses.replace(begin, params={name: -x for name, x in begin.params.items()}))
+    other, own = (rx.restore(tmp_path / name, linear_state()) for name in ("b", "a"))
+    assert int(own.step) == int(other.step) == 4
+    refused(tmp_path / "a", r"the state is at step 4, but is not the one that .*a/4 holds: model/", state=other)
+    expected = fit(linear_state(), EXAMPLES, num_steps=10)
+    assert_same(fit(own, EXAMPLES, num_steps=10, checkpoints=tmp_path / "a"), expected)
+
+
+def test_another_run_that_is_alive_is_refused_and_loses_nothing(tmp_path: pathlib.Path) -> None:
+    expected = fit(linear_state(), EXAMPLES, num_steps=10)
+    seen = []
+
+    def nested(run: Any, row: Any, state: Any) -> None:
+        if run.step == 2:
+            with pytest.raises(rx.errors.CheckpointError, match="is in use") as caught:
+                fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path)
+            seen.append(caught.value)
+            rx.save(tmp_path, state)  # a single one has a place beside them
+
+    state = fit(linear_state(), EXAMPLES, num_steps=10, log_every=1, hook=nested, checkpoints=tmp_path)
+    assert len(seen) == 1
+    assert_same(state, expected)
+    steps = [info.step for info in rx.list_checkpoints(tmp_path)]
+    assert 2 in steps  # not pruned: it is not of this run
+    assert_same(rx.restore(tmp_path, linear_state()), expected)
+
+
+def doubled_loss(model: Any, batch: Any, key: Any) -> Any:
+    loss, metrics = loss_fn(model, batch, key)
+    return rx.Mean(2 * loss.total, loss.weight), metrics
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"loss_fn": doubled_loss}, "loss_fn"),
+        ({"optimizer": optax.sgd(0.01)}, "optimizer"),
+        ({"loss_fn": doubled_loss, "optimizer": optax.sgd(0.01)}, "loss_fn and optimizer"),
+        ({}, None),
+        ({"loss_fn": lambda model, batch, key: loss_fn(model, batch, key)}, None),  # of another name
+    ],
+    ids=["loss", "learning rate", "both", "nothing", "name"],
+)
+def test_functions_that_compute_something_else_are_named_once(
+    changed: Any, names: str | None, tmp_path: pathlib.Path, recwarn: Any
+) -> None:
+    begun(tmp_path)
+    for _ in range(2):  # then they are those of the run
+        fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path, **changed)
+    said = [str(w.message) for w in recwarn if "compute something else" in str(w.message)]
+    assert len(said) == (names is not None)
+    if names is not None:
+        assert said[0].startswith(f"fit: {names} of this call compute something else than in the run so far")
+
+
+def test_the_learning_rate_of_a_state_counts(tmp_path: pathlib.Path, recwarn: Any) -> None:
+    slow, fast = (optax.inject_hyperparams(optax.sgd)(rate) for rate in (0.01, 0.1))
+    begun(tmp_path, linear_state(slow), optimizer=slow)
+    fit(linear_state(fast), EXAMPLES, num_steps=10, checkpoints=tmp_path, optimizer=fast)
+    assert [str(w.message) for w in recwarn if "optimizer of this call" in str(w.message)]
+
+
+class Augmented:
+    """Examples with noise from generators of three kinds."""
+
+    def __init__(self) -> None:
+        # Not Python's global one, from which beartype draws too.
+        self.own, self.plain = np.random.default_rng(3), random.Random(5)
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = self.own.normal() + np.random.normal() + self.plain.random()
+        return {**EXAMPLES[index], "x": (EXAMPLES[index]["x"] + noise).astype(np.float32)}
+
+
+def test_random_examples_are_left_out_which_is_said_once(tmp_path: pathlib.Path, capsys: Any) -> None:
+    def trained(**arguments: Any) -> Any:
+        np.random.seed(5)
+        return fit(linear_state(), rx.Data(Augmented(), prefetch=0), num_steps=10, loggers=None, **arguments)
+
+    expected = trained()
+    assert "change from one reading" not in capsys.readouterr().err
+    assert_same(trained(checkpoints=tmp_path), expected)  # the generators were left as they were
+    assert capsys.readouterr().err.count("train_examples change from one reading to the next") == 1
+    trained(checkpoints=tmp_path)
+
+
+def test_generators_are_left_as_they_were() -> None:
+    held = [np.random.default_rng(1), np.random.RandomState(2), random.Random(3)]
+
+    def draw() -> list[float]:
+        globals_ = [np.random.normal(), random.gauss(0, 1)]
+        return [*globals_, held[0].normal(), held[1].normal(), held[2].gauss(0, 1)]
+
+    np.random.seed(5)
+    random.seed(5)
+    with _generators_untouched():
+        first = draw()
+    assert draw() == first
+    assert draw() != first
+
+
+TRACE = """
+import jax, jax.numpy as jnp, sys
+sys.path.insert(0, {tests!r})
+for i in range({others}):  # other work before, which fills JAX's caches in another order
+    jax.make_jaxpr(lambda x: jax.nn.gelu(jnp.where(x > i, jax.nn.relu(x), 0)))(jnp.ones(i + 1))
+from fit_helpers import linear_state, loss_fn, collate, EXAMPLES
+import optax
+from redco_eqx._training.identity import programs_of
+adam = optax.adam(1e-3)
+print(programs_of(linear_state(adam), collate(EXAMPLES[:4]), loss_fn=loss_fn, optimizer=adam))
+"""
+
+
+def test_a_digest_is_the_same_in_every_process() -> None:
+    tests = str(pathlib.Path(__file__).parents[1])
+    found = set()
+    for seed, others in ((0, 0), (1, 3)):
+        code = TRACE.format(tests=tests, others=others)
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        )
+        assert child.returncode == 0, child.stderr
+        found.add(child.stdout)
+    (one,) = found
+    assert "''" not in one
+
+
+def test_a_digest_tells_programs_apart() -> None:
+    x = jnp.ones(3)
+    table = np.arange(3.0)
+    programs = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x - 1,
+        lambda x: x[:2] + 1,
+        lambda x: x + table,
+        lambda x: x + table[::-1],
+        lambda x: jax.jit(lambda y: y * 2)(x),
+        lambda x: jax.jit(lambda y: y * 3)(x),
+        lambda x: jax.lax.scan(lambda c, y: (c + y, None), 0.0, x)[0],
+        lambda x: jax.lax.scan(lambda c, y: (c - y, None), 0.0, x)[0],
+    ]
+    found = [program_digest(jax.make_jaxpr(program)(x)) for program in programs]
+    assert len(set(found)) == len(programs)
+    assert found == [program_digest(jax.make_jaxpr(program)(x)) for program in programs]
+
+
+def test_a_function_that_cannot_be_traced_on_one_device_has_no_digest() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(batch["x"].reshape(3, -1))  # of 8 rows
+
+    batch = {"x": np.ones((6, 1), np.float32)}
+    assert programs_of(linear_state(), batch, loss_fn=loss, optimizer=SGD)["loss_fn"] == ""
+
+
+def test_copies_that_differ_are_found() -> None:
+    mesh = rx.make_mesh(tensor=2, fsdp=2)
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    arrays = {}
+    for name, spec in (
+        ("replicated", ()),
+        ("tensor", ("tensor",)),
+        ("fsdp", (None, "fsdp")),
+        ("both", (("fsdp", "tensor"),)),
+        ("all", (("data", "fsdp"), "tensor")),
+    ):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        arrays[name] = jax.device_put(whole, sharding)
+    assert unlike_replicas(arrays)() == []
+    for name, x in arrays.items():
+        pieces = [np.array(shard.data) for shard in x.addressable_shards]
+        pieces[5].flat[-1] += 2.0**-20 if pieces[5].flat[-1] == 0 else pieces[5].flat[-1] * 2.0**-23
+        placed = [jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)]
+        odd = jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+        expected = [] if name == "all" else [name]  # of which each device has its own piece
+        assert unlike_replicas({**arrays, name: odd})() == expected
+
+
+@pytest.mark.parametrize("change", [{"format": 7}, {"run": {"colour": 1}}, {"hue": 2}], ids=str)
+def test_another_version_is_an_error_of_its_own_that_touches_nothing(
+    change: Any, tmp_path: pathlib.Path
+) -> None:
+    begun(tmp_path, checkpoints=rx.Checkpoints(tmp_path, every_steps=2))
+    (record,) = (tmp_path / "4").rglob("record.json")
+    content = json.loads(record.read_text())["content"]
+    content.update({**change, "run": {**content["run"], **change.get("run", {})}})
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    record.write_text(json.dumps({"sha256": sha256, "content": content}))
+    before = content_of(tmp_path)
+    message = (
+        r"its format is 7, but .* reads 1 to 2; it was written by" if "format" in change else "unknown field"
+    )
+    for act in (
+        lambda: fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path),
+        lambda: rx.restore(tmp_path, linear_state()),
+    ):
+        with pytest.raises(rx.errors.CheckpointFormatError, match=message):
+            act()
+    with pytest.warns(UserWarning, match=f"{message}.*left out"):
+        assert [info.step for info in rx.list_checkpoints(tmp_path)] == [2]
+    after = content_of(tmp_path)
+    assert {path: x for path, x in after.items() if "begun" not in path} == {
+        path: x for path, x in before.items() if "begun" not in path
+    }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_steps": "4"}, {"evaluations": None}, {"positions": 3}, {"begin": True}, {"identity": [1]}],
+    ids=str,
+)
+def test_a_record_is_checked_when_it_is_read(damage: Any, tmp_path: pathlib.Path) -> None:
+    begun(tmp_path)
+    (record,) = (tmp_path / "4").rglob("record.json")
+    content = json.loads(record.read_text())["content"]
+    content["run"].update(damage)
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    record.write_text(json.dumps({"sha256": sha256, "content": content}))
+    with pytest.raises(
+        rx.errors.CheckpointError, match=f"record.json is damaged: run.{next(iter(damage))} is "
+    ):
+        rx.restore(tmp_path, linear_state())
