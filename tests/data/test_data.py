@@ -239,7 +239,7 @@ def test_two_processes(tmp_path):
             my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
             assert result[name]["seen"] == mine + my_last, (name, process)
     assert results[0]["refused"] is None
-    assert "len(examples) is 28 on process 1, but 29 on process 0" in results[1]["refused"]
+    assert "len(examples) is 29 on process 0, but 28 on process 1" in results[1]["refused"]
 
 
 # Prefetch

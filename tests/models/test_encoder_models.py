@@ -459,7 +459,7 @@ def test_bad_input_is_refused():
         ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop=0.1 is not supported"),
         ("bart", {"decoder_attention_heads": 5}, "d_model=32 is not a multiple of decoder_attention_heads=5"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
-        ("bert_labels", {"num_labels": 0}, "num_labels=0, but it must be a positive integer"),
+        ("bert_labels", {"num_labels": 0}, "num_labels=0, but it must be an integer from 1 to 2**20"),
         ("bert_labels", {"id2label": {"1": "a"}, "num_labels": None}, "must name the labels from 0 on"),
         ("roberta_masked", {"pad_token_id": None}, "pad_token_id is None"),
         ("vit_labels", {"patch_size": 3}, "image_size=8 is not a multiple of patch_size=3"),

@@ -345,9 +345,10 @@ ENGINES = ["names", "program"]
 WHOLE_IS_SAID = pytest.mark.filterwarnings(
     "ignore:shard_rules"
 )  # of shortcuts and projections, 4% of the bytes
-SHARE = {("unet", "names"): 1.03, ("unet", "program"): 0.87, ("vae", "names"): 0.92, ("vae", "program"): 0.92}
+SHARE = {("unet", "names"): 1.05, ("unet", "program"): 0.87, ("vae", "names"): 0.92, ("vae", "program"): 0.92}
 """Of `by_hand`, what a step sends: less, where a small weight is gathered in place of a gradient, or a program
-says more than names do."""
+says more than names do. Of the UNet by names XLA splits the first convolution by its four input channels,
+once the batch has a constraint: it sums where a gather of its kernel would do, 2.4% more."""
 
 
 @WHOLE_IS_SAID

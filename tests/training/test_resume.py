@@ -700,8 +700,10 @@ def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -
 def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     state, spy = linear_state(), Collate()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ValueError, match="file is a file, but checkpoints need a directory"):
         counted(state, tmp_path / "file", collate_fn=spy)
+    with pytest.raises(OSError, match="file"):
+        counted(state, tmp_path / "file" / "below", collate_fn=spy)
     assert spy.num_calls == 0
     assert_same(state, linear_state())
 

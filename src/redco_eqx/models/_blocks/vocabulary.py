@@ -40,13 +40,7 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
     `ValueError` if `multiple` is not positive, or the model's class does not name its `vocabulary`.
     """
-    if multiple < 1:
-        raise ValueError(f"pad_vocabulary: multiple={multiple}, but it must be positive.")
-    if not model.vocabulary:
-        raise ValueError(
-            f"pad_vocabulary: {type(model).__name__} does not name the modules that have a row for each token "
-            "(`vocabulary`); decoder-only models do."
-        )
+    check_can_pad(type(model), multiple)
     num_rows = -(-model.config.vocab_size // multiple) * multiple
 
     def is_module(x: Any) -> bool:
@@ -56,6 +50,17 @@ def pad_vocabulary(model: M, multiple: int) -> M:
         return _with_rows(x, num_rows) if is_module(x) and is_vocabulary(model, path_of(keypath)) else x
 
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_module)
+
+
+def check_can_pad(family: type[Model], multiple: int) -> None:
+    """Refuses, by `ValueError`, a multiple or a class of models that `pad_vocabulary` does not take."""
+    if multiple < 1:
+        raise ValueError(f"pad_vocabulary: multiple={multiple}, but it must be positive.")
+    if not family.vocabulary:
+        raise ValueError(
+            f"pad_vocabulary: {family.__name__} does not name the modules that have a row for each token "
+            "(`vocabulary`); decoder-only models do."
+        )
 
 
 def is_vocabulary(model: Model, module: str) -> bool:

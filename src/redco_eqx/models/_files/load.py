@@ -25,7 +25,7 @@ from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options
-from redco_eqx.models._blocks.vocabulary import pad_vocabulary
+from redco_eqx.models._blocks.vocabulary import check_can_pad, pad_vocabulary
 from redco_eqx.models._families.registry import Family, read_family
 from redco_eqx.models._files.directory import GENERATION, config_file, read_json, weight_files
 from redco_eqx.models._files.names import Entry, count_stored, entries_of, match_keys
@@ -101,6 +101,8 @@ def load_pretrained(
     directory = Path(directory).expanduser()
     kind = None if dtype is None else _check_dtype(dtype)
     config, make_model = _read_config(directory, family, entries or {})
+    if pad_vocabulary_to != 1:
+        check_can_pad(make_model, pad_vocabulary_to)
     stored = _open(directory, config.weights)
     if make_model.tied_by_file:
         config = _as_stored(config, stored, make_model)
