@@ -4,15 +4,27 @@ With `TESTS_ON=device` in the environment, what JAX finds instead: on one GPU, t
 skipped.
 """
 
+import atexit
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 
-import jax
-import pytest
-
 ON_DEVICE = os.environ.get("TESTS_ON") == "device"
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not ON_DEVICE:
+    # Workers, and the processes that tests start, inherit it: half of what a test compiles, another one did.
+    cache = tempfile.mkdtemp(prefix="redco_eqx_tests_")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# After the environment, which JAX reads when it is imported.
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 if not ON_DEVICE:
     # Tests compile far more than they run: LLVM's optimizations cost minutes, and change no layout.
