@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 import redco_eqx as rx
-from redco_eqx._training.throttle import Throttle
+from redco_eqx._training.compile import Throttle
 
 
 def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:

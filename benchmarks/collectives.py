@@ -47,9 +47,8 @@ from workloads import (
 )
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import Communication
-from redco_eqx._compiled.shapes import num_bytes, num_elements
+from redco_eqx._compiled.communication import Collective, Communication
+from redco_eqx._compiled.hlo import num_bytes, num_elements
 
 
 def step_communication(

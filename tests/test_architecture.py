@@ -17,6 +17,10 @@ from redco_eqx import models
 PACKAGE = pathlib.Path(rx.__file__).parent
 
 PURE = ("_dataflow", "_sharding", "_parallel", "_program", "_step")
+EXCEPT = {
+    pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
+    pathlib.Path("_step/kept.py"): {"pathlib"},  # which functions are of the standard library
+}
 EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
 
 
@@ -71,7 +75,7 @@ def test_pure_rooms_touch_nothing_outside(path):
     tree = ast.parse((PACKAGE / path).read_text())
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert not names & EFFECTS
+    assert not names & EFFECTS - EXCEPT.get(path, set())
 
 
 def test_import_does_not_touch_a_device():

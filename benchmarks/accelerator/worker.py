@@ -11,7 +11,7 @@ import pathlib
 import sys
 from typing import Any
 
-from redco_eqx._planning.chips import GPUS
+from redco_eqx._planning.targets import GPUS
 
 from . import around, of_torch, ours, plain, tests
 from .program import compiled_for_target, measured

@@ -2,15 +2,13 @@
 
 from redco_eqx import errors, layers, loop, types
 from redco_eqx._birth.init_model import init_model
-from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.directory import list_checkpoints
+from redco_eqx._checkpoint.checkpoints import Checkpoints, save
+from redco_eqx._checkpoint.record import list_checkpoints
 from redco_eqx._checkpoint.restore import restore
-from redco_eqx._checkpoint.writer import save
 from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._distributed.initialize import initialize_distributed
-from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._planning.largest import largest
 from redco_eqx._planning.plan import plan
 from redco_eqx._sharding.explain import explain
@@ -20,10 +18,10 @@ from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.steps import eval_step, predict_step, train_step
-from redco_eqx._training.evaluate import evaluate, predict
-from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.evaluation import Evaluation, evaluate, predict
 from redco_eqx._training.fit import fit, num_train_steps
 from redco_eqx._training.hook import Change
+from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
 from redco_eqx._types import Mean
 

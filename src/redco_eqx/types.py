@@ -1,7 +1,7 @@
 """Types that results and annotations have: what is taken and returned, but not made by name."""
 
+from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
-from redco_eqx._checkpoint.writer import CheckpointWriter
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision

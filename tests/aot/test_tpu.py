@@ -27,9 +27,7 @@ from sharding.zoo import BY_NAME
 import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._birth import init_model as making
-from redco_eqx._birth import plan as planning
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.communication import Collective, communication
 
 SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up
@@ -204,7 +202,7 @@ def test_a_stack_is_born_in_shards():
     traced = making.trace(
         lambda key: models.OPTForCausalLM(config, stacked=True, key=key), mesh, key=jax.random.key(0)
     )
-    births = planning.plan(traced.program)
+    births = making.plan(traced.program)
     small = making.compute_small(traced.program, births)
     at = traced.paths.index("model.decoder.layers.fc1.weight")
     run: Any = making.compiled(births[at], small, traced.shardings[at])

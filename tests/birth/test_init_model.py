@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from redco_eqx import init_model, make_mesh, to_arrays
 from redco_eqx._birth import init_model as making
-from redco_eqx._birth import plan as planning
 
 KEY = jax.random.key(7)
 
@@ -26,7 +25,7 @@ KEY = jax.random.key(7)
 def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
     """For each leaf its path, how it is made, its sharding, and its compiled program if it has one."""
     traced = making.trace(make, mesh, key=KEY, overrides=overrides)
-    made = planning.plan(traced.program)
+    made = making.plan(traced.program)
     small = making.compute_small(traced.program, made)
     planned = []
     for path, birth, sharding in zip(traced.paths, made, traced.shardings):
@@ -64,7 +63,7 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
     split = 0
     for path, birth, sharding, compiled in plan(births.SPREAD[name], make_mesh(tensor=4, fsdp=2)):
         shape = birth.leaf.aval.shape
-        if math.prod(shape) <= planning.SMALL:
+        if math.prod(shape) <= making.SMALL:
             continue
         assert birth.way == "spread", path
         shard = math.prod(sharding.shard_shape(shape))

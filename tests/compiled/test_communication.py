@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import Communication, Total, communication
+from redco_eqx._compiled.communication import Collective, Communication, Total, communication
 from redco_eqx._sharding.mesh import AXES, make_mesh
 
 X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes

@@ -3,8 +3,7 @@
 import pytest
 from jax.sharding import AbstractMesh
 
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import Communication, communication
+from redco_eqx._compiled.communication import Collective, Communication, communication
 from redco_eqx._sharding.mesh import AXES
 
 CUBE = AbstractMesh((2, 2, 2), AXES)

@@ -27,8 +27,7 @@ from stream_sources import (
 
 import redco_eqx as rx
 from redco_eqx._data import streams
-from redco_eqx._data.position import Position, decode, encode
-from redco_eqx._data.streams import checksum
+from redco_eqx._data.streams import Position, checksum, decode, encode
 from redco_eqx._sharding.mesh import num_batch_shards
 
 MESHES: dict[str, dict[str, Any]] = {

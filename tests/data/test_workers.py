@@ -14,7 +14,7 @@ import pytest
 from fit_helpers import no_threads_left
 
 import redco_eqx as rx
-from redco_eqx._data.working import work_in_hand
+from redco_eqx._data.workers import work_in_hand
 
 OPTIONS: Any = {"batch_size": 8}
 NUM = 80

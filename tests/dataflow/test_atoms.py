@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redco_eqx._dataflow.atoms import Atom, new_dim, pin, resolve, unify
+from redco_eqx._dataflow.values import Atom, new_dim, pin, resolve, unify
 
 factors = st.lists(st.sampled_from([2, 3, 4, 5, 6, 8, 12]), min_size=1, max_size=4)
 

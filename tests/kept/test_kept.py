@@ -25,7 +25,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._kept import programs
+from redco_eqx._step import kept as programs
 
 EXAMPLES = make_examples(14)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import events
 
-from redco_eqx._logging.loggers import ConsoleLogger, JSONLLogger, Progress, TensorBoardLogger
+from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, Progress, TensorBoardLogger
 from redco_eqx._types import Logger
 
 
@@ -81,7 +81,7 @@ def test_jsonl_refuses_what_is_no_number(tmp_path):
 def test_jsonl_survives_a_killed_process(tmp_path):
     path = tmp_path / "log.jsonl"
     script = (
-        "import os; from redco_eqx._logging.loggers import JSONLLogger; "
+        "import os; from redco_eqx._training.loggers import JSONLLogger; "
         f"logger = JSONLLogger({str(path)!r}); logger(1, {{'a': 1.0}}); logger(2, {{}}); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, env=dict(os.environ))

@@ -21,9 +21,8 @@ from helpers import MESHES, filled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import Communication, communication
-from redco_eqx._compiled.shapes import num_elements
+from redco_eqx._compiled.communication import Collective, Communication, communication
+from redco_eqx._compiled.hlo import num_elements
 from redco_eqx._parallel.scan import check_remat
 from redco_eqx.models import (
     GPT2Config,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redco_eqx._planning.flops import num_flops
+from redco_eqx._planning.memory import num_flops
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 32))
 

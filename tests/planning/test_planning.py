@@ -14,7 +14,7 @@ import pytest
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._planning.chips import GPUS, TPUS
+from redco_eqx._planning.targets import GPUS, TPUS
 
 OPTIMIZER = optax.adamw(1e-3)
 ROOM = 2**40

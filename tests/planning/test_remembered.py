@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from redco_eqx._planning.remembered import remembered
+from redco_eqx._planning.memory import remembered
 
 ROWS, WIDTH, LAYERS = 64, 32, 6
 X = jnp.ones((ROWS, WIDTH))

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from redco_eqx._compiled.buffers import Buffer
-from redco_eqx._planning.candidates import Candidate, Choice, meshes, variants
-from redco_eqx._planning.chips import Chip
+from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._planning.largest import largest
 from redco_eqx._planning.memory import Memory, arguments, refused
 from redco_eqx._planning.plan import search
 from redco_eqx._planning.report import MeshPlan
-from redco_eqx._planning.targets import Target
-from redco_eqx._planning.trial import Trial
+from redco_eqx._planning.targets import Chip, Target
+from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, variants
 
 CAPACITY = 100
 

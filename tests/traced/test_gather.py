@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._compiled.collectives import Collective
-from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.communication import Collective, communication
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import for_use, stored_axes

@@ -39,7 +39,7 @@ from jax._src.array import ArrayImpl
 
 import redco_eqx as rx
 from redco_eqx._training.checks import BatchShapes
-from redco_eqx._training.throttle import NUM_AHEAD
+from redco_eqx._training.compile import NUM_AHEAD
 
 # The loop is the one that a reader would write
 

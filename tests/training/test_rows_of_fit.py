@@ -27,7 +27,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._logging.report import Reporter
+from redco_eqx._training.loggers import Reporter
 
 # Rows
 
@@ -101,7 +101,7 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
 
     # Devices that are always done with a window when the next step is dispatched.
     monkeypatch.setattr(Reporter, "advance", advance_when_done)
-    monkeypatch.setattr("redco_eqx._logging.report.time", types.SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("redco_eqx._training.loggers.time", types.SimpleNamespace(perf_counter=clock))
     rows = Rows()
     examples = make_examples(100)
     for example in examples:

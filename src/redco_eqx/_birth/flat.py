@@ -13,8 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from redco_eqx._program.atoms import Atom, dtype_of, type_of
-from redco_eqx._program.checkpoints import CHECKPOINTS
+from redco_eqx._program.trace import CHECKPOINTS, Atom, dtype_of, type_of
 
 Value: TypeAlias = jax.Array | np.ndarray
 """What a variable stands for when the program runs."""

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Shaped
 
 from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, variables
-from redco_eqx._program.atoms import dtype_of, shape_of, type_of
+from redco_eqx._program.trace import dtype_of, shape_of, type_of
 from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None

@@ -11,9 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.directory import entries, local, orbax_checkpoint, read_record
 from redco_eqx._checkpoint.names import MODEL, choose, from_names, rename, stored_target, to_names
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo
+from redco_eqx._checkpoint.record import (
+    CheckpointError,
+    CheckpointInfo,
+    entries,
+    local,
+    orbax_checkpoint,
+    read_record,
+)
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context, put_global
 from redco_eqx._step.state import TrainState, check_is_state

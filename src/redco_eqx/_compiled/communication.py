@@ -1,15 +1,307 @@
 """`communication`: which collectives a compiled program makes, how often, over which axes, from which line."""
 
+import math
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple, TypedDict, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._compiled.collectives import Collective, collectives
-from redco_eqx._compiled.hlo import parse
+from redco_eqx._compiled.hlo import (
+    Instruction,
+    Program,
+    arrays,
+    instruction,
+    num_bytes,
+    parse,
+    split_commas,
+    trip_count,
+)
+from redco_eqx._tree import size_text
+
+# Groups of devices in a compiled program, named by the axes of the mesh.
+#
+# HLO names a device by its position in `mesh.devices.flat`.
+
+
+Sizes = tuple[tuple[str, int], ...]  # the mesh: names and sizes of its axes
+
+_LIST = r"\{(?:\{[\d,]*\}[,\s]*)*\}"
+_IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
+_AXIS = r"'[^']*'|[\w.\-]+"
+_MESH = rf"mesh\[([^\]]*)\](?:, device_ids=\(({_IOTA}|[\d,]+)\))? \{{([^}}]*)\}}"
+GROUPS = re.compile(rf"replica_groups=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})")
+PAIRS = re.compile(rf"source_target_pairs=({_LIST})")
+
+
+@lru_cache(maxsize=1024)
+def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
+    """The axes along which members of a group differ; whether every group is all of their devices; the
+    size of the largest group."""
+    shape = tuple(size for _, size in mesh)
+    differing: set[tuple[int, ...]] = set()
+    whole, largest = True, 1
+    for group in _groups(printed, math.prod(shape)):
+        members = sorted(set(group))
+        if members[-1] >= math.prod(shape):
+            raise ValueError(f"communication: device {members[-1]} is not in the mesh {dict(mesh)}.")
+        coordinates = np.unravel_index(members, shape)
+        axes = tuple(i for i, along in enumerate(coordinates) if len(set(along.tolist())) > 1)
+        differing.add(axes)
+        whole = whole and len(members) == math.prod(shape[i] for i in axes)
+        largest = max(largest, len(members))
+    named = tuple(name for i, (name, _) in enumerate(mesh) if any(i in axes for axes in differing))
+    return named, whole and len(differing) == 1, largest
+
+
+def _groups(printed: str, num_devices: int) -> list[list[int]]:
+    if printed.startswith("{"):
+        # {{0,1},{2,3}}, or {} for one group of all.
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", printed[1:-1])]
+        return groups or [list(range(num_devices))]
+    if printed.startswith("["):
+        # [4,2]<=[2,4]T(1,0): 4 groups of 2, cut from the numbers in shape [2,4], transposed.
+        shape, numbers = printed.split("<=")
+        return _iota(numbers).reshape(_numbers(shape)).tolist()
+    # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
+    # 4 of 'b' that come after its outer 2. The axes are of XLA's own making.
+    found = re.fullmatch(_MESH, printed)
+    assert found is not None  # by GROUPS
+    sizes, listed, grouped = found.groups()
+    wanted = re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped)
+    dims: list[int] = []
+    inner: list[int] = []
+    for name, size in re.findall(rf"({_AXIS})=(\d+)", sizes):
+        parts = {int(pre or 1): int(n or size) for axis, pre, n in wanted if axis == name}
+        cuts = sorted({1, int(size), *parts, *(pre * n for pre, n in parts.items())})
+        for low, high in pairwise(cuts):
+            inner += [len(dims)] if low in parts else []
+            dims.append(high // low)
+    devices = np.arange(math.prod(dims))
+    if listed is not None:
+        devices = _iota(listed) if "[" in listed else np.array(_numbers(listed))
+    order = [i for i in range(len(dims)) if i not in inner] + inner
+    group_size = math.prod(dims[i] for i in inner)
+    return devices.reshape(dims).transpose(order).reshape(-1, group_size).tolist()
+
+
+def _iota(printed: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
+    shape, _, order = printed.partition("T")
+    dims = _numbers(shape)
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    return numbers.transpose(_numbers(order) if order else None).reshape(-1)
+
+
+def _numbers(printed: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", printed)]
+
+
+# The collectives of a compiled program, one by one: a walk through its text, with loops multiplied out.
+
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction, at one place that the program calls it from.
+
+    **Attributes:**
+
+    - `kind`: as XLA calls it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+        `"ragged-all-to-all"`, `"collective-permute"` or `"collective-broadcast"`.
+    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (of a
+        permute: sender and receiver). Axes of size one are never named. Groups that are not all the
+        devices along those axes have the one label `("part of tensor",)`: it never equals a whole axis.
+    - `group_size`: number of devices in one group; 2 for a permute.
+    - `shapes`: shapes of the results on one device, `"f32[8,128]"`; several where the compiler combined
+        several collectives into one.
+    - `result_bytes`: size of all results on one device, for one execution, without padding of tiles.
+    - `loops`: trip counts of the enclosing loops, outermost first; None where the text does not tell.
+    - `conditional`: whether it is in a branch of a conditional; only that with the most bytes is kept.
+    - `operation`: the JAX operation that it was compiled from, `"jit(step)/transpose(jvp())/dot_general"`,
+        or the instruction's own name. What the compiler adds by itself has the operation of what it sends,
+        and what it combined has that of one of them.
+    - `source`: the line of that operation, `"/home/me/train.py:12"`: the innermost that is not in JAX,
+        Equinox, Optax or a building block of this library. Empty where the text does not tell.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    shapes: tuple[str, ...]
+    result_bytes: int
+    loops: tuple[int | None, ...]
+    conditional: bool
+    operation: str
+    source: str
+
+    @property
+    def count(self) -> int:
+        """Executions per call of the program; a loop of unknown length counts as one trip."""
+        return math.prod(n for n in self.loops if n is not None)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of results on one device, per call of the program."""
+        return self.count * self.result_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends per call of the program, if the ring algorithm is used.
+
+        It makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
+        """
+        n = self.group_size
+        factors = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": n - 1,
+            "all-to-all": (n - 1) / n,
+            "ragged-all-to-all": (n - 1) / n,
+        }
+        return round(self.total_bytes * factors.get(self.kind, 1))
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of a backward pass, by the name that JAX gives to transposed operations."""
+        return "transpose(" in self.operation
+
+
+class _Place(NamedTuple):
+    """Where the walk is: in which program on which mesh, and in which loops."""
+
+    program: Program
+    mesh: Sizes
+    loops: tuple[int | None, ...] = ()
+    conditional: bool = False
+
+    def inside(self, num_trips: int | None) -> "_Place":
+        return self._replace(loops=(*self.loops, num_trips))
+
+
+def collectives(program: Program, mesh: Sizes) -> list[Collective]:
+    """The collectives of a program, in its order. An asynchronous pair counts once, and a group of one device,
+    which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
+    return list(_walk(program.entry, _Place(program, mesh)))
+
+
+# Only these lines hold or call a collective; no other line is parsed.
+_INTERESTING = re.compile(
+    rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
+    r"|\bconditional\("
+)
+_CALLS = ("calls", "to_apply", "called_computations")
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def _walk(computation: str, place: _Place) -> Iterator[Collective]:
+    if computation not in place.program.computations:
+        raise ValueError(f"communication: the text calls {computation!r}, but does not hold it.")
+    lines = place.program.computations[computation].values()
+    starts = [instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
+    started = {name for x in starts for name in x.operands}
+    for x in (instruction(line) for line in lines if _INTERESTING.search(line)):
+        if x.opcode.removesuffix("-start") in KINDS:
+            # TPU prints a collective that is fused with other work in each fusion that drives it on.
+            driven = "chain_id=" in x.attributes and x.name not in started
+            found = None if driven else _collective(x, computation, place)
+            if found is not None:
+                yield found
+        elif x.opcode == "while":
+            num_trips = trip_count(place.program, computation, x)
+            num_tests = None if num_trips is None else num_trips + 1
+            yield from _walk(x.names("body")[0], place.inside(num_trips))
+            yield from _walk(x.names("condition")[0], place.inside(num_tests))
+        elif x.opcode == "conditional":
+            branches = [callee for key in _BRANCHES for callee in x.names(key)]
+            found_in = [list(_walk(callee, place._replace(conditional=True))) for callee in branches]
+            yield from max(found_in, key=lambda branch: sum(c.total_bytes for c in branch))
+        elif not x.opcode.endswith(("-update", "-done")):
+            for callee in (callee for key in _CALLS for callee in x.names(key)):
+                yield from _called(x, computation, callee, place)
+
+
+def _called(x: Instruction, computation: str, callee: str, place: _Place) -> Iterator[Collective]:
+    for c in _walk(callee, place):
+        if callee.startswith("all-reduce-scatter") and c.kind == "all-reduce":
+            # TPU: an all-reduce fused with the slice that a device keeps of it.
+            yield replace(
+                c, kind="reduce-scatter", **_result(x.shape), **_origin(x, computation, place.program)
+            )
+        else:
+            yield c
+
+
+def _collective(x: Instruction, computation: str, place: _Place) -> Collective | None:
+    kind = x.opcode.removesuffix("-start")
+    is_permute = kind == "collective-permute"
+    printed = (PAIRS if is_permute else GROUPS).search(x.attributes)
+    if printed is None:
+        raise ValueError(f"communication: the groups of this are not understood: {x.line.strip()[:300]}")
+    axes, is_whole, group_size = group_axes(printed[1], place.mesh)
+    if group_size == 1:
+        return None
+    shape = x.shape
+    if x.opcode.endswith("-start") and kind != "all-reduce":
+        # (operands, results, ...); an all-reduce's operands are like its results, and not printed.
+        shape = split_commas(shape[1:-1])[1]
+    return Collective(
+        kind=kind,
+        axes=axes if is_whole or is_permute else (f"part of {','.join(axes)}",),
+        group_size=group_size,
+        loops=place.loops,
+        conditional=place.conditional,
+        **_result(shape),
+        **_origin(x, computation, place.program),
+    )
+
+
+class _Result(TypedDict):
+    shapes: tuple[str, ...]
+    result_bytes: int
+
+
+def _result(shape: str) -> _Result:
+    shapes = arrays(shape)
+    return {"shapes": shapes, "result_bytes": sum(map(num_bytes, shapes))}
+
+
+class _Origin(TypedDict):
+    operation: str
+    source: str
+
+
+def _origin(x: Instruction, computation: str, program: Program) -> _Origin:
+    lines = program.computations[computation]
+    told = x
+    while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
+        told = instruction(lines[told.operands[0]])
+    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
+    frame = re.search(r"\bstack_frame_id=(\d+)", told.line)
+    return {
+        "operation": name[1] if name else x.name,
+        "source": program.sources.get(int(frame[1]), "") if frame else "",
+    }
+
+
+# `communication`: which collectives a compiled program makes, how often, over which axes, from which line.
+
 
 K = TypeVar("K", bound=Hashable)
 
@@ -174,3 +466,39 @@ def _row(c: Collective) -> tuple[str, tuple[str, ...], str, bool]:
 def _cells(total: Total) -> tuple[str, str, str]:
     sizes = [f"{n / 2**20:.3f}" for n in (total.result_bytes, total.sent_bytes)]
     return f"{total.bound}{total.count}", sizes[0], sizes[1]
+
+
+# What a compiled step takes of a device, and sends: in bytes, and in a line.
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """The most that a program has in the memory of a device at any time, its arguments included.
+
+    The TPU compiler says it. Of others it is the sum of arguments, results that are not written over arguments,
+    and temporaries, which is no less.
+    """
+    stats = compiled.memory_analysis()
+    assert stats is not None  # there is one for CPU, GPU and TPU
+    platform = next(iter(jax.tree.leaves(compiled.input_shardings)), None)
+    is_tpu = platform is not None and next(iter(platform.device_set)).platform == "tpu"
+    if is_tpu and stats.peak_memory_in_bytes:
+        return stats.peak_memory_in_bytes
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
+    """`a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    peak = peak_bytes(compiled)
+    running = peak - stats.argument_size_in_bytes
+    line = (
+        f"a step takes {size_text(peak)} of each device, {size_text(running)} of it while it runs, and sends "
+    )
+    try:
+        found = communication(compiled, mesh).by_axes
+    except ValueError:  # a form of the text that is not known here
+        return line.removesuffix(", and sends ")
+    sent = [f"{size_text(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
+    return line + (", ".join(sent) or "nothing")

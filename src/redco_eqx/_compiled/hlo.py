@@ -1,11 +1,57 @@
-"""The text of a compiled program (optimized HLO): its computations, and their instructions."""
+"""The text of a compiled program (optimized HLO): instructions, source lines, shapes, trip counts, buffers."""
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeGuard
 
-from redco_eqx._compiled.sources import source_lines
+# Which line of Python an instruction was compiled from, by the tables at the head of the text.
+
+
+_SECTION = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n?)*)", re.MULTILINE)
+# Frames of these say how a thing is computed, not where a model or a loop asks for it.
+_LIBRARIES = re.compile(
+    r"-packages/(?:jax|jaxlib|jaxtyping|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<"
+)
+
+
+def source_lines(text: str) -> dict[int, str]:
+    """`{id of a stack frame: "/home/me/train.py:12"}`: the innermost line that is not of a library, or the
+    innermost if all are. Empty where the text has no such tables."""
+    sections = {name: dict(re.findall(r"(\d+) (.*)", rows)) for name, rows in _SECTION.findall(text)}
+    if len(sections) != 3:
+        return {}
+    places = {}
+    for key, row in sections["FileLocations"].items():
+        file = sections["FileNames"][_number(row, "file_name_id")].strip('"')
+        places[key] = f"{file}:{_number(row, 'line')}"
+    frames = {
+        int(key): (places[_number(row, "file_location_id")], int(_number(row, "parent_frame_id")))
+        for key, row in sections["StackFrames"].items()
+    }
+    # Parents are numbered from one or from zero, by version; the outermost frame's is the least, and no frame.
+    outermost = min((parent for _, parent in frames.values()), default=0)
+
+    def source(frame: int) -> str:
+        found = innermost = frames[frame][0]
+        while frame in frames:
+            found, parent = frames[frame]
+            if not _LIBRARIES.search(found):
+                return found
+            frame = parent - outermost
+        return innermost
+
+    return {frame: source(frame) for frame in frames}
+
+
+def _number(row: str, field: str) -> str:
+    found = re.search(rf"\b{field}=(\d+)", row)
+    return found[1] if found else "0"
+
+
+# The text of a compiled program (optimized HLO): its computations, and their instructions.
 
 
 @dataclass(frozen=True)
@@ -112,3 +158,173 @@ def split_commas(text: str) -> list[str]:
             parts.append(text[start : mark.start()])
             start = mark.end()
     return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+# Shapes as HLO prints them: `"f32[8,128]"`.
+
+
+_ARRAY = re.compile(r"\w+\[[^\]]*\]")
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+
+
+def arrays(shape: str) -> tuple[str, ...]:
+    """The arrays in a shape or a tuple of them, without their memory layouts."""
+    return tuple(_ARRAY.findall(shape))
+
+
+def num_elements(array: str) -> int:
+    """Elements of `"f32[8,128]"`."""
+    dims = array.rstrip("]").split("[")[1]
+    # "<=8" is a dim of at most 8.
+    return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
+
+
+def num_bytes(array: str) -> int:
+    """Bytes of `"f32[8,128]"`; elements of less than a byte are packed."""
+    dtype = array.split("[")[0]
+    # "s4", "u32", "f16", "f8e4m3fn", "c64": the number is the width.
+    width = re.match(r"[sufc](\d+)", dtype)
+    bits = int(width[1]) if width else _BITS.get(dtype)
+    if bits is None:
+        raise ValueError(f"communication: the width of dtype {dtype!r}, of {array}, is not known.")
+    return -(-bits * num_elements(array) // 8)
+
+
+# Trip counts of loops. XLA writes them down for CPU and GPU; for TPU the loop's counter is followed here.
+
+
+class _Carried(NamedTuple):
+    """The tuple that a loop carries."""
+
+
+class _Integer(NamedTuple):
+    """`offset`, plus what the loop carries at `place` when a trip begins; a constant has no place."""
+
+    place: int | None
+    offset: int
+
+
+class _Test(NamedTuple):
+    direction: str
+    left: _Integer
+    right: _Integer
+
+
+_Value = _Carried | _Integer | _Test | None  # None: not followed
+
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+
+
+def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
+    """How often the body runs, or None if the text does not tell."""
+    if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
+        return int(known[1])
+    body, condition = loop.names("body")[0], loop.names("condition")[0]
+    before = instruction(program.computations[computation][loop.operands[0]])
+    after = instruction(program.computations[body][program.roots[body]])
+    test = _value(program, condition, program.roots[condition], [_Carried()])
+    if not isinstance(test, _Test) or before.opcode != "tuple" or after.opcode != "tuple":
+        return None
+
+    def first(place: int) -> _Value:
+        return _value(program, computation, before.operands[place], [])
+
+    def following(place: int) -> _Value:
+        return _value(program, body, after.operands[place], [_Carried()])
+
+    direction, counter, limit = test
+    if counter.place is None:
+        direction, counter, limit = _MIRRORED[direction], limit, counter
+    if limit.place is not None and following(limit.place) == _Integer(limit.place, 0):
+        carried = first(limit.place)  # a limit that is carried along unchanged
+        limit = _Integer(None, carried.offset + limit.offset) if _is_constant(carried) else limit
+    if counter.place is None or not _is_constant(limit):
+        return None
+    start, step = first(counter.place), following(counter.place)
+    if not _is_constant(start) or not isinstance(step, _Integer) or step.place != counter.place:
+        return None
+    distance, stride = limit.offset - start.offset - counter.offset, step.offset
+    if stride < 0:
+        distance, stride, direction = -distance, -stride, _MIRRORED[direction]
+    if stride == 0 or direction not in ("LT", "LE", "NE") or (direction == "NE" and distance % stride):
+        return None
+    return max(0, -(-(distance + (direction == "LE")) // stride))
+
+
+def _is_constant(value: _Value) -> TypeGuard[_Integer]:
+    return isinstance(value, _Integer) and value.place is None
+
+
+def _value(program: Program, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
+    """What an instruction gives, in a computation that is called with `arguments`."""
+    x = instruction(program.computations[computation][name])
+    follow = partial(_value, program, computation, arguments=arguments)
+    match x.opcode:
+        case "constant":
+            is_integer = re.fullmatch(r"-?\d+", x.operands[0])
+            return _Integer(None, int(x.operands[0])) if is_integer else None
+        case "parameter":
+            place = int(x.operands[0])
+            return arguments[place] if place < len(arguments) else None
+        case "copy" | "bitcast" | "convert" | "reshape":
+            return follow(x.operands[0])
+        case "get-tuple-element":
+            carried = isinstance(follow(x.operands[0]), _Carried)
+            return _Integer(int(x.names("index")[0]), 0) if carried else None
+        case "compare" | "add" | "subtract":
+            left, right = follow(x.operands[0]), follow(x.operands[1])
+            if not isinstance(left, _Integer) or not isinstance(right, _Integer):
+                return None
+            if x.opcode == "compare":
+                return _Test(x.names("direction")[0], left, right)
+            if x.opcode == "add" and left.place is None:
+                left, right = right, left
+            if right.place is not None:
+                return None
+            return left._replace(offset=left.offset + (1 if x.opcode == "add" else -1) * right.offset)
+        case "fusion" | "call":
+            callee = [*x.names("calls"), *x.names("to_apply")][0]
+            return _value(program, callee, program.roots[callee], [follow(y) for y in x.operands])
+    return None
+
+
+# The largest values that a compiled program computes: what takes the memory besides its arguments.
+
+
+# What makes no buffer of its own.
+_VIEWS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
+_BODIES = ("body", "branch_computations", "true_computation", "false_computation")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A value on one device.
+
+    - `num_bytes`: its size. `shape`: as `"f32[8,128]"`.
+    - `source`: the line that asked for it, `"/home/me/train.py:12"`; empty where the text does not tell.
+    """
+
+    num_bytes: int
+    shape: str
+    source: str
+
+
+def largest_buffers(program: Program, *, most: int = 5) -> list[Buffer]:
+    """The values of most bytes, those of one shape and line once. Not all of them exist at the same time."""
+    found = dict.fromkeys(_buffers(program, program.entry))
+    return sorted(found, key=lambda b: (-b.num_bytes, b.shape, b.source))[:most]
+
+
+def _buffers(program: Program, computation: str) -> Iterator[Buffer]:
+    for line in program.computations[computation].values():
+        x = instruction(line)
+        if x.opcode in _VIEWS:
+            bodies = [body for key in _BODIES for body in x.names(key)]
+            bodies += x.names("to_apply") if x.opcode == "call" else []
+            for body in bodies:
+                yield from _buffers(program, body)
+            continue
+        frame = re.search(r"\bstack_frame_id=(\d+)", x.line)
+        source = program.sources.get(int(frame[1]), "") if frame else ""
+        for shape in arrays(x.shape):
+            yield Buffer(num_bytes(shape), shape, source)

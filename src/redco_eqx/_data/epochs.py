@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from redco_eqx._data.batches import batch_sizes, check_batch_size, data_batches, stream_batches
+from redco_eqx._data.batches import SHUFFLED, batch_sizes, check_batch_size, data_batches, stream_batches
 from redco_eqx._data.data import Data, Stream, as_data
-from redco_eqx._data.order import SHUFFLED
-from redco_eqx._data.position import Position
-from redco_eqx._data.streams import first_position, items_per_batch, stream_facts
+from redco_eqx._data.streams import Position, first_position, items_per_batch, stream_facts
 from redco_eqx._data.workers import closed_after, collator
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key

@@ -1,4 +1,4 @@
-"""Processes that collate. Each is started anew, and does one batch at a time for the thread that calls."""
+"""Work ahead of a loop, by threads and processes, in order; and who does what, so that what hangs is named."""
 
 import contextlib
 import multiprocessing
@@ -7,17 +7,118 @@ import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from redco_eqx._data.data import Data, Stream
-from redco_eqx._data.working import working
 from redco_eqx._types import Batch, CollateFn
+
+# The work in hand: what each thread that makes batches is doing, so that what hangs can be named.
+
+
+_in_hand: dict[int, list[tuple[float, str]]] = {}
+
+
+@contextlib.contextmanager
+def working(what: str, note: str | None = None) -> Iterator[None]:
+    """Says what this thread does inside, within what it has said before. An error gets the note."""
+    mine = _in_hand.setdefault(threading.get_ident(), [])
+    mine.append((time.monotonic(), what))
+    try:
+        yield
+    except Exception as error:
+        if note is not None:
+            error.add_note(note)
+        raise
+    finally:
+        mine.pop()
+        if not mine:
+            del _in_hand[threading.get_ident()]
+
+
+def work_in_hand() -> str:
+    """A line for each thread that is at work: at what, for how long, and its name. The slowest comes first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, mine in list(_in_hand.items()):
+        doing = list(mine)
+        if doing and ident in names:
+            since = time.monotonic() - doing[-1][0]
+            what = ", ".join(what for _, what in doing)
+            found.append((-since, f"{what}: not back for {since:.0f} s, in the thread {names[ident]}"))
+    return "\n".join(line for _, line in sorted(found))
+
+
+# Work ahead: what a loop will ask for is made by threads, and comes in order.
+
+
+J = TypeVar("J")
+B = TypeVar("B")
+
+_END = object()
+
+
+def run_ahead(
+    jobs: Iterator[J],
+    make: Callable[[J], B],
+    *,
+    num_ahead: int,
+    num_threads: int,
+    timeout_seconds: float | None = None,
+) -> Generator[B]:
+    """`make(job)` for each job in order, made up to `num_ahead` before it is asked for.
+
+    **Arguments:**
+
+    - `jobs`: read by one thread.
+    - `num_ahead`: 0 for no thread at all.
+    - `num_threads`: how many call `make` at the same time.
+    - `timeout_seconds`: for how long at most one is waited for. Raises `TimeoutError` then, saying who hangs.
+    """
+    if num_ahead == 0:
+        for job in jobs:  # not `map`, which would take a StopIteration in `make` for the end
+            yield make(job)
+        return
+    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
+    makers = reader
+    if num_threads > 1:
+        makers = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="redco_eqx.batches")
+
+    def read() -> J | object:
+        return next(jobs, _END)
+
+    def made(job: "Future[J | object]") -> B | object:
+        return _END if job.result() is _END else make(job.result())  # pyright: ignore[reportArgumentType]
+
+    pending: deque[Future[B | object]] = deque()
+    try:
+        while True:
+            while len(pending) <= num_ahead:
+                pending.append(makers.submit(made, reader.submit(read)))
+            if not wait([pending[0]], timeout_seconds).done:
+                raise TimeoutError(
+                    f"batches: the next one has not come for {timeout_seconds:g} s (timeout_seconds).\n"
+                    + work_in_hand()
+                )
+            batch = pending.popleft().result()
+            if batch is _END:
+                return
+            yield batch  # pyright: ignore[reportReturnType]
+    finally:
+        # Not waiting: each thread ends after the batch in hand, and garbage collection may run in it.
+        for threads in {reader, makers}:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+# Processes that collate. Each is started anew, and does one batch at a time for the thread that calls.
 
 
 class CollatingProcesses:

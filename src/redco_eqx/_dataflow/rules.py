@@ -2,14 +2,14 @@
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow import contractions, control, elementwise, indexing, shapes
-from redco_eqx._dataflow.programs import called
+from redco_eqx._dataflow import products, shapes
+from redco_eqx._dataflow.program import called
 from redco_eqx._dataflow.walk import Rule
 
 RULES: dict[str, Rule] = {
-    "dot_general": contractions.dot_general,
-    "ragged_dot_general": contractions.ragged_dot,
-    "conv_general_dilated": contractions.convolution,
+    "dot_general": products.dot_general,
+    "ragged_dot_general": products.ragged_dot,
+    "conv_general_dilated": products.convolution,
     "transpose": shapes.transpose,
     "reshape": shapes.reshape,
     "squeeze": shapes.squeeze,
@@ -21,35 +21,35 @@ RULES: dict[str, Rule] = {
     "concatenate": shapes.concatenate,
     "pad": shapes.pad,
     "tile": shapes.tile,
-    "dynamic_slice": indexing.dynamic_slice,
-    "dynamic_update_slice": indexing.dynamic_update_slice,
-    "gather": indexing.gather,
-    "scan": control.scan,
-    "while": control.while_,
-    "cond": control.cond,
-    "custom_linear_solve": control.linear_solve,
-    "add": elementwise.add,
-    "add_any": elementwise.add,
-    "convert_element_type": elementwise.convert,
-    "copy": elementwise.copy,
-    "fft": elementwise.fft,
-    "optimization_barrier": elementwise.each_alone,
-    "top_k": elementwise.last_dims(1),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), indexing.scatter),
-    **dict.fromkeys(("scatter_add", "scatter_mul", "scatter_min", "scatter_max"), indexing.scatter),
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": shapes.dynamic_update_slice,
+    "gather": shapes.gather,
+    "scan": products.scan,
+    "while": products.while_,
+    "cond": products.cond,
+    "custom_linear_solve": products.linear_solve,
+    "add": shapes.add,
+    "add_any": shapes.add,
+    "convert_element_type": shapes.convert,
+    "copy": shapes.copy,
+    "fft": shapes.fft,
+    "optimization_barrier": shapes.each_alone,
+    "top_k": shapes.last_dims(1),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), shapes.scatter),
+    **dict.fromkeys(("scatter_add", "scatter_mul", "scatter_min", "scatter_max"), shapes.scatter),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce"), shapes.reduce),
     **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), shapes.reduce),
     **dict.fromkeys(("psum", "pmax", "pmin"), shapes.reduce),
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max"), shapes.window),
     **dict.fromkeys(("reduce_window_min", "select_and_gather_add", "select_and_scatter_add"), shapes.window),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), elementwise.along_one_dim),
-    **dict.fromkeys(("sort", "rev"), elementwise.along_one_dim),
-    **dict.fromkeys(("cholesky", "triangular_solve", "lu", "eigh", "eig", "svd"), elementwise.last_dims(2)),
-    **dict.fromkeys(("qr", "geqrf", "householder_product", "schur", "hessenberg"), elementwise.last_dims(2)),
-    **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), elementwise.last_dims(1)),
-    **dict.fromkeys(("iota", "random_bits", "random_seed", "random_wrap"), elementwise.unrelated),
-    **dict.fromkeys(("random_unwrap", "random_split", "random_fold_in"), elementwise.unrelated),
-    **dict.fromkeys(("random_gamma", "rng_bit_generator", "threefry2x32"), elementwise.unrelated),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), shapes.along_one_dim),
+    **dict.fromkeys(("sort", "rev"), shapes.along_one_dim),
+    **dict.fromkeys(("cholesky", "triangular_solve", "lu", "eigh", "eig", "svd"), shapes.last_dims(2)),
+    **dict.fromkeys(("qr", "geqrf", "householder_product", "schur", "hessenberg"), shapes.last_dims(2)),
+    **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), shapes.last_dims(1)),
+    **dict.fromkeys(("iota", "random_bits", "random_seed", "random_wrap"), shapes.unrelated),
+    **dict.fromkeys(("random_unwrap", "random_split", "random_fold_in"), shapes.unrelated),
+    **dict.fromkeys(("random_gamma", "rng_bit_generator", "threefry2x32"), shapes.unrelated),
 }
 
 
@@ -59,5 +59,5 @@ def rule_of(equation: JaxprEqn) -> Rule:
     rule = RULES.get(name)
     if rule is not None:
         return rule
-    is_call = name not in elementwise.NOT_ELEMENTWISE and called(equation) is not None
-    return control.call if is_call else elementwise.unlisted
+    is_call = name not in shapes.NOT_ELEMENTWISE and called(equation) is not None
+    return products.call if is_call else shapes.unlisted

@@ -1,12 +1,312 @@
 """From the chosen splits to a layout: judged as a whole, beside the layout of the path rules."""
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import TypeAlias
 
-from redco_eqx._dataflow.choice import MEMORY, WORK
-from redco_eqx._dataflow.costs import Costs
-from redco_eqx._dataflow.simulation import Sent
+import numpy as np
+
+from redco_eqx._dataflow.values import STREAM, Event, Split, Step, Value, total_bytes
+from redco_eqx._dataflow.walk import MESSAGE, Costs
+
+# The choice: of all splits that do not clash, those that are worth the most together, exactly.
+
+
+WORK = 3.0
+"""A split that takes over a whole layer of average depth is worth sending this many of the layer's results.
+Measured by the model's own depth, a layout does not change with the sizes of model, batch and sequence: who
+asks for a tensor axis wants layers split, however small they are."""
+
+MEMORY = 0.01
+"""A byte of parameters that a device does not hold is worth this many bytes sent."""
+
+
+def worth(costs: Costs, split: Split) -> float:
+    """What choosing a split is worth, in bytes sent."""
+    gained = split.unsent + WORK * split.work / costs.depth + MEMORY * split.freed
+    return gained - split.num_bytes(merged=True) - split.waits
+
+
+def choose(
+    costs: Costs,
+    least_freed: float = 0.0,
+    *,
+    forced: Collection[int] = (),
+    barred: Collection[int] = (),
+) -> list[Split]:
+    """The splits that are worth the most, of those that do not clash: the `forced` and none of the `barred`.
+
+    Raises `ValueError` if a device cannot be relieved of `least_freed` bytes of parameters by any.
+    """
+    worths = [worth(costs, split) for split in costs.splits]
+    largest = 1 + sum(abs(x) for x in worths)
+    worths = [x + largest * (n in forced) for n, x in enumerate(worths)]
+    is_open = [(x > 0 or least_freed > 0) and n not in barred for n, x in enumerate(worths)]
+    groups = [[n for n in group if is_open[n]] for group in costs.clashes]
+    clashing = {n for group in groups if len(group) > 1 for n in group}
+    left = [n for n, x in enumerate(is_open) if x and (least_freed > 0 or n in clashing)]
+    free = [n for n, x in enumerate(is_open) if x and n not in left]
+    freed = [split.freed for split in costs.splits]
+    chosen = best_set(worths, freed, left, costs.clashes, least_freed)
+    return [costs.splits[n] for n in sorted((*free, *chosen))]
+
+
+def best_set(
+    worths: Sequence[float],
+    freed: Sequence[float],
+    numbers: Sequence[int],
+    groups: Sequence[tuple[int, ...]],
+    least_freed: float = 0.0,
+) -> list[int]:
+    """Of these numbers, the set of largest worth with at most one of each group, that frees enough.
+
+    Raises `ValueError` if none does.
+    """
+    if not numbers and least_freed == 0:
+        return []
+    if not numbers:
+        raise ValueError("no splits")
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    place = {n: i for i, n in enumerate(numbers)}
+    groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
+    groups = [group for group in groups if len(group) > 1]
+    pairs = [(row, place[n]) for row, group in enumerate(groups) for n in group]
+    constraints = []
+    if pairs:
+        shape = (len(groups), len(numbers))
+        at_most_one = csr_array((np.ones(len(pairs)), tuple(zip(*pairs))), shape=shape)
+        constraints.append(LinearConstraint(at_most_one, ub=1))
+    if least_freed > 0:
+        share = np.array([freed[n] for n in numbers]) / least_freed
+        constraints.append(LinearConstraint(share[None], lb=1))
+    weights = np.array([worths[n] for n in numbers])
+    solved = milp(
+        -weights / max(abs(weights).max(), 1e-30),
+        integrality=np.ones(len(numbers)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+    )
+    if solved.x is None:
+        raise ValueError("no set of splits frees enough")
+    return [n for n, x in zip(numbers, solved.x) if x > 0.5]
+
+
+# What any layout sends: the program gone through once, each array split as its operands are.
+
+
+# What hands a gradient on as it is.
+_PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What a device sends in a step.
+
+    - `events`: what it sends, with bytes, over `tensor` or over the batch axes.
+    - `moved`: bytes of arrays that are gathered because they are split otherwise than they are used.
+    - `waits`: what waiting costs, in bytes.
+    """
+
+    events: list[tuple[Event, float]]
+    moved: float
+    waits: float
+
+    def num_bytes(self, *, merged: bool) -> float:
+        return total_bytes(self.events, merged=merged) + self.moved
+
+
+def simulate(
+    costs: Costs,
+    steps: Sequence[Step],
+    parameters: Sequence[Value],
+    gradients: Sequence[Value | None],
+    layout: Mapping[int, int],
+) -> Sent:
+    """What is sent if the parameters are split as `layout` says: by leaf, the number of a split.
+
+    Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What
+    nothing splits is computed as a gradient is wanted.
+    """
+    wanted = {id(gradients[leaf]): number for leaf, number in layout.items() if gradients[leaf] is not None}
+    for step in reversed(steps):
+        if step.equation.primitive.name in _PASSING:
+            numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
+            wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
+    run = _Run(costs, {id(parameters[leaf]): number for leaf, number in layout.items()}, wanted)
+    run.cut = _cut(costs, steps, parameters, wanted)
+    for leaf, number in layout.items():
+        if number in costs.leads.doubled(parameters[leaf].dims):
+            run.places[id(parameters[leaf])] = costs.splits[number].leaves[leaf]
+    for step in steps:
+        run.step(step)
+    for leaf, gradient in enumerate(gradients):
+        if gradient is not None and run.split_of(gradient) not in (None, layout.get(leaf)):
+            run.moved += run.part(gradient) * gradient.num_bytes
+    return Sent(run.events, run.moved, run.waits)
+
+
+def _cut(
+    costs: Costs, steps: Sequence[Step], parameters: Sequence[Value], wanted: Mapping[int, int]
+) -> set[tuple[int, int]]:
+    """Arrays of which the gradient of a weight takes parts, and in which split: other products take these, too.
+
+    Not what comes with the batch, nor a parameter handed on: they come as they come.
+    """
+    inputs, cut = {id(x) for x in parameters}, set[tuple[int, int]]()
+    for step in steps:
+        if step.equation.primitive.name in _PASSING and all(id(x) in inputs for x in step.operands):
+            inputs |= set(map(id, step.results))
+        computed = [x for x in step.operands if x.is_learned and id(x) not in inputs]
+        for number in (wanted[id(x)] for x in step.results if id(x) in wanted):
+            cut |= {(id(x), number) for x in computed if number in costs.leads.of(x.dims)}
+    return cut
+
+
+class _Run:
+    def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int]):
+        self.costs, self.leads = costs, costs.leads
+        self.splits, self.wanted = splits, wanted
+        self.partial: dict[int, int] = {}  # what some of a split's atoms split
+        self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
+        self.events: list[tuple[Event, float]] = []
+        self.cut: set[tuple[int, int]] = set()  # as `_cut` has it
+        self.gathered: set[tuple[int, bool]] = set()  # what was gathered, as `_copy` has it
+        self.moved = self.waits = 0.0
+
+    def split_of(self, value: Value) -> int | None:
+        return self.splits.get(id(value))
+
+    def step(self, step: Step) -> None:
+        if step.block == STREAM:
+            self._gather(step)
+            return
+        is_partial, numbers = self._numbers(step)
+        if numbers:
+            self._split(step, numbers, is_partial)
+        for event in step.events:
+            if self.leads.over_batch(event):
+                size = float(event.sent.num_bytes * event.times)
+                self.events.append((event, size * self.part(event.sent)))
+
+    def _numbers(self, step: Step) -> tuple[bool, list[int]]:
+        """The splits that an operation may be done in; and whether they are of some atoms of its operands."""
+        numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
+        partial = dict.fromkeys(self.partial[id(x)] for x in step.operands if id(x) in self.partial)
+        wanted = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
+        return not numbers and bool(partial), list(numbers or partial or wanted)
+
+    def _split(self, step: Step, numbers: Sequence[int], is_partial: bool) -> None:
+        """Does an operation in the split that sends least."""
+        options = [(*self._through(step, number), number) for number in numbers]
+        sent, moved, number = min(
+            options, key=lambda x: sum(s for _, s in x[0]) + x[1] + self._later(step, x[2])
+        )
+        self.events += sent
+        self.moved += moved
+        self.gathered |= {self._copy(step, value, number) for value in self._otherwise(step, number)}
+        self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
+        for value in step.results:
+            if not is_partial and number in self.leads.splitting(value.dims):
+                self.splits[id(value)] = number
+                self._follow(step, value)
+            elif number in self.leads.of(value.dims):
+                self.partial[id(value)] = number
+
+    def _gather(self, step: Step) -> None:
+        """Where layers meet: what was split before is whole from here on."""
+        for value in step.operands:
+            self.partial.pop(id(value), None)
+            number = self.splits.pop(id(value), None)
+            if number is not None:
+                sizes = [(event, self.costs.caused(self.costs.splits[number], event)) for event in step.events]
+                self.events += [(event, size) for event, size in sizes if size > 0]
+
+    def part(self, value: Value) -> float:
+        """How much of an array a device has, over `tensor`."""
+        return 1.0 if self.split_of(value) is None else 1 / self.costs.tensor
+
+    def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], float]:
+        """What an operation sends if it is done split in this way; and bytes that are gathered before it."""
+        split, sent, moved = self.costs.splits[number], [], 0.0
+        for event in step.events:
+            size = self.costs.caused(split, event)
+            if size > 0 and not self.leads.over_batch(event):
+                sent += self._sent(event, split, size, step)
+        for value in self._otherwise(step, number):
+            moved += value.num_bytes * step.times / self._shards(value)
+        return sent, moved
+
+    def _otherwise(self, step: Step, number: int) -> list[Value]:
+        """The operands that are split otherwise and not gathered yet."""
+        found = dict.fromkeys(x for x in step.operands if self.split_of(x) not in (None, number))
+        return [x for x in found if self._copy(step, x, number) not in self.gathered]
+
+    def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
+        """Which whole copy of an array an operation takes: operations that take the same gather it once.
+
+        A product and the gradient of its weight take the same if the other operand is split along more than
+        twice as many elements: as XLA was seen to do it, and at twice in one order of operands alone.
+        """
+        is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
+        lengths = [self._length(x, number) for x in step.operands if self.split_of(x) == number]
+        own = self.split_of(value)
+        is_long = own is not None and max(lengths, default=0) > 2 * self._length(value, own)
+        return id(value), is_weight and not is_long
+
+    def _length(self, value: Value, number: int) -> int:
+        """Elements along the dim that is split so."""
+        return math.prod(atom.size for i in self._places(value, number)[:1] for atom in value.dims[i])
+
+    def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
+        """What is sent for an event, as operands are split: an operand may be gathered instead."""
+        number = split.number
+        if event.kind == "twice":
+            is_met = sum(self.split_of(x) == number for x in step.operands) > 1
+            return [(event, size)] if is_met else []
+        if len(event.along) != 2 or len(split.atoms) > 1:
+            return [(event, size)]
+        places = [self._places(x, number) for x in event.arrays]
+        is_along = [any(i in dims for i in own) for own, dims in zip(places, event.along)]
+        if all(is_along) or not any(is_along):
+            return [(event, size)] if all(is_along) else []
+        split_one = event.arrays[is_along.index(True)]
+        other = is_along.index(False)
+        whole = split_one.num_bytes * event.times / self._shards(split_one)
+        is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
+        is_cut = is_product and (id(event.arrays[other]), number) in self.cut
+        if not places[other] and (is_cut or whole > size):  # the other is cut for it
+            return [(event, size)]
+        gathered = dataclasses.replace(
+            event, kind="whole", dims=split_one.dims, sent=split_one, arrays=(split_one,), along=()
+        )
+        return [(gathered, whole)]
+
+    def _places(self, value: Value, number: int) -> list[int]:
+        """The dims of an array that are split so."""
+        if self.split_of(value) != number:
+            return []
+        found = [i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])]
+        return found if len(found) < 2 else [self.places.get(id(value), found[0])]
+
+    def _follow(self, step: Step, value: Value) -> None:
+        """Notes which dim of a result is split, if that of an operand is known."""
+        for operand in step.operands:
+            if (place := self.places.get(id(operand))) is not None:
+                kept = [i for i, dim in enumerate(value.dims) if dim is operand.dims[place]]
+                self.places |= {id(value): i for i in kept[:1]}
+
+    def _shards(self, value: Value) -> int:
+        return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
+
+    def _later(self, step: Step, number: int) -> float:
+        """What is sent later if a gradient is split in this way, and wanted in another."""
+        wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
+        return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
+
 
 Layout = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""

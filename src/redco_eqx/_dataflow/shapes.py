@@ -1,13 +1,237 @@
-"""Operations that move dims, cut them, and put them together."""
+"""Rules of operations number by number or along one dim, of lookups, and of those that move dims."""
 
+import math
 from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow.atoms import Dim, new_dim, new_dims, unify
-from redco_eqx._dataflow.programs import shape_of, type_of
-from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import Walk, result
+from redco_eqx._dataflow.program import shape_of, type_of
+from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
+from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
+
+# Operations number by number, along one dim, or of unknown kind.
+
+
+# Shapes would fit, but every number may depend on every other.
+NOT_ELEMENTWISE = frozenset(
+    [
+        "custom_call",
+        "custom_partitioning",
+        "debug_callback",
+        "ffi_call",
+        "io_callback",
+        "mosaic_gpu",
+        "pallas_call",
+        "pure_callback",
+        "shard_map",
+        "tpu_custom_call",
+    ]
+)
+
+
+def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """An operation with no rule of its own: if shapes agree, it is taken to go number by number."""
+    name = equation.primitive.name
+    shapes = [shape for var in (*equation.invars, *equation.outvars) if (shape := shape_of(var))]
+    if not shapes:
+        return [result(var.aval, (), operands) for var in equation.outvars]
+    largest = max(shapes, key=math.prod)
+    fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
+    if name in NOT_ELEMENTWISE or not fits or all(shape_of(v) != largest for v in equation.outvars):
+        return walk.opaque_results(equation, operands)
+    return _elementwise(walk, equation, operands, largest)
+
+
+def _elementwise(walk: Walk, equation: JaxprEqn, operands: list[Value], shape: tuple[int, ...]) -> list[Value]:
+    """Dims of size 1, and scalars, are stretched."""
+    dims: list[Dim] = [()] * len(shape)
+    if len(operands) == 1:
+        dims = list(operands[0].dims)
+    else:
+        for var, operand in zip(equation.invars, operands):
+            own = shape_of(var)
+            for i, dim in enumerate(operand.dims):
+                if own[i] != shape[i]:
+                    continue
+                if dims[i]:
+                    walk.same([dims[i]], [dim], operand, equation)
+                else:
+                    dims[i] = dim
+    missing = new_dims(shape)
+    full = [dim or new for dim, new in zip(dims, missing)]
+    return [
+        result(var.aval, full if shape_of(var) == shape else new_dims(shape_of(var)), operands)
+        for var in equation.outvars
+    ]
+
+
+def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """The sum of sums over devices is one sum; a bias may be added after it."""
+    (out,) = unlisted(walk, equation, operands)
+    if all(operand.sums or not operand.is_data for operand in operands):
+        out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
+        for event in out.sums[1:]:
+            event.first = out.sums[0]
+        if len(out.sums) > 1 and all(event.block in ADDING for event in out.sums):
+            for event in out.sums[1:]:
+                event.joined = out.sums[0]
+    return [out]
+
+
+def convert(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    (out,) = unlisted(walk, equation, operands)
+    out.sums = operands[0].sums
+    return [out]
+
+
+def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Where layers meet, the library's blocks keep what flows between them whole, all but its rows."""
+    if walk.block == STREAM:
+        walk.event("whole", operands[0].dims[1:], operands[0], equation)
+    return operands
+
+
+def each_alone(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Several arrays at once, each as it is."""
+    return list(operands)
+
+
+def unrelated(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Made by numbers of their own: counters and draws, of which each device makes its part."""
+    return [unknown(var.aval) for var in equation.outvars]
+
+
+def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Cumulative sums, sorts, reversals: they need this dim whole."""
+    params = equation.params
+    named = params.get("dimensions", params.get("dimension", params.get("axis")))
+    first = operands[0]
+    along = (
+        list(named) if isinstance(named, tuple | list) else [len(first.dims) - 1 if named is None else named]
+    )
+    for operand in operands:
+        walk.event("whole", [operand.dims[i] for i in along], operand, equation)
+        walk.same(first.dims, operand.dims, operand, equation)
+    dims = list(first.dims)
+    if equation.primitive.name == "sort":  # what stood in one place is in another
+        for i in along:
+            dims[i] = new_dim(shape_of(equation.invars[0])[i])
+    return [result(var.aval, dims, operands) for var in equation.outvars]
+
+
+def last_dims(num_dims: int) -> Rule:
+    """A rule for what works on the last dims, for each entry of the others: decompositions, top-k."""
+
+    def rule(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        batch: list[Dim] | None = None
+        for operand in operands:
+            rest = len(operand.dims) - num_dims
+            if rest < 0:
+                continue
+            walk.event("whole", operand.dims[rest:], operand, equation)
+            if batch is None:
+                batch = list(operand.dims[:rest])
+            walk.same(batch, operand.dims[:rest], operand, equation)
+        batch = batch or []
+        found = []
+        for var in equation.outvars:
+            inner = new_dims(shape_of(var)[len(batch) :])
+            found.append(result(var.aval, [*batch, *inner], operands))
+        return found
+
+    return rule
+
+
+def fft(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Every dim but the batch is whole on each device: the compiler goes wrong otherwise."""
+    (operand,) = operands
+    num_whole = len(equation.params["fft_lengths"])
+    aval = type_of(equation.outvars[0])
+    walk.event("whole", operand.dims, operand, equation)
+    kept = operand.dims[: len(operand.dims) - num_whole]
+    return [result(aval, [*kept, *new_dims(aval.shape[len(kept) :])], operands)]
+
+
+# Lookups, and their transposes.
+
+
+def dynamic_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    operand = operands[0]
+    aval, dims = type_of(equation.outvars[0]), list(operand.dims)
+    for i, (before, after) in enumerate(zip(shape_of(equation.invars[0]), aval.shape)):
+        if before != after:
+            walk.event("whole", [dims[i]], operand, equation)
+            dims[i] = new_dim(after)
+    return [result(aval, dims, operands)]
+
+
+def dynamic_update_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    operand, update = operands[:2]
+    before, after = (shape_of(var) for var in equation.invars[:2])
+    for dim, own, n, m in zip(operand.dims, update.dims, before, after):
+        if n == m:
+            walk.same([dim], [own], update, equation)
+        else:
+            walk.event("whole", [dim, own], update, equation)
+    return [result(type_of(equation.outvars[0]), operand.dims, operands[:2])]
+
+
+def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Each device looks up what it has of a split dim; the sum over devices is what was looked up."""
+    operand, indices = operands
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    aval, shape = type_of(equation.outvars[0]), shape_of(equation.invars[0])
+    batching = tuple(numbers.operand_batching_dims)
+    for i, j in zip(batching, numbers.start_indices_batching_dims):
+        walk.same([operand.dims[i]], [indices.dims[j]], indices, equation)
+    picked = list(numbers.collapsed_slice_dims)
+    kept = iter([i for i in range(len(shape)) if i not in picked and i not in batching])
+    rows = iter(indices.dims[:-1])
+    dims: list[Dim] = []
+    for j, size in enumerate(aval.shape):
+        if j not in numbers.offset_dims:
+            dims.append(next(rows))
+            continue
+        i = next(kept)
+        is_whole = sizes[i] == shape[i]
+        dims.append(operand.dims[i] if is_whole else new_dim(size))
+        picked += [] if is_whole else [i]
+    out = result(aval, dims, operands)
+    walk.event("lookup", [operand.dims[i] for i in picked], out, equation, arrays=operands)
+    roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
+    # As much as the product with one-hot rows, which is what a split table is worth in training.
+    walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
+    return [out]
+
+
+def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Updates written or added at rows: each device takes those of its part of the operand."""
+    operand, indices, updates = operands
+    numbers, shape = equation.params["dimension_numbers"], shape_of(equation.invars[0])
+    batching = tuple(numbers.operand_batching_dims)
+    for i, j in zip(batching, numbers.scatter_indices_batching_dims):
+        walk.same([operand.dims[i]], [indices.dims[j]], indices, equation)
+    kept = iter([i for i in range(len(shape)) if i not in numbers.inserted_window_dims and i not in batching])
+    rows = iter([(j, dim) for j, dim in enumerate(indices.dims[:-1])])
+    out = result(type_of(equation.outvars[0]), operand.dims, operands)
+    summed = []
+    for j, dim in enumerate(updates.dims):
+        if j in numbers.update_window_dims:
+            i = next(kept)
+            if shape_of(equation.invars[2])[j] == shape[i]:
+                walk.same([operand.dims[i]], [dim], updates, equation)
+            else:
+                walk.event("whole", [dim], updates, equation)
+            continue
+        row, of_row = next(rows)
+        walk.same([of_row], [dim], updates, equation)
+        if row not in numbers.scatter_indices_batching_dims:
+            summed.append(dim)
+    walk.event("sum", summed, out, equation, arrays=[updates])
+    return [out]
+
+
+# Operations that move dims, cut them, and put them together.
 
 
 def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:

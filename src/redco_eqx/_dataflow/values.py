@@ -1,10 +1,154 @@
-"""What a walk through a program knows of its values, and what it writes down."""
+"""What a walk through a program knows of its values: atoms of their dims, lines of Python, possible splits.
+
+An atom is a factor of dims that is found to be the same index in several places. A split is a set of leading
+atoms of parameter dims that can lie over an axis together.
+"""
 
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow.atoms import Dim
+# Where in the user's code an operation was asked for.
+
+
+ADDING = ("redco_eqx.column", "redco_eqx.row")
+"""The scopes of the building blocks that add up before they sum over devices."""
+
+ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
+"""Those that gather what is stored split once, and hand each device its part of the gradient."""
+
+STREAM = "redco_eqx.stream"
+"""Of what flows between layers: whole over its features on each device."""
+
+
+def source_line(equation: JaxprEqn) -> str:
+    """`file.py:12 (function)`: where the user's code asked for an operation."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
+    for frame in traceback.frames if traceback else ():
+        if not any(part in frame.file_name.replace("\\", "/") for part in own):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return "an operation of unknown origin"
+
+
+def block_of(equation: JaxprEqn) -> str:
+    """The building block of this library that an operation, or what it is the gradient of, is in; or ''."""
+    scopes = str(equation.source_info.name_stack)
+    return next((name for name in (*ADDING, *ENDS, STREAM) if name in scopes), "")
+
+
+def short_line(equation: JaxprEqn) -> str:
+    """`file.py:12`, without its directory."""
+    place = source_line(equation).partition(" (")[0]
+    return place.replace("\\", "/").rpartition("/")[2]
+
+
+# Atoms: the factors of dims, found to be the same index or not.
+#
+# A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of size 1 has none.
+# Operations say which dims are the same index: their atoms are unified, and where one is a multiple of the
+# other, it is cut into factors. So a fused `3 * D` becomes `(3, heads, head size)` by what the program does
+# with it.
+
+
+class Atom:
+    """One factor of dims.
+
+    - `size`: how many values the index takes.
+    - `parts`: empty, or what this atom was found to be: another atom, or several, major to minor.
+    - `pin`: why it is never split by `tensor`; empty if it may be.
+    """
+
+    __slots__ = ("parts", "pin", "size")
+
+    def __init__(self, size: int, pin: str = ""):
+        self.size, self.pin = size, pin
+        self.parts: tuple[Atom, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Atom({self.size}{f', {self.pin!r}' if self.pin else ''})"
+
+
+Dim: TypeAlias = tuple[Atom, ...]
+
+
+def new_dim(size: int) -> Dim:
+    """A dim of which nothing is known. One of size 1, or 0, has no index."""
+    return (Atom(size),) if size > 1 else ()
+
+
+def new_dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+    return tuple(new_dim(size) for size in shape)
+
+
+def resolve(dim: Dim) -> Dim:
+    """The atoms that `dim` consists of by now."""
+    for atom in dim:
+        if atom.parts:
+            break
+    else:
+        return dim
+    found: list[Atom] = []
+    left = list(dim[::-1])
+    while left:
+        atom = left.pop()
+        if not atom.parts:
+            found.append(atom)
+            continue
+        if len(atom.parts) == 1 and atom.parts[0].parts:
+            atom.parts = atom.parts[0].parts  # next time the way is half as long
+        left.extend(atom.parts[::-1])
+    return tuple(found)
+
+
+def unify(first: Dim, second: Dim) -> bool:
+    """Makes two dims, or runs of dims, one and the same index, as far as their sizes allow.
+
+    Where sizes differ, both atoms are cut at their common divisor. Returns whether all of both was unified; if
+    not, what is left has no common divisor, and only the leading factors are the same.
+    """
+    if first is second:
+        return True
+    left, right = list(first[::-1]), list(second[::-1])
+    while True:
+        a, b = _next(left), _next(right)
+        if a is None or b is None:
+            return a is b
+        if a is b:
+            continue
+        common = math.gcd(a.size, b.size)
+        if common == 1:
+            return False
+        if a.size == b.size:
+            a.pin = a.pin or b.pin
+            b.parts = (a,)
+            continue
+        for atom, stack in ((a, left), (b, right)):
+            if atom.size != common:
+                atom.parts = (Atom(common, atom.pin), Atom(atom.size // common, atom.pin))
+            stack.append(atom)
+
+
+def _next(stack: list[Atom]) -> Atom | None:
+    """The next atom that is not made of others."""
+    while stack:
+        atom = stack.pop()
+        if not atom.parts:
+            return atom
+        stack.extend(atom.parts[::-1])
+    return None
+
+
+def pin(dim: Dim, reason: str) -> None:
+    """Marks the atoms of `dim` as never split; the first reason stays."""
+    for atom in resolve(dim):
+        atom.pin = atom.pin or reason
+
+
+# What a walk through a program knows of its values, and what it writes down.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -98,3 +242,158 @@ class Step:
     results: list[Value]
     events: list[Event]
     block: str = ""
+
+
+# Splits: the leading atoms of parameter dims that can be split over an axis.
+
+
+@dataclasses.dataclass(eq=False)
+class Split:
+    """One way to split: some leading atoms, in all dims that they lead.
+
+    - `number`: in the order in which parameters first have it.
+    - `leaves`: of each parameter that it splits, the dim.
+    - `borders`: the leading atoms of dims that are several pieces, each led by the split's own atoms, if these
+        are split too: evenly, across the borders of pieces. `crossed` are the parameters among `leaves` of
+        which that is so.
+    - `sent`: bytes that a device sends for it in a step, event by event.
+    - `waits`: what waiting for these costs, in bytes.
+    - `unsent`: bytes that are not sent over the batch axes, because what it splits has smaller gradients.
+    - `work`: bytes of weights, times how often they are used, that a device leaves to others.
+    - `freed`: bytes of parameters that a device does not hold.
+    """
+
+    number: int
+    atoms: tuple[Atom, ...]
+    leaves: dict[int, int] = dataclasses.field(default_factory=dict)
+    borders: tuple[Atom, ...] = ()
+    crossed: tuple[int, ...] = ()
+    sent: list[tuple[Event, float]] = dataclasses.field(default_factory=list)
+    waits: float = 0.0
+    unsent: float = 0.0
+    work: float = 0.0
+    freed: float = 0.0
+
+    def num_bytes(self, *, merged: bool) -> float:
+        """All bytes sent; `merged` as in [`total_bytes`][]."""
+        return total_bytes(self.sent, merged=merged)
+
+
+def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
+    """Bytes sent: of an array that is gathered whole for several operations, once.
+
+    If `merged`, results that are added are summed over devices at once.
+    """
+    sizes: dict[Event | tuple[str, Value], float] = {}
+    for event, size in sent:
+        if event.kind in ("twice", "whole") and not event.unless:
+            key: Event | tuple[str, Value] = (event.kind, event.sent)
+        else:
+            key = event.summed_with(merged=merged)
+        sizes[key] = max(sizes.get(key, 0.0), size)
+    return sum(sizes.values(), 0.0)
+
+
+def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
+    """The leading atoms of `dim` that `size` shards are made of; `None` if the dim does not divide so."""
+    left = size
+    chosen: list[Atom] = []
+    for atom in resolve(dim):
+        common = math.gcd(atom.size, left)
+        if (atom.pin and not pinned) or common == 1 or common not in (atom.size, left):
+            return None
+        chosen.append(atom)
+        left //= common
+        if left == 1:
+            return tuple(chosen)
+    return None
+
+
+def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]:
+    """Every way to split dims of parameters; and again, with the parameters that are several such pieces."""
+    found: dict[tuple[Atom, ...], Split] = {}
+    for leaf, dims in enumerate(parameters):
+        for i, dim in enumerate(dims):
+            atoms = leading_atoms(dim, tensor)
+            if atoms is not None:
+                split = found.setdefault(atoms, Split(len(found), atoms))
+                split.leaves.setdefault(leaf, i)
+    crossing: dict[int, Split] = {}
+    for leaf, dims in enumerate(parameters):
+        for i, dim in enumerate(dims):
+            border, *rest = resolve(dim) or (None,)
+            clean = found.get(leading_atoms(tuple(rest), tensor) or ())
+            divides = math.prod(atom.size for atom in resolve(dim)) % tensor == 0
+            if border is None or border.pin or clean is None or leaf in clean.leaves or not divides:
+                continue
+            number = len(found) + len(crossing)
+            split = crossing.setdefault(clean.number, Split(number, clean.atoms, dict(clean.leaves)))
+            if leaf not in split.leaves:
+                split.leaves[leaf] = i
+                split.borders = tuple(dict.fromkeys((*split.borders, border)))
+                split.crossed = (*split.crossed, leaf)
+    return [*found.values(), *crossing.values()]
+
+
+class Leads:
+    """Which splits, and whether the batch, lead a dim: there, and only there, an array can be split so."""
+
+    def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
+        self.splits = splits
+        self._of_atom: dict[Atom, list[int]] = {}
+        self._of_border: dict[tuple[Atom, Atom], list[int]] = {}
+        for split in splits:
+            for atom in split.atoms:
+                self._of_atom.setdefault(atom, []).append(split.number)
+            for border in split.borders:
+                self._of_border.setdefault((border, split.atoms[0]), []).append(split.number)
+        leading = [leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows]
+        self._batch = {atom for atoms in leading for atom in atoms}
+
+    def of(self, dims: Iterable[Dim]) -> list[int]:
+        """The numbers of the splits that lead one of `dims`, evenly or by whole pieces."""
+        found: dict[int, None] = {}
+        for dim in dims:
+            atoms = resolve(dim)
+            if atoms:
+                found |= dict.fromkeys(self._of_atom.get(atoms[0], ()))
+            if len(atoms) > 1:
+                found |= dict.fromkeys(self._of_border.get((atoms[0], atoms[1]), ()))
+        return list(found)
+
+    def splitting(self, dims: Sequence[Dim]) -> list[int]:
+        """The numbers of the splits that an array with these dims can have as a whole."""
+        return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
+
+    def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
+        """How many pieces an even split of one of `dims` crosses; 0 if it crosses none."""
+        for dim in dims:
+            atoms = resolve(dim)
+            if len(atoms) > 1 and atoms[0] in split.borders and atoms[1] is split.atoms[0]:
+                return atoms[0].size
+        return 0
+
+    def cover(self, split: Split, dims: Iterable[Dim]) -> bool:
+        """Whether all of its atoms are still at the front of `dims`, so that these can be split as before."""
+        left = list(split.atoms)
+        for dim in dims:
+            for atom in resolve(dim):
+                if atom not in left:
+                    break
+                left.remove(atom)
+        return not left
+
+    def over_batch(self, event: Event) -> bool:
+        """Whether an event happens because the batch is split."""
+        return self.has_batch(event.dims) and not self.has_batch(event.unless)
+
+    def has_batch(self, dims: Iterable[Dim]) -> bool:
+        return any(resolve(dim)[0] in self._batch for dim in dims if dim)
+
+    def doubled(self, dims: Iterable[Dim]) -> list[int]:
+        """The splits that lead two dims by one atom."""
+        firsts = [resolve(dim)[0] for dim in dims if dim]
+        if len(set(firsts)) == len(firsts):
+            return []
+        twice = dict.fromkeys(atom for i, atom in enumerate(firsts) if atom in firsts[:i])
+        return [number for atom in twice for number in self._of_atom.get(atom, ())]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
+from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import AXES
 
 

@@ -5,17 +5,161 @@ that of applying the layers one by one. On one device, and on a mesh whose `tens
 also what is done.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Inexact
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array, Inexact, PyTree
 
-from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
-from redco_eqx._parallel.split import Layer, SplitLayer, apply, split_layer
-from redco_eqx._parallel.sums import psum, vary
+from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
+from redco_eqx._sharding.model_tree import read_model
+from redco_eqx._sharding.nodes import Matrix
+from redco_eqx._tree import is_array, leaves_with_paths
+
+# The mesh that traced arrays lie on, found from the arrays themselves.
+
+
+def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
+    """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
+
+    Under a trace an array no longer knows its spec, but it knows its mesh, if it came in committed to one (or
+    as a `ShapeDtypeStruct` with a sharding). `None` is an array on one device, or one inside a `shard_map`.
+    """
+    for x in jax.tree.leaves(trees):
+        if isinstance(x, jax.Array):
+            mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+            if not mesh.empty:
+                known = any(axis in mesh.shape for axis in AXES)
+                return mesh if known and set(mesh.axis_types) == {AxisType.Auto} else None
+    return None
+
+
+def tensor_size(mesh: AbstractMesh | None) -> int:
+    """Number of shards over `tensor`; 1 without a mesh."""
+    return 1 if mesh is None else axis_size(mesh, "tensor")
+
+
+def batch_axes(mesh: AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
+    """The axes that split a batch of this many rows: all of them, or none where they do not divide it."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
+
+
+# Sums over devices inside a `shard_map`, and their transposes, that every compiler accepts.
+
+
+Axes = str | Sequence[str]
+
+
+def psum(x: Array, axes: Axes) -> Array:
+    """`jax.lax.psum`; on CPU a bfloat16 sum is taken in float32."""
+    return _in_float32_on_cpu(lambda x: jax.lax.psum(x, axes), x)
+
+
+def vary(x: Array, axes: Axes) -> Array:
+    """Marks `x` as different on each device along `axes`, so that its gradient is one `psum` over them."""
+    return _in_float32_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x)
+
+
+def _in_float32_on_cpu(function: Callable[[Array], Array], x: Array) -> Array:
+    # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the process on a bfloat16 sum
+    # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. Which
+    # platform it is for is known when the program is lowered.
+    if x.dtype != jnp.bfloat16:
+        return function(x)
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: function(x.astype(jnp.float32)).astype(x.dtype), default=function
+    )
+
+
+# How the arrays of one Linear-like layer are cut over the `tensor` axis, for use inside a `shard_map`.
+
+
+Layer: TypeAlias = Callable[[Array], Array]
+"""A layer, called on an array; `eqx.nn.Linear` on its last dim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitLayer:
+    """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and how to put it together again.
+
+    - `bias`: what a row split adds after the sum over shards; the layer then has zeros in its place.
+    """
+
+    arrays: list[Array]
+    specs: list[PartitionSpec]
+    build: Callable[[list[Array]], Layer]
+    bias: Array | None = None
+
+
+def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit: int) -> SplitLayer | None:
+    """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be.
+
+    It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
+    features on that side divide into whole units on every shard.
+    """
+    matrix = _only_matrix(layer)
+    if matrix is None:
+        return None
+    dim = matrix.out_dim if side == "out" else matrix.in_dim
+    if matrix.weight.shape[dim] % (num_shards * unit):
+        return None
+    cut = _cut(matrix, side)
+    arrays, static = eqx.partition(layer, is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    paths = [path for path, _ in leaves_with_paths(arrays)]
+    if set(paths) != set(cut):
+        return None
+    bias = None
+    if side == "in" and matrix.bias is not None:
+        index = paths.index(matrix.bias.path)
+        bias, leaves[index] = leaves[index], jnp.zeros_like(leaves[index])
+    specs = [
+        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(cut.get, paths)
+    ]
+
+    def build(leaves: list[Array]) -> Layer:
+        whole = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
+        return lambda x: apply(whole, x)
+
+    return SplitLayer(leaves, specs, build, bias)
+
+
+def apply(layer: Layer, x: Array) -> Array:
+    """The layer on the last dim of `x`. `eqx.nn.Linear` itself takes single vectors only."""
+    if isinstance(layer, eqx.nn.Linear):
+        for _ in range(x.ndim - 1):
+            layer = jax.vmap(layer)
+    return layer(x)
+
+
+def _only_matrix(layer: Layer) -> Matrix | None:
+    root, tied = read_model(layer)
+    matrices = root.matrices()
+    if tied or len(matrices) != 1 or matrices[0].node is not root:
+        return None
+    matrix = matrices[0]
+    is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
+    return matrix if is_linear and matrix.groups == 1 else None
+
+
+def _cut(matrix: Matrix, side: Literal["out", "in"]) -> dict[str, int | None]:
+    """`{path: dim that is cut}` of every array that belongs to the matrix."""
+    is_out = side == "out"
+    cut: dict[str, int | None] = {matrix.weight.path: matrix.out_dim if is_out else matrix.in_dim}
+    if matrix.bias is not None:
+        cut[matrix.bias.path] = matrix.bias_dim if is_out else None
+    if matrix.lora is not None:
+        down, up = matrix.lora
+        cut[down.weight.path] = None if is_out else down.dim
+        cut[up.weight.path] = up.dim if is_out else None
+    return cut
+
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 

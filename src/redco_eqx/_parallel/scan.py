@@ -1,20 +1,52 @@
 """`scan_layers`: layers one after another, with what each layer needs to communicate little and keep little."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, get_args
+from typing import TypeAlias, TypeVar, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._parallel.linear import Remat, check_sequence
-from redco_eqx._parallel.mesh import batch_axes, tensor_size, traced_mesh
-from redco_eqx._parallel.remat import Policy, keep_nothing, keep_products_and_row_out, keep_row_out
+from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._tree import describe, is_array, leaves_with_paths
+
+# Policies of `jax.checkpoint`: what a backward pass keeps, and what it computes again.
+
+
+Policy: TypeAlias = Callable[..., bool]
+"""`(primitive, *types of its operands, **params) -> whether its results are kept`."""
+
+
+def only_real(policy: Policy) -> Policy:
+    """`policy`, but complex values are computed again: JAX rounds what is kept, and cannot round those."""
+    # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
+
+    def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
+        is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in operands)
+        return False if is_complex else policy(primitive, *operands, **params)
+
+    return keep
+
+
+keep_nothing = jax.checkpoint_policies.nothing_saveable
+keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"))
+
+
+@only_real
+def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
+    """Results of matrix products and convolutions: not gathered weights, nor what is cheap to compute again."""
+    return primitive.name in ("dot_general", "conv_general_dilated")
+
+
+def keep_products_and_row_out(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
+    """The results of matrix products, and what [`row`][] returns."""
+    return keep_products(primitive, *operands, **params) or keep_row_out(primitive, *operands, **params)
+
 
 X = TypeVar("X")
 

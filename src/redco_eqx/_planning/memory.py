@@ -1,17 +1,182 @@
-"""What a device holds while it takes a step."""
+"""What a step takes of a device: operations, what its forward pass leaves for the backward one, memory."""
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from redco_eqx._compiled.cost import peak_bytes
+from redco_eqx._compiled.communication import peak_bytes
+from redco_eqx._compiled.hlo import Buffer
+from redco_eqx._dataflow.program import Atom, body, called, shape_of, type_of
+from redco_eqx._dataflow.values import source_line
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import is_array
+
+# How many floating-point operations a traced program takes.
+
+
+def num_flops(program: Jaxpr) -> float:
+    """Those of all products of matrices and convolutions: two for each pair of numbers that is multiplied.
+
+    A scan counts as often as it runs, a `while` once, of a conditional the branch with the most. Elementwise
+    work, solvers and kernels are not counted.
+    """
+    return sum((_of(equation) for equation in program.eqns), 0.0)
+
+
+def _of(equation: JaxprEqn) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        return max(num_flops(body(branch)) for branch in params["branches"])
+    inside = sum((num_flops(body(x)) for x in params.values() if isinstance(x, Jaxpr | ClosedJaxpr)), 0.0)
+    if name == "scan":
+        return inside * params["length"]
+    depth = _DEPTHS.get(name)
+    if depth is None:
+        return inside
+    return 2.0 * math.prod(shape_of(equation.outvars[0])) * depth(equation)
+
+
+def _of_dot(equation: JaxprEqn) -> float:
+    (lhs, _), _ = equation.params["dimension_numbers"]
+    return float(math.prod(shape_of(equation.invars[0])[dim] for dim in lhs))
+
+
+def _of_ragged_dot(equation: JaxprEqn) -> float:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
+    # What is summed within each group has the groups as the first dim of the result.
+    is_by_group = set(numbers.lhs_ragged_dimensions) & set(contracted)
+    return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
+
+
+def _of_convolution(equation: JaxprEqn) -> float:
+    kernel = shape_of(equation.invars[1])
+    return math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+
+
+_DEPTHS = {
+    "dot_general": _of_dot,
+    "ragged_dot_general": _of_ragged_dot,
+    "conv_general_dilated": _of_convolution,
+}
+"""How many products each number of the result is the sum of."""
+
+
+# What a traced step remembers of its forward pass for the backward pass, before any compiler has seen it.
+
+
+_DEAR = {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map"}
+"""Whose results take memory if they are used later. Others' may be computed again where they are read."""
+
+
+@dataclasses.dataclass
+class _Form:
+    """A dear value, or what is made of it alone: of all forms that are used later, the largest is kept.
+
+    - `origin`: a number for the dear value.
+    - `first`, `last`: after operations `first` to `last - 1` this form is there.
+    """
+
+    buffer: Buffer
+    origin: int
+    first: int
+    last: int
+
+
+def remembered(program: Jaxpr) -> tuple[Buffer, ...]:
+    """The values, whole, that are there when they take most; the largest first.
+
+    Only results of products and loops count, each once, and what is made of one of them alone in its place.
+    Split over all devices they take no more of each than the compiled step does, however that is laid out.
+    """
+    known: dict[int, _Form] = {}
+    for now, (equation, operands, results) in enumerate(_flat(program, {}, itertools.count())):
+        read = [known[x] for x in operands if x in known]
+        for form in read:
+            form.last = now
+        origins = {form.origin for form in read}
+        for number, atom in zip(results, equation.outvars):
+            if not shape_of(atom):
+                continue
+            if equation.primitive.name in _DEAR:
+                known[number] = _Form(_buffer(equation, atom), number, now, now)
+            elif len(origins) == 1:
+                # Padded or broadcast, it may as well be kept as it was.
+                smallest = min((_buffer(equation, atom), *(form.buffer for form in read)), key=_size)
+                known[number] = _Form(smallest, min(origins), now, now)
+    return tuple(sorted(_most(known.values()), key=lambda b: (-b.num_bytes, b.shape, b.source)))
+
+
+def _most(forms: Iterable[_Form]) -> list[Buffer]:
+    """What is kept after the operation after which most is."""
+    changes: dict[int, list[_Form]] = {}
+    for form in forms:
+        changes.setdefault(form.first, []).append(form)
+        changes.setdefault(form.last, []).append(form)
+    there: dict[int, list[_Form]] = {}
+    total, most, kept = 0, 0, []
+
+    def size(origin: int) -> int:
+        return max((form.buffer.num_bytes for form in there.get(origin, ())), default=0)
+
+    for now in sorted(changes):
+        origins = {form.origin for form in changes[now]}
+        total -= sum(map(size, origins))
+        for form in changes[now]:
+            alike = there.setdefault(form.origin, [])
+            if form.last == now and form in alike:
+                alike.remove(form)
+            elif form.last > now:
+                alike.append(form)
+        total += sum(map(size, origins))
+        if total > most:
+            most = total
+            kept = [max((form.buffer for form in alike), key=_size) for alike in there.values() if alike]
+    return kept
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.num_bytes
+
+
+def _buffer(equation: JaxprEqn, atom: Atom) -> Buffer:
+    aval = type_of(atom)
+    line = source_line(equation).partition(" (")[0]
+    return Buffer(aval.size * aval.dtype.itemsize, aval.str_short(short_dtypes=True), line)
+
+
+def _flat(
+    program: Jaxpr, numbers: dict[Var, int], fresh: Iterator[int]
+) -> Iterator[tuple[JaxprEqn, list[int], list[int]]]:
+    """Operations in order, those of calls in their place, with numbers for what they read and make."""
+
+    def number_of(atom: Atom) -> int:
+        if not isinstance(atom, Var):
+            return next(fresh)
+        return numbers.setdefault(atom, next(fresh))
+
+    for equation in program.eqns:
+        operands = [number_of(atom) for atom in equation.invars]
+        inner = None if equation.primitive.name in _DEAR else called(equation)
+        if inner is None:
+            results = [number_of(atom) for atom in equation.outvars]
+            yield equation, operands, results
+            continue
+        inside = dict(zip(inner.invars, operands))
+        yield from _flat(inner, inside, fresh)
+        for atom, result in zip(equation.outvars, inner.outvars):
+            numbers[atom] = inside[result] if isinstance(result, Var) else next(fresh)
+
+
+# What a device holds while it takes a step.
 
 
 @dataclasses.dataclass(frozen=True)

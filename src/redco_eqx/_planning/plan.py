@@ -13,16 +13,13 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._compiled.buffers import Buffer
+from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.program import trace_step
-from redco_eqx._planning.candidates import Candidate, Choice, Option, may_fit, meshes, variants
-from redco_eqx._planning.flops import num_flops
-from redco_eqx._planning.memory import held
-from redco_eqx._planning.remembered import remembered
+from redco_eqx._planning.memory import held, num_flops, remembered
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target
-from redco_eqx._planning.trial import Trial, attempt, gib
+from redco_eqx._planning.trial import Candidate, Choice, Option, Trial, attempt, gib, may_fit, meshes, variants
 from redco_eqx._sharding.explain import Explanation, explain_by
 from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
 from redco_eqx._sharding.rules import Decision, analysis_of

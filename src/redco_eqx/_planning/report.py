@@ -4,12 +4,11 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-from redco_eqx._compiled.buffers import Buffer
 from redco_eqx._compiled.communication import Communication
-from redco_eqx._planning.candidates import Option
+from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._planning.memory import Memory
 from redco_eqx._planning.targets import Target
-from redco_eqx._planning.trial import Trial, gib
+from redco_eqx._planning.trial import Option, Trial, gib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 
-from redco_eqx._dataflow.programs import Atom, body, called, scan_counts, shape_of
-from redco_eqx._dataflow.source import source_line
-from redco_eqx._program.checkpoints import CHECKPOINTS
+from redco_eqx._dataflow.program import Atom, body, called, scan_counts, shape_of
+from redco_eqx._dataflow.values import source_line
+from redco_eqx._program.trace import CHECKPOINTS
 
 Known: TypeAlias = tuple[frozenset[int], Callable[[], Any]]
 """The numbers of the inputs that a value comes from, and the value, computed when it is asked for."""

@@ -1,17 +1,39 @@
-"""A function of arrays as a program: traced once, looked at, changed, and run or differentiated."""
+"""Traced programs, and what is put in the place of single operations, however deep they lie."""
 
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jaxtyping import PyTree
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AxisType
+from jaxtyping import Array, PyTree
+
+from redco_eqx._dataflow.program import Atom, body, called, shape_of, type_of
+from redco_eqx._dataflow.walk import num_bytes
+
+# What the operations of a traced program read and write: variables and literals.
+
+
+__all__ = ["Atom", "dtype_of", "is_key", "shape_of", "type_of"]
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of a variable or literal: one of NumPy, or that of PRNG keys."""
+    return type_of(atom).dtype
+
+
+def is_key(atom: Atom) -> bool:
+    """Whether this is an array of PRNG keys."""
+    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key)
+
+
+# A function of arrays as a program: traced once, looked at, changed, and run or differentiated.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +81,122 @@ def program_digest(closed: ClosedJaxpr) -> str:
             is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
             text.update(np.asarray(jax.random.key_data(x) if is_key else x).tobytes())
     return text.hexdigest()[:16]
+
+
+# What a program's results cannot depend on.
+
+
+def zero_outputs(program: Program) -> list[int]:
+    """The numbers of the outputs that are constant (zero) whatever comes in: gradients by what is not used."""
+    zeros = {
+        equation.outvars[0]
+        for equation in program.closed.jaxpr.eqns
+        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
+    }
+    outputs = enumerate(program.closed.jaxpr.outvars)
+    return [i for i, atom in outputs if isinstance(atom, Literal) or atom in zeros]
+
+
+def _is_zero(atom: Atom) -> bool:
+    # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
+    is_literal = isinstance(atom, Literal)
+    return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)
+
+
+# How much of a model a program reads where it says itself what its gradient keeps: in a `jax.checkpoint`.
+
+
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+"""The names that JAX has had for it."""
+
+
+def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
+    """Bytes of weights that the checkpoints of `program` read, each layer of a scan for itself.
+
+    `weights` says which inputs are some. What is made of weights alone, such as a cast or a slice, is one too.
+    """
+    return _read(program, weights)[0]
+
+
+def _read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
+    """What is read, and which results are weights."""
+    known = {var for var, is_weight in zip(program.invars, weights) if is_weight}
+    total = 0
+    for equation in program.eqns:
+        inputs = [isinstance(atom, Var) and atom in known for atom in equation.invars]
+        read, outputs = _of(equation, inputs)
+        total += read
+        known.update(var for var, is_weight in zip(equation.outvars, outputs) if is_weight)
+    return total, [isinstance(atom, Var) and atom in known for atom in program.outvars]
+
+
+def _of(equation: JaxprEqn, inputs: Sequence[bool]) -> tuple[int, Sequence[bool]]:
+    kind, none = equation.primitive.name, [False] * len(equation.outvars)
+    if not any(inputs):
+        return 0, none
+    if kind in CHECKPOINTS:
+        read = [type_of(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight]
+        return sum(map(num_bytes, read)), none
+    if kind == "scan":
+        read, _ = _read(body(equation.params["jaxpr"]), inputs)
+        return read * equation.params["length"], none
+    inner = called(equation)
+    if inner is not None:
+        return _read(inner, inputs)
+    arrays = [is_weight for atom, is_weight in zip(equation.invars, inputs) if shape_of(atom)]
+    return 0, [all(arrays) and bool(arrays)] * len(equation.outvars)
+
+
+Rule: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
+"""What is to be computed in place of an operation, from the same operands; `None` leaves it as it is."""
+
+_REPLACED = "redco_eqx_replaced"  # by this name it is known again, and left as it is
+
+
+def rewrite(jaxpr: Jaxpr, rule: Rule) -> Jaxpr:
+    """`jaxpr` with each operation replaced for which `rule` has something, also inside loops and calls.
+
+    A program, or a part of one, in which nothing is replaced is returned as it is, the same object.
+    What a `custom_jvp` or `custom_vjp` that is not differentiated yet would do later is not reached.
+    """
+    equations = [_rewritten(equation, rule) for equation in jaxpr.eqns]
+    changed = any(new is not old for new, old in zip(equations, jaxpr.eqns))
+    return jaxpr.replace(eqns=equations) if changed else jaxpr
+
+
+def _rewritten(equation: JaxprEqn, rule: Rule) -> JaxprEqn:
+    if equation.params.get("name") == _REPLACED:
+        return equation
+    new = rule(equation)
+    if new is not None:
+        operands = [abstract(type_of(atom)) for atom in equation.invars]
+
+        # Under `jit` the whole replacement is one operation, which takes the place of the old one.
+        def replaced(*operands: Array) -> Array:
+            return new(*operands)
+
+        replaced.__name__ = _REPLACED
+        (call,) = jax.make_jaxpr(jax.jit(replaced))(*operands).jaxpr.eqns
+        return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    params = {name: _rewritten_parameter(value, rule) for name, value in equation.params.items()}
+    changed = any(params[name] is not value for name, value in equation.params.items())
+    return equation.replace(params=params) if changed else equation
+
+
+def _rewritten_parameter(value: Any, rule: Rule) -> Any:
+    if isinstance(value, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
+        return rewrite(value, rule)
+    if isinstance(value, ClosedJaxpr):
+        inner = rewrite(value.jaxpr, rule)
+        return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+    if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):
+        parts = [_rewritten_parameter(x, rule) for x in value]
+        changed = any(new is not old for new, old in zip(parts, value))
+        return getattr(type(value), "_make", tuple)(parts) if changed else value  # a linear solve's have names
+    return value
+
+
+def manual_axes(equation: JaxprEqn) -> set[str]:
+    """The mesh axes over which a `shard_map` around this operation is manual."""
+    around = type_of(equation.invars[0]).sharding.mesh
+    return {name for name, kind in zip(around.axis_names, around.axis_types) if kind == AxisType.Manual}

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 
 from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
-from redco_eqx._step.state import TrainState, is_pair
-from redco_eqx._step.structure import Structure, check_static
+from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
 from redco_eqx._tree import buffer_paths, is_array, is_trainable, lack_of_value, path_of, to_arrays, to_paths
 from redco_eqx._types import Key, as_key
 

@@ -1,14 +1,25 @@
-"""The layout that a step keeps to."""
+"""How the state and the batch of a step are split over the mesh, and a batch in parts."""
 
-from typing import TypeAlias
+import warnings
+from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+import jax.numpy as jnp
+from einops import rearrange
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._parallel.mesh import traced_mesh
+from redco_eqx._parallel.linear import traced_mesh
+from redco_eqx._sharding.mesh import BATCH_AXES, axis_size, num_batch_shards
+from redco_eqx._sharding.rules import ShardingWarning
 from redco_eqx._step.state import TrainState, is_pair
-from redco_eqx._tree import first_few, to_paths
+from redco_eqx._tree import first_few, leaves_with_paths, to_paths
+from redco_eqx._types import Batch
+
+# The layout that a step keeps to.
+
 
 Layout: TypeAlias = dict[str, NamedSharding]
 """The sharding of each array of the model, by path."""
@@ -41,3 +52,83 @@ def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Arra
     if layout is None:
         return params
     return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
+
+
+# The rows of a batch, split over the mesh: also of one that was not placed.
+
+
+def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) -> Batch:
+    """`batch` with this dim of its arrays split over `data` and `fsdp`; its other dims lie as they did.
+
+    Otherwise each data shard would compute all of a batch that is not placed: the compiler splits only what a
+    placed argument, or a constraint, says. An array whose dim does not divide is left as it is, and so is all
+    outside of `jit`. Warns of a dim that has more rows than there are shards, and does not divide.
+    """
+    shards = 1 if mesh is None else axis_size(mesh, BATCH_AXES)
+    if mesh is None or shards == 1:
+        return batch
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    leaves, odd = [], []
+    for path, x in leaves_with_paths(batch):
+        rows = getattr(x, "shape", ())[dim : dim + 1]
+        if rows and rows[0] % shards == 0:
+            x = _split_p.bind(jnp.asarray(x), mesh=mesh, dim=dim, axes=axes)
+        elif rows and rows[0] > shards:  # a tail of fewer can only be computed whole
+            odd.append(f"{path or 'array'} has {rows[0]} rows")
+        leaves.append(x)
+    if odd:
+        warnings.warn(
+            f"the batch's {odd[0]}, which do not divide over {shards} data shards: each of them computes all "
+            "rows. Leave out or fill up some, or choose another batch size.",
+            ShardingWarning,
+            stacklevel=4,
+        )
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
+
+
+def _split(x: Array, *, mesh: Mesh | AbstractMesh, dim: int, axes: tuple[str, ...]) -> Array:
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    entries[dim] = axes
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def _batched(axis: Any, operands: Any, dims: Any, *, dim: int, axes: tuple[str, ...], **mesh: Any) -> Any:
+    """Under `vmap`, the same dim of each; what `spmd_axis_name` says of an axis comes first."""
+    (x,), (new,) = operands, dims
+    taken = getattr(axis, "spmd_name", None) or ()
+    axes = tuple(name for name in axes if name not in taken)
+    dim = dim if new is None else dim + (new <= dim)
+    return _split_p.bind(x, dim=dim, axes=axes, **mesh) if axes else x, new
+
+
+# A primitive and not `with_sharding_constraint` itself, which raises an error, in place of yielding, under
+# `vmap(spmd_axis_name="data")`, by which clients are laid over `data`.
+_split_p = Primitive("split_rows")
+_split_p.def_impl(lambda x, **_: x)
+_split_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_split_p, lambda cotangent, *_, **options: [cotangent])
+batching.fancy_primitive_batchers[_split_p] = _batched
+mlir.register_lowering(_split_p, mlir.lower_fun(_split, multiple_results=False))
+
+
+# A batch in parts.
+
+
+def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool) -> Batch:
+    """`(number, size / number, ...)`: example i goes to microbatch i % number.
+
+    Taking neighbours instead would put each microbatch on a part of the devices only.
+    Raises `ValueError` if the batch does not divide; over the data shards of `mesh`, too, if it `must_divide`.
+    """
+    shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
+
+    def one(path: str, x: Any) -> Any:
+        if number < 1 or x.shape[0] % (number * shards) != 0:
+            raise ValueError(
+                f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "
+                f"divide into {number} microbatches on {shards} data shards."
+            )
+        return rearrange(x, "(b k) ... -> k b ...", k=number)
+
+    leaves = [one(path, x) for path, x in leaves_with_paths(batch)]
+    return split_rows(jax.tree.unflatten(jax.tree.structure(batch), leaves), mesh, dim=1)

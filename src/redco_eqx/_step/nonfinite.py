@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from redco_eqx._program.lookups import Known, outside
 from redco_eqx._program.trace import trace
-from redco_eqx._step.loss import unpack_loss
 from redco_eqx._step.state import TRAIN, TrainState, stream
+from redco_eqx._step.steps import unpack_loss
 from redco_eqx._step.traced import on_arrays
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx._types import Batch, LossFn, Metrics

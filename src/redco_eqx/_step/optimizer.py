@@ -12,9 +12,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._kept.captured import Captured
-from redco_eqx._kept.programs import kept, signature
 from redco_eqx._sharding.mesh import replicated
+from redco_eqx._step.kept import Captured, kept, signature
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import children, describe, is_array, join
 

@@ -1,9 +1,10 @@
-"""The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand."""
+"""The steps of `fit`, `evaluate` and `predict`: compiled, and how far ahead of the devices they run."""
 
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -11,15 +12,18 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from redco_eqx._compiled.cost import cost
-from redco_eqx._kept.programs import kept, signature
+from redco_eqx._compiled.communication import cost
 from redco_eqx._program.trace import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.jit import on_its_mesh
+from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, layout_of, state_mesh
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import StepFn, Window, empty_window, guarded
 from redco_eqx._types import Batch, LossFn
+
+# The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand.
+
 
 P = TypeVar("P")
 
@@ -123,3 +127,36 @@ def indexed(step: Callable[..., PyTree]) -> Callable[[TrainState, Batch], jax.st
         return step(state, batch, index=index)
 
     return lambda state, batch: jax.jit(inference).lower(state, batch, np.int32(0)).compile()
+
+
+# A bound on how far a loop runs ahead of the devices.
+#
+# Dispatch stays ahead, but not without end: batches that wait hold memory, and the CPU client can deadlock
+# when computations that wait for each other take all of its threads (as in `_cpu`; no upstream issue known).
+
+
+T = TypeVar("T")
+
+NUM_AHEAD = 4
+
+
+class Throttle:
+    """Waits, at each step, for the result of a few steps ago."""
+
+    def __init__(self) -> None:
+        self._behind: deque[Any] = deque()
+
+    def __call__(self, result: T) -> T | None:
+        """Takes what the newest step returned; it must not be donated. Returns that of a step that is done."""
+        self._behind.append(result)
+        return jax.block_until_ready(self._behind.popleft()) if len(self._behind) > NUM_AHEAD else None
+
+
+def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:
+    """The results of dispatched steps in order, each when `num_behind` more have been dispatched."""
+    behind: deque[T] = deque()
+    for result in results:
+        behind.append(result)
+        if len(behind) > num_behind:
+            yield behind.popleft()
+    yield from behind

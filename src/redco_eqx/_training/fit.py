@@ -14,29 +14,89 @@ import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord
-from redco_eqx._data.data import Data, Stream
+from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.epochs import Epochs, Place
-from redco_eqx._data.working import work_in_hand
+from redco_eqx._data.workers import work_in_hand
 from redco_eqx._distributed.agreement import is_shared
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.watchdog import Watchdog
-from redco_eqx._logging.loggers import ConsoleLogger
-from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
-from redco_eqx._step.state import TrainState, order_key, state_mesh, step_of
+from redco_eqx._step.optimizer import check_optimizer
+from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
 from redco_eqx._step.window import StepFn
-from redco_eqx._training.arguments import check_arguments
 from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_whole
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook
 from redco_eqx._training.identity import identify, programs_of
 from redco_eqx._training.interrupt import InterruptFlag, interruption
+from redco_eqx._training.loggers import ConsoleLogger, Reporter
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
-from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn
+from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
+
+# The arguments of `fit`, looked at together before anything is compiled.
+
+
+def check_arguments(
+    state: Any,
+    train_examples: object,
+    *,
+    collate_fn: object,
+    loss_fn: object,
+    optimizer: Any,
+    num_microbatches: int,
+    step_fn: object | None,
+    evaluation: object | None,
+    hook: object | None,
+    checkpoints: object | None,
+    loggers: object | None,
+    on_nonfinite: object,
+) -> None:
+    """Raises `TypeError` for what is of another kind than it must be, and `ValueError` for what does not fit
+    together. How long a run is, and the sizes of batches, are checked where they are used."""
+    check_is_state(state, "fit: state")
+    check_examples("fit: train_examples", train_examples)
+    if callable(train_examples):
+        check_function("fit", "train_examples", train_examples, "epoch")
+    check_function("fit", "collate_fn", collate_fn, "examples")
+    check_function("fit", "loss_fn", loss_fn, "model", "batch", "key")
+    if step_fn is not None:
+        check_function("fit", "step_fn", step_fn, "state", "batch")
+    if hook is not None:
+        check_function("fit", "hook", hook, "run", "row", "state")
+    _check_loggers(loggers)
+    _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
+    _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
+    if not state.params:
+        raise ValueError(
+            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
+            "constants; jnp.asarray makes a parameter)."
+        )
+    check_optimizer("fit", state, optimizer)
+    if step_fn is not None and num_microbatches != 1:
+        raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
+
+
+def _check_loggers(loggers: object | None) -> None:
+    if loggers is None:
+        return
+    if not isinstance(loggers, Sequence) or isinstance(loggers, str):
+        raise TypeError(
+            f"fit: loggers must be a list of functions, but is a {type(loggers).__name__}. One alone is "
+            "loggers=[logger]."
+        )
+    for logger in loggers:
+        check_function("fit", "a logger", logger, "step", "row")
+
+
+def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
+    if x is not None and not isinstance(x, kind):
+        raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
 
 
 @in_own_context

@@ -13,17 +13,16 @@ from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
 from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._distributed.watchdog import Watchdog
-from redco_eqx._logging.report import Reporter
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, state_mesh, step_of
 from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
 from redco_eqx._training.checks import BatchShapes
-from redco_eqx._training.compile import TrainProgram
+from redco_eqx._training.compile import NUM_AHEAD, Throttle, TrainProgram
 from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.hook import Hook, apply_hook
 from redco_eqx._training.identity import refuse_unlike
+from redco_eqx._training.loggers import Reporter
 from redco_eqx._training.saving import Saver
-from redco_eqx._training.throttle import NUM_AHEAD, Throttle
 from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Batch
 

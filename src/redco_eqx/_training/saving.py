@@ -11,14 +11,20 @@ from typing import Any
 
 import jax
 
-from redco_eqx._checkpoint.checkpoints import Checkpoints
+from redco_eqx._checkpoint.checkpoints import Checkpoints, CheckpointWriter
 from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.directory import complete, local, read_record
 from redco_eqx._checkpoint.names import storable, to_names
 from redco_eqx._checkpoint.owner import new_id
-from redco_eqx._checkpoint.record import CheckpointError, CheckpointInfo, RunRecord, versions
+from redco_eqx._checkpoint.record import (
+    CheckpointError,
+    CheckpointInfo,
+    RunRecord,
+    complete,
+    local,
+    read_record,
+    versions,
+)
 from redco_eqx._checkpoint.restore import first_good, read, select
-from redco_eqx._checkpoint.writer import CheckpointWriter
 from redco_eqx._distributed.consensus import Vote, from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.identity import what_differs

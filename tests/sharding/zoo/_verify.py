@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from redco_eqx import communication
-from redco_eqx._compiled.shapes import num_elements
+from redco_eqx._compiled.hlo import num_elements
 
 from . import ZOO, Entry, arrays, goldens
 

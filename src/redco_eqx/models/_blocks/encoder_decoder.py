@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from redco_eqx._parallel.linear import column
-from redco_eqx._parallel.mesh import tensor_size, traced_mesh
-from redco_eqx._parallel.remat import keep_products_and_row_out
+from redco_eqx._parallel.linear import column, tensor_size, traced_mesh
+from redco_eqx._parallel.scan import keep_products_and_row_out
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._types import Key
 from redco_eqx.models._blocks.config import BaseConfig

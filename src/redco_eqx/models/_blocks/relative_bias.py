@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel.mesh import batch_axes, traced_mesh
+from redco_eqx._parallel.linear import batch_axes, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx.models._blocks.layers import Embedding
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel.top_k import top_k as largest
+from redco_eqx._parallel.vocabulary import top_k as largest
 from redco_eqx._types import Key
 
 

@@ -1,9 +1,6 @@
-"""What functions capture: the values outside of their arguments that a trace of them would read.
+"""Compiled programs, kept from call to call as long as what they were traced from is the same and there."""
 
-A compiled step may stand in for a new trace only while all of this is as it was. What cannot be compared by
-value is compared by identity, and held weakly: a kept step must not keep a user's arrays.
-"""
-
+import dataclasses
 import dis
 import functools
 import hashlib
@@ -12,14 +9,21 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
+
+# What functions capture: the values outside of their arguments that a trace of them would read.
+#
+# A compiled step may stand in for a new trace only while all of this is as it was. What cannot be compared by
+# value is compared by identity, and held weakly: a kept step must not keep a user's arrays.
+
 
 # Beyond so many values to compare (a table of words, say), compiling again is the better choice.
-_MOST = 20_000
+_MOST_NAMES = 20_000
 
 # What is installed does not change while a program runs: its global names are not looked at.
 _INSTALLED = tuple(
@@ -83,8 +87,8 @@ class Captured:
 
     def _value(self, path: str, x: Any) -> Hashable:
         self._num_values += 1
-        if self._num_values > _MOST:
-            raise OverflowError(f"{path} and what was before it hold more than {_MOST} values")
+        if self._num_values > _MOST_NAMES:
+            raise OverflowError(f"{path} and what was before it hold more than {_MOST_NAMES} values")
         if x is None or isinstance(x, bool | int | str | bytes):
             return type(x), x
         if isinstance(x, float | complex):
@@ -174,3 +178,62 @@ def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
             names |= inner[0]
             attributes |= inner[1]
     return names, attributes
+
+
+T = TypeVar("T")
+
+# Enough for a few tasks that take turns at training, evaluation and prediction.
+_MOST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    key: Hashable
+    captured: Captured
+    variables: dict[str, Hashable]
+    value: Any
+
+
+_entries: list[_Entry] = []  # the one that was used last comes last
+
+
+def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
+    """What `make()` returned before for the same functions and key, or returns now.
+
+    Functions are the same if they have the same code, and capture the same: what their closures, defaults and
+    global variables hold, and the functions that they call in turn. (Arrays compare by identity.) What
+    `make` itself changes among that, such as a counter of traces, is not looked at. The value must not refer
+    to the functions; it is let go when an object that they captured is.
+    """
+    try:
+        before = Captured(functions, on_death=_let_go)
+    except OverflowError:
+        return make()
+    key = key, _surroundings()
+    for entry in reversed(_entries):
+        if entry.key == key and all(before.variables.get(n) == x for n, x in entry.variables.items()):
+            _entries.remove(entry)
+            _entries.append(entry)
+            return entry.value
+    value = make()
+    after = Captured(functions).variables
+    stable = {name: x for name, x in before.variables.items() if after.get(name) == x}
+    _entries.append(_Entry(key, before, stable, value))
+    del _entries[:-_MOST]
+    return value
+
+
+def signature(tree: PyTree) -> Hashable:
+    """What a compiled program asks of its arguments: structure, shapes, dtypes and shardings."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+
+
+def _let_go() -> None:
+    _entries[:] = [entry for entry in _entries if all(same.is_alive for same in entry.captured.objects)]
+
+
+def _surroundings() -> Hashable:
+    """JAX's options, which change what is traced and compiled."""
+    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
+    return options, jax.sharding.get_abstract_mesh()

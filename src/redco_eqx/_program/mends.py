@@ -1,32 +1,35 @@
-"""Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
-
-Seen on CPU, and in what the TPU compiler of 0.10.2 makes. Needed by jaxlib 0.10.2 and 0.12.0:
-
-- A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the examples
-  are whole: it is too large by their size. No upstream issue known.
-- Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a weight
-  gradient), or a kernel is split, results are wrong, or the compiler raises or aborts. No upstream issue known.
-- With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and each
-  device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
-
-Inside a `shard_map` over all axes nothing is left to partition.
-"""
+"""Mends of XLA: operations that its partitioner gets wrong are replaced in a traced program, cut by hand."""
 
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from redco_eqx._dataflow.source import source_line
-from redco_eqx._parallel.sums import psum, vary
-from redco_eqx._program.atoms import shape_of
-from redco_eqx._program.rewrite import manual_axes
-from redco_eqx._sharding.mesh import BATCH_AXES
+from redco_eqx._dataflow.values import source_line
+from redco_eqx._parallel.linear import psum, vary
+from redco_eqx._program.trace import Program, manual_axes, rewrite, shape_of, trace
+from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
+
+# Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
+#
+# Seen on CPU, and in what the TPU compiler of 0.10.2 makes. Needed by jaxlib 0.10.2 and 0.12.0:
+#
+# - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the
+#   examples are whole: it is too large by their size. No upstream issue known.
+# - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a
+#   weight gradient), or a kernel is split, results are wrong, or the compiler raises or aborts. No upstream
+#   issue known.
+# - With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and
+#   each device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
+#
+# Inside a `shard_map` over all axes nothing is left to partition.
+
 
 Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
@@ -140,3 +143,65 @@ _SETTINGS = (
 
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
     return jax.lax.conv_general_dilated(lhs, rhs, **{name: params[name] for name in _SETTINGS})
+
+
+# Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.
+#
+# - An FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order of dims
+#   in memory; the same check as in jax-ml/jax#22484): jaxlib 0.10.2 and 0.12.0.
+# - Or the partitioner aborts (`fft_handler.cc`, openxla/xla#45402): jaxlib 0.10.2, no longer 0.11.0.
+# - One over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no longer 0.12.0.
+
+
+def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
+    """What takes the place of `equation`, if it is an FFT: the same, of dims that are whole on each device.
+
+    The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`
+    nothing is done.
+    """
+    if equation.primitive.name != "fft" or manual_axes(equation):
+        return None
+    num_dims = len(equation.params["fft_lengths"])  # the last ones
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+    def in_order(x: Array) -> Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    def part(x: Array) -> Array:
+        # Alike from both ends, because the transpose of an FFT is one too.
+        return in_order(equation.primitive.bind(in_order(x), **equation.params))
+
+    def transform(x: Array) -> Array:
+        is_split = axes and x.ndim > num_dims and x.shape[0] % axis_size(mesh, axes) == 0
+        spec = PartitionSpec(axes if is_split else None)
+        return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return transform
+
+
+F = TypeVar("F", bound=Callable[..., PyTree])
+_NONE: Kernels = {}
+
+
+def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = _NONE) -> Program:
+    """`program` with what the partitioner would get wrong on `mesh` replaced; `None` is one device.
+
+    - `kernels`: see [`Kernels`][].
+
+    Raises `ValueError`, naming the line, for what cannot be made right.
+    """
+    if mesh is None or mesh.size == 1:
+        return program
+    jaxpr = program.closed.jaxpr
+    return program.replace(
+        rewrite(jaxpr, lambda e: replace_convolution(e, mesh, kernels) or replace_fft(e, mesh))
+    )
+
+
+def partitioned(function: F, mesh: Mesh | AbstractMesh | None, kernels: Kernels = _NONE) -> F:
+    """`function`, whose arguments and results are PyTrees of arrays, by way of [`for_partitioner`][]."""
+
+    def run(*arguments: PyTree) -> PyTree:
+        return for_partitioner(trace(function, *arguments), mesh, kernels)(*arguments)
+
+    return run  # pyright: ignore[reportReturnType]

@@ -1,1 +1,0 @@
-"""Rows of numbers, and who is told."""
