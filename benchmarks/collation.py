@@ -3,7 +3,8 @@
     python benchmarks/collation.py
 
 Seconds for each batch, over those of one thread, with nothing done to the batches. Only the ratios within one
-run mean something; of what computes, no more is gained than there are idle cores.
+run mean something; of what computes, threads that share
+Python's lock gain nothing.
 """
 
 import argparse
@@ -21,7 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "one thread": {},
     "2 threads": {"num_workers": 2},
     "8 threads": {"num_workers": 8},
-    "2 processes": {"num_workers": 2, "processes": True},
 }
 
 
@@ -40,7 +40,7 @@ def computing(examples: Any) -> np.ndarray:
 def seconds_per_batch(collate_fn: Any, num_batches: int, options: dict[str, Any]) -> float:
     examples = rx.Data(range(8 * num_batches), **options)
     made = rx.batches(examples, collate_fn, batch_size=8, mesh=rx.make_mesh())
-    for _ in range(num_batches // 4):  # processes take seconds to start
+    for _ in range(num_batches // 4):
         next(made)
     start = time.perf_counter()
     num_left = sum(1 for batch in made if jax.block_until_ready(batch) is not None)

@@ -378,7 +378,6 @@ def int_as_any() -> Any:
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
         (lambda: rx.Data([1], num_workers=-1), ValueError, r"Data: num_workers=-1"),
         (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2 work ahead"),
-        (lambda: rx.Data([1], processes=True), ValueError, r"processes=True needs num_workers="),
         (lambda: rx.Data([1], timeout_seconds=0.0), ValueError, r"timeout_seconds=0.0.* must be positive"),
         (lambda: rx.Stream([1], timeout_seconds=1.0, prefetch=0), ValueError, r"with prefetch=0"),
         (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch of 8"),

@@ -28,7 +28,7 @@ from redco_eqx._data.streams import (
     stream_facts,
     tail_sizes,
 )
-from redco_eqx._data.workers import closed_after, collator, run_ahead, working
+from redco_eqx._data.workers import run_ahead, working
 from redco_eqx._distributed.agreement import Facts, entries_of
 from redco_eqx._sharding.mesh import BATCH_AXES, check_mesh, num_batch_shards
 from redco_eqx._tree import leaves_with_paths
@@ -148,7 +148,7 @@ def batches(
 
     **Returns:**
 
-    A generator. Closing it, or dropping it, ends its threads and processes. An exception in `examples` or
+    A generator. Closing it, or dropping it, ends its threads. An exception in `examples` or
     `collate_fn` is raised at the batch where it happened.
 
     **Raises:**
@@ -159,21 +159,18 @@ def batches(
     """
     check_function("batches", "collate_fn", collate_fn, "examples")
     data = as_data(examples)
-    collate = collator(data, collate_fn)
     if isinstance(data, Stream):
         position = first_position(data, batch_size, mesh)
         position = position._replace(num_items=start * items_per_batch(data, position, batch_size))
         read = stream_batches(
-            data, collate, batch_size=batch_size, mesh=mesh, epoch=epoch, position=position, start=start,
+            data, collate_fn, batch_size=batch_size, mesh=mesh, epoch=epoch, position=position, start=start,
             remainder=remainder,
         )  # fmt: skip
-        made = (batch for batch, *_ in read)
-    else:
-        made = data_batches(
-            data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
-            remainder=remainder,
-        )  # fmt: skip
-    return _closing(made, collate)
+        return (batch for batch, *_ in read)
+    return data_batches(
+        data, collate_fn, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
+        remainder=remainder,
+    )  # fmt: skip
 
 
 def data_batches(
@@ -379,8 +376,3 @@ def _compared(
                 yield x
 
     return compared()
-
-
-def _closing(made: Generator[Batch], collate: CollateFn) -> Generator[Batch]:
-    with closed_after(collate), contextlib.closing(made):
-        yield from made

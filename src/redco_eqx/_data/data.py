@@ -10,9 +10,7 @@ from redco_eqx._tree import describe, first_few, is_array
 from redco_eqx._types import Examples
 
 
-def check_workers(
-    name: str, prefetch: int, num_workers: int, processes: bool, timeout_seconds: float | None
-) -> None:
+def check_workers(name: str, prefetch: int, num_workers: int, timeout_seconds: float | None) -> None:
     """Raises `ValueError` if these options of `Data` or `Stream` do not go together."""
     if prefetch < 0:
         raise ValueError(f"{name}: prefetch={prefetch}, but it must be 0 (no thread) or more.")
@@ -20,8 +18,6 @@ def check_workers(
         raise ValueError(f"{name}: num_workers={num_workers}, but it must be 0 or more.")
     if num_workers > 0 and prefetch == 0:
         raise ValueError(f"{name}: num_workers={num_workers} work ahead, but prefetch=0 allows none.")
-    if processes and num_workers == 0:
-        raise ValueError(f"{name}: processes=True needs num_workers=, the number of processes.")
     if timeout_seconds is not None and not (timeout_seconds > 0 and prefetch > 0):
         raise ValueError(
             f"{name}: timeout_seconds={timeout_seconds} with prefetch={prefetch}, but it must be positive, and "
@@ -44,9 +40,8 @@ class Data:
     - `prefetch`: how many batches are made and placed ahead, in the background; 0 for none, and no thread.
     - `num_workers`: how many threads collate, each another batch; as many are made ahead at least. Order and
         errors stay as they are with one. `examples` and `collate_fn` must then allow calls at the same time.
-    - `processes`: whether each of them leaves `collate_fn` to a process of its own: for what holds Python's
-        lock. The processes are started anew (the "spawn" of `multiprocessing`), so `collate_fn` is a function
-        of a module, a program has `if __name__ == "__main__":`, and examples and batches are pickled.
+        Threads speed up what waits (a disk, a network) or leaves Python's lock (most of NumPy); what computes
+        in Python itself belongs into the processes of Grain or of a `DataLoader`, read as a [`Stream`][].
     - `timeout_seconds`: after how long a batch that does not come is a `TimeoutError`, which names the worker
         that hangs, and in which batch; `None` waits for ever. (A thread that hangs still keeps a program from
         ending, unlike with `step_timeout_seconds` of [`fit`][].)
@@ -59,11 +54,10 @@ class Data:
     shuffle: bool = True
     prefetch: int = 2
     num_workers: int = 0
-    processes: bool = False
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Data", self.prefetch, self.num_workers, self.processes, self.timeout_seconds)
+        check_workers("Data", self.prefetch, self.num_workers, self.timeout_seconds)
 
     @property
     def sequence(self) -> Examples:
@@ -105,7 +99,7 @@ class Stream:
         the item itself, and makes NumPy arrays of it. For training only.
     - `replay`: whether a run always goes on by reading again, although the stream can set its position, but not
         exactly. Shuffle buffers of `datasets`, which are filled anew, are recognised.
-    - `prefetch`, `num_workers`, `processes`, `timeout_seconds`: see [`Data`][].
+    - `prefetch`, `num_workers`, `timeout_seconds`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -117,11 +111,10 @@ class Stream:
     replay: bool = False
     prefetch: int = 2
     num_workers: int = 0
-    processes: bool = False
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Stream", self.prefetch, self.num_workers, self.processes, self.timeout_seconds)
+        check_workers("Stream", self.prefetch, self.num_workers, self.timeout_seconds)
         if not self.is_function and not hasattr(self.examples, "__iter__"):
             raise TypeError(
                 f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable, or a function "

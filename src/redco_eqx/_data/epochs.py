@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from redco_eqx._data.batches import SHUFFLED, batch_sizes, check_batch_size, data_batches, stream_batches
 from redco_eqx._data.data import Data, Stream, as_data
 from redco_eqx._data.streams import Position, first_position, items_per_batch, stream_facts
-from redco_eqx._data.workers import closed_after, collator
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key
 
@@ -126,21 +125,17 @@ class Epochs:
         stream that gives other items than before is refused by a `ValueError`, unless `verify` is false; how
         it gets there, `say` is told in words, by the thread that reads.
         """
-        collate = collator(self._data, self._collate_fn)
-        with closed_after(collate):
-            if isinstance(self._data, Stream):
-                yield from self._of_stream(self._data, collate, epoch, batch, positions, verify, say)
-            else:
-                yield from self._of_data(self._data, collate, epoch, batch, key)
+        if isinstance(self._data, Stream):
+            yield from self._of_stream(self._data, epoch, batch, positions, verify, say)
+        else:
+            yield from self._of_data(self._data, epoch, batch, key)
 
-    def _of_data(
-        self, data: Data, collate_fn: CollateFn, epoch: int, batch: int, key: Key
-    ) -> Generator[tuple[Batch, Place]]:
+    def _of_data(self, data: Data, epoch: int, batch: int, key: Key) -> Generator[tuple[Batch, Place]]:
         while True:
             _, batch, num_batches, *_ = self.place(epoch, batch)
             made = data_batches(
                 dataclasses.replace(data, examples=self._of(data, epoch)),
-                collate_fn,
+                self._collate_fn,
                 batch_size=self._batch_size,
                 mesh=self._mesh,
                 key=key,
@@ -156,7 +151,6 @@ class Epochs:
     def _of_stream(
         self,
         stream: Stream,
-        collate_fn: CollateFn,
         epoch: int,
         batch: int,
         positions: Sequence[Sequence[Any]] | None,
@@ -171,7 +165,7 @@ class Epochs:
         while not (stream.is_once and epoch > 0):
             made = stream_batches(
                 stream,
-                collate_fn,
+                self._collate_fn,
                 batch_size=self._batch_size,
                 mesh=self._mesh,
                 epoch=epoch,

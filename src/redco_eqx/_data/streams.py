@@ -287,9 +287,7 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
     else:
         check_for_evaluation(data)
         few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
-    options = {
-        name: getattr(data, name) for name in ("prefetch", "num_workers", "processes", "timeout_seconds")
-    }
+    options = {name: getattr(data, name) for name in ("prefetch", "num_workers", "timeout_seconds")}
     return Data(few, **options)
 
 
