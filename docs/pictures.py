@@ -1,18 +1,10 @@
 """Draws the pictures of the site that are no output of an example: `python docs/pictures.py`."""
 
 import pathlib
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 from house import rooms
-from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-
-import redco_eqx as rx
-from redco_eqx import models
 
 PICTURES = pathlib.Path(__file__).parent / "pages" / "pictures"
 COLORS = ["#e4572e", "#f0a202", "#4f9d69", "#3a6ea5"]
@@ -80,38 +72,11 @@ def _all_below(imports: dict[str, set[str]], room: str) -> set[str]:
     return imports[room].union(*(_all_below(imports, other) for other in imports[room]))
 
 
-def memory() -> None:
-    """What a step takes of each device, by kind, for each way to recompute: the plan of `fit.md`."""
-    config = models.LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=24, num_attention_heads=16
-    )
-
-    def make_model(key: Any, **options: Any) -> models.LlamaForCausalLM:
-        return models.LlamaForCausalLM(config, stacked=True, key=key, **options)
-
-    def loss_fn(model: models.LlamaForCausalLM, batch: Array, key: Any) -> rx.Mean:
-        hidden, _ = model.hidden_states(batch[:, :-1], key=key)
-        return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:], num_chunks=8)
-
-    found = rx.plan(
-        make_model,
-        loss_fn=loss_fn,
-        optimizer=optax.adamw(1e-4),
-        batch=jax.ShapeDtypeStruct((8, 1025), jnp.int32),
-        mesh={"fsdp": 8},
-        options={"remat": ["none", "row_out", "full"]},
-        bytes_per_device=12 * 2**30,
-    )
-    (PICTURES / "memory.svg").write_text(found._repr_html_() + "\n")
-
-
 def main() -> None:
     """All of them."""
     PICTURES.mkdir(exist_ok=True)
-    jax.config.update("jax_num_cpu_devices", 8)
     pair()
     house()
-    memory()
 
 
 if __name__ == "__main__":

@@ -202,13 +202,6 @@ def test_a_model_with_a_state_a_part_that_is_trained_and_an_abstract_model() -> 
     assert plan(abstract, mesh={"tensor": 2}).memory == plan(mesh={"tensor": 2}).memory
 
 
-def test_the_picture_shows_what_was_compiled() -> None:
-    found = plan(max_compilations=3)
-    svg = found._repr_html_()
-    assert svg.startswith("<svg")
-    assert svg.count("GiB") == 1 + sum(t.memory is not None for t in found.trials)
-
-
 TOO_MANY = {"estimate": True, "bytes_per_device": None}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown target": ({"target": "h900:8"}, r"'h900:8' is not known.*v5e.*h100"),

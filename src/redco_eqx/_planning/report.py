@@ -1,8 +1,9 @@
-"""A plan as people read it: a table, and a picture of the memory."""
+"""A plan as people read it: a table."""
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._compiled.hlo import Buffer
@@ -81,9 +82,9 @@ class MeshPlan:
         lines += ["", *_table(_of_trials(self.trials), num_left=1)]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """A picture of the memory of what was compiled."""
-        return picture([t for t in self.trials if t.memory is not None], self.capacity)
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in a notebook, and in IPython."""
+        printer.text(str(self))
 
 
 def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
@@ -139,48 +140,3 @@ def _table(rows: Sequence[tuple[str, ...]], *, num_left: int, left_from: int | N
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-_COLORS = {"parameters": "#4c72b0", "optimizer state": "#dd8452", "batch": "#8172b3", "temporaries": "#55a868"}
-
-
-def picture(trials: Sequence[Trial], capacity: int) -> str:
-    """Memory by kind, a bar for each trial, with a line at `capacity`: an SVG."""
-    bars = [(t, _kinds(t.memory)) for t in trials if t.memory is not None]
-    most = max([capacity, *(sum(kinds.values()) for _, kinds in bars)], default=capacity) * 1.02
-    left, width, height = 20, 620, 34
-    scale = width / most
-    parts, y = [], 24
-    for x, (name, color) in zip(range(left, 900, 130), _COLORS.items()):
-        parts.append(f'<rect x="{x}" y="4" width="10" height="10" fill="{color}"/>')
-        parts.append(f'<text x="{x + 14}" y="13">{name}</text>')
-    for trial, kinds in bars:
-        x, total = float(left), sum(kinds.values())
-        parts.append(f'<text x="{left}" y="{y + 12}">{_escaped(str(trial.candidate.choice))}</text>')
-        for name, size in kinds.items():
-            place = f'x="{x:.1f}" y="{y + 16}" width="{size * scale:.1f}" height="12"'
-            parts.append(f'<rect {place} fill="{_COLORS[name]}"/>')
-            x += size * scale
-        parts.append(f'<text x="{x + 4:.1f}" y="{y + 26}">{gib(total)} GiB</text>')
-        y += height
-    at = left + capacity * scale
-    parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="18" y2="{y + 6}" stroke="#c44e52" stroke-width="2"/>')
-    parts.append(f'<text x="{at:.1f}" y="{y + 18}" text-anchor="end" fill="#c44e52">{gib(capacity)} GiB</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 100}" height="{y + 26}" '
-        f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
-    )
-
-
-def _kinds(memory: Memory) -> Mapping[str, int]:
-    kinds = {
-        "parameters": memory.parameters,
-        "optimizer state": memory.optimizer_state,
-        "batch": memory.batch,
-        "temporaries": memory.temporaries or 0,
-    }
-    return {name: size for name, size in kinds.items() if size > 0}
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

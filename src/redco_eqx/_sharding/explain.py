@@ -1,10 +1,8 @@
 """`explain`: the layout as a table that a person can check."""
 
 import dataclasses
-import html
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -24,47 +22,6 @@ from redco_eqx._sharding.rules import (
     match_overrides,
 )
 from redco_eqx._tree import describe, size_text
-
-# Small pictures for notebooks, as SVG: the mesh, and which part of an array one device holds.
-
-
-_CELL, _GAP = 14, 2
-_HELD, _OTHER = "#3b7dd8", "#e3e8ef"
-
-
-def mesh_svg(shape: Mapping[str, int]) -> str:
-    """The devices as a grid: `tensor` from left to right, the other axes from top to bottom."""
-    columns = shape.get("tensor", 1)
-    rows = math.prod(shape.values()) // columns
-    return _grid(rows, columns, held=lambda row, column: True, cell=(_CELL, _CELL))
-
-
-def split_svg(shape: Sequence[int], parts: Sequence[int]) -> str:
-    """An array cut into `parts` along each dim, of which the first device's is filled.
-
-    Drawn are the last two of those dims that are split, or of all where none is.
-    """
-    dims = [dim for dim, number in enumerate(parts) if number > 1]
-    others = [dim for dim in reversed(range(len(shape))) if dim not in dims]
-    drawn = sorted((dims[-2:] + others)[:2])
-    numbers = [parts[dim] for dim in drawn]
-    rows, columns = (1, *numbers)[-2:] if numbers else (1, 1)
-    cell = max(3, 42 // rows), max(3, 42 // columns)
-    return _grid(rows, columns, held=lambda row, column: row == column == 0, cell=cell)
-
-
-def _grid(rows: int, columns: int, *, held: Callable[[int, int], bool], cell: tuple[int, int]) -> str:
-    height, width = cell
-    squares = [
-        f'<rect x="{column * (width + _GAP)}" y="{row * (height + _GAP)}" width="{width}" height="{height}" '
-        f'fill="{_HELD if held(row, column) else _OTHER}"/>'
-        for row in range(rows)
-        for column in range(columns)
-    ]
-    size = columns * (width + _GAP) - _GAP, rows * (height + _GAP) - _GAP
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}">{"".join(squares)}</svg>'
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,31 +46,23 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("path", "shape", "spec", "role", "per device", "reason")
-        rows: list[tuple[str, ...]] = [header, *(row for row, _ in self._rows)]
+        rows = [header, *self._rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]) for row in rows]
         return "\n".join([*lines, *self._below])
 
-    def _repr_html_(self) -> str:
-        """The table with pictures: the mesh, and of each array the part that one device holds."""
-        header = ("", "path", "shape", "spec", "role", "per device", "reason")
-        rows = ["".join(f"<th>{name}</th>" for name in header)]
-        for row, d in self._rows:
-            parts = [_num_parts(entry, self.mesh_shape) for entry in _entries(d)]
-            cells = [split_svg(d.shape, parts), *map(html.escape, row)]
-            rows.append("".join(f'<td style="text-align:left">{cell}</td>' for cell in cells))
-        table = "".join(f"<tr>{row}</tr>" for row in rows)
-        below = "<br>".join(html.escape(line) for line in "\n".join(self._below).splitlines())
-        return f"{mesh_svg(self.mesh_shape)}<table>{table}</table><p>{below}</p>"
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in a notebook, and in IPython."""
+        printer.text(str(self))
 
     @property
-    def _rows(self) -> list[tuple[tuple[str, ...], Decision]]:
-        """The cells of each row of the table, and one of the arrays that it stands for."""
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The cells of each row of the table."""
         rows = []
         for path, count, d in _collapse(self.decisions):
             size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
             spec = f"({', '.join(map(_entry, _entries(d)))})"
-            rows.append(((path, describe(d), spec, d.role, size, d.reason), d))
+            rows.append((path, describe(d), spec, d.role, size, d.reason))
         return rows
 
     @property
@@ -215,8 +164,3 @@ def _entries(d: Decision) -> tuple[Any, ...]:
 
 def _entry(entry: object) -> str:
     return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
-
-
-def _num_parts(entry: str | tuple[str, ...] | None, mesh_shape: dict[str, int]) -> int:
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return math.prod(mesh_shape.get(axis, 1) for axis in axes)
