@@ -203,15 +203,19 @@ def largest() -> Iterator[list[str]]:
 
 
 def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> Iterator[list[str]]:
-    rows = {}
-
-    def of_size(size: int) -> Any:
-        rows[size], found = make(size)
-        return found
-
-    found = None if make(sizes[0])[1] is None else rx.largest(sizes, of_size)
-    if found is not None:
-        yield rows[found[0]]
+    """The row of the largest of ascending sizes that fits, by bisection."""
+    largest_row = None
+    while sizes:
+        middle = len(sizes) // 2
+        row, found = make(sizes[middle])
+        if found is None:
+            return  # its compiler is not here
+        if found.fits:
+            largest_row, sizes = row, sizes[middle + 1 :]
+        else:
+            sizes = sizes[:middle]
+    if largest_row is not None:
+        yield largest_row
 
 
 SMALL = {

@@ -9,7 +9,6 @@ from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._distributed.initialize import initialize_distributed
-from redco_eqx._planning.largest import largest
 from redco_eqx._planning.plan import plan
 from redco_eqx._sharding.explain import explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
@@ -51,7 +50,6 @@ __all__ = [
     "init_state",
     "initialize_distributed",
     "jit_step",
-    "largest",
     "layers",
     "list_checkpoints",
     "loop",

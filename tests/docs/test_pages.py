@@ -16,8 +16,8 @@ WITH_CODE = sorted(
     for page in pages.PAGES.rglob("*.md")
     if any(block.language == "python" for block in pages.blocks(page.read_text()))
 )
-# They plan for devices whose compiler is not here: api/planning.md has the same for those at hand.
-FOR_OTHER_DEVICES = ("redco_eqx.plan", "redco_eqx.largest")
+# It plans for devices whose compiler is not here: api/planning.md has the same for those at hand.
+FOR_OTHER_DEVICES = ("redco_eqx.plan",)
 
 
 def words(line: str) -> list[str]:

@@ -1,17 +1,13 @@
 """What a plan considers, and in which order: pure functions, with an invented compiler."""
 
 import itertools
-import math
 from typing import Any
 
 import pytest
 
 from redco_eqx._compiled.hlo import Buffer
-from redco_eqx._planning.largest import largest
 from redco_eqx._planning.memory import Memory, arguments, refused
 from redco_eqx._planning.plan import search
-from redco_eqx._planning.report import MeshPlan
-from redco_eqx._planning.targets import Chip, Target
 from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, variants
 
 CAPACITY = 100
@@ -119,28 +115,6 @@ def test_variants_are_all_combinations_the_first_values_first() -> None:
     found = variants({"a": [1, 2], "b": ["x", "y"]})
     assert found[0] == {"a": 1, "b": "x"}
     assert len({tuple(x.items()) for x in found}) == 4
-
-
-TARGET = Target("invented", (), Chip(CAPACITY, 1.0, 1.0), "cpu")
-
-
-@pytest.mark.parametrize("limit", range(0, 12))
-def test_the_largest_by_bisection_is_the_largest(limit: int) -> None:
-    sizes, asked = [1, 2, 3, 5, 7, 11], []
-
-    def make_plan(size: int) -> MeshPlan:
-        asked.append(size)
-        return MeshPlan(TARGET, CAPACITY, (Trial(candidate(1.0), size <= limit, ""),))
-
-    found = largest(sizes, make_plan)
-    assert (found and found[0]) == max((s for s in sizes if s <= limit), default=None)
-    assert len(asked) <= math.ceil(math.log2(len(sizes) + 1))
-
-
-@pytest.mark.parametrize("sizes", [[], [2, 1], [1, 1]])
-def test_sizes_that_do_not_ascend_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="ascending"):
-        largest(sizes, lambda size: pytest.fail("asked"))
 
 
 @pytest.mark.parametrize(
