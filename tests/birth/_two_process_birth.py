@@ -32,8 +32,8 @@ def make(key):
     return {
         "block": births.SPREAD["block"](keys[0]),
         "stack": births.SPREAD["block stacked"](keys[1]),
-        "layers": births.OTHERS["orthogonal stacked"][1](keys[2]),
-        "whole": births.OTHERS["orthogonal"][1](keys[3]),
+        "whole stack": births.OTHERS["orthogonal stacked"](keys[2]),
+        "whole": births.OTHERS["orthogonal"](keys[3]),
         "small": jnp.arange(3),
         "keys": keys,
     }

@@ -66,8 +66,11 @@ SPREAD: dict[str, Callable[[Any], Any]] = {
     "initialisers": make_initialised,
     "initialisers stacked": stacked(make_initialised),
     "embedding": lambda key: eqx.nn.Embedding(512, 64, key=key),
+    "embedding stacked": stacked(lambda key: eqx.nn.Embedding(512, 64, key=key)),
     "conv": lambda key: eqx.nn.Conv2d(32, 64, 3, key=key),
+    "conv stacked": stacked(lambda key: eqx.nn.Conv2d(32, 64, 3, key=key)),
     "lstm": lambda key: eqx.nn.LSTMCell(64, 64, key=key),
+    "lstm stacked": stacked(lambda key: eqx.nn.LSTMCell(64, 64, key=key)),
     "llama stacked": make_llama,
     "gpt2 stacked": make_gpt2,
     "jitted": eqx.filter_jit(lambda key: eqx.nn.Linear(64, 2048, key=key)),
@@ -91,34 +94,28 @@ def mixed(key: Any) -> Array:
 
 orthogonal = jax.nn.initializers.orthogonal()
 
-# Not elementwise: the way in which the one leaf is made, and its maker.
-OTHERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "orthogonal": ("whole", lambda key: orthogonal(key, (64, 64))),
-    "normalised": ("whole", normalised),
-    "mixed": ("whole", mixed),
-    "rbg": ("whole", lambda key: jax.random.normal(rbg(key), (64, 64))),
-    "orthogonal stacked": ("layers", stacked(lambda key: orthogonal(key, (32, 64)))),
-    "normalised stacked": ("layers", stacked(normalised)),
-    "mixed stacked": ("layers", stacked(mixed)),
-    "scaled stacked": (
-        "layers",
-        lambda key: jax.vmap(lambda key, scale: scale * orthogonal(key, (64, 64)))(
-            jax.random.split(key, LAYERS), jnp.arange(1.0, LAYERS + 1)
-        ),
+# Not elementwise.
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "orthogonal": lambda key: orthogonal(key, (64, 64)),
+    "normalised": normalised,
+    "mixed": mixed,
+    "rbg": lambda key: jax.random.normal(rbg(key), (64, 64)),
+    "orthogonal stacked": stacked(lambda key: orthogonal(key, (32, 64))),
+    "normalised stacked": stacked(normalised),
+    "mixed stacked": stacked(mixed),
+    "scaled stacked": lambda key: jax.vmap(lambda key, scale: scale * orthogonal(key, (64, 64)))(
+        jax.random.split(key, LAYERS), jnp.arange(1.0, LAYERS + 1)
     ),
     # All layers share a table that is as long as there are layers.
-    "table stacked": (
-        "layers",
-        stacked(lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 512))) * jnp.arange(3.0)[:, None]),
+    "table stacked": stacked(
+        lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 512))) * jnp.arange(3.0)[:, None]
     ),
-    "one draw": ("whole", lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 64, 64)))),
-    "rbg stacked": (
-        "whole",
-        lambda key: jax.vmap(lambda key: jax.random.normal(key, (64, 64)))(jax.random.split(rbg(key), LAYERS)),
+    "one draw": lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 64, 64))),
+    "rbg stacked": lambda key: jax.vmap(lambda key: jax.random.normal(key, (64, 64)))(
+        jax.random.split(rbg(key), LAYERS)
     ),
-    "loop": (
-        "whole",
-        lambda key: jax.lax.map(lambda key: jax.random.normal(key, (64, 64)), jax.random.split(key, LAYERS)),
+    "loop": lambda key: jax.lax.map(
+        lambda key: jax.random.normal(key, (64, 64)), jax.random.split(key, LAYERS)
     ),
 }
 

@@ -16,24 +16,29 @@ from helpers import run_two_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx import init_model, make_mesh, to_arrays
+from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
 from redco_eqx._birth import init_model as making
+from redco_eqx._birth.flat import flatten
+from redco_eqx._tree import leaves_with_paths
+from redco_eqx.models._families.registry import FAMILIES, PARTS
 
 KEY = jax.random.key(7)
 
 
 def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
     """For each leaf its path, how it is made, its sharding, and its compiled program if it has one."""
-    traced = making.trace(make, mesh, key=KEY, overrides=overrides)
-    made = making.plan(traced.program)
-    small = making.compute_small(traced.program, made)
+    closed, arrays, static = making.trace_arrays(make, KEY)
+    shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh, overrides=overrides)))
+    program = flatten(closed, [KEY])
+    made = making.births_of(program)
+    small = making.compute_small(program, made)
     planned = []
-    for path, birth, sharding in zip(traced.paths, made, traced.shardings):
+    for (path, _), birth in zip(leaves_with_paths(arrays), made, strict=True):
         compiled = None
         if birth.way != "given":
-            run: Any = making.compiled(birth, small, sharding)
+            run: Any = making.compiled(birth, small, shardings[path])
             compiled = run.lower(*making.operands(birth, small)).compile()
-        planned.append((path, birth, sharding, compiled))
+        planned.append((path, birth, shardings[path], compiled))
     return planned
 
 
@@ -75,23 +80,28 @@ def test_a_device_makes_its_own_shard_and_nothing_larger(name):
     assert split > 0
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, *PARTS])
+def test_every_family_is_made_shard_by_shard(name):
+    """At its default sizes, its layers stacked where it has layers; only traced."""
+    config, model = {**FAMILIES, **PARTS}[name]
+    is_stacked = name in FAMILIES
+    closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=is_stacked, key=key), KEY)
+    made = making.births_of(flatten(closed, [KEY]))
+    assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {"spread"}
+
+
 def test_the_measure_sees_what_is_whole():
-    make, mesh = births.OTHERS["orthogonal"][1], make_mesh(tensor=8)
+    make, mesh = births.OTHERS["orthogonal"], make_mesh(tensor=8)
     ((_, _, sharding, _),) = plan(make, mesh, [("*", P("tensor"))])
     assert largest(jax.jit(make, out_shardings=sharding).lower(KEY).compile()) >= 64 * 64
 
 
 @pytest.mark.parametrize("name", births.OTHERS)
-def test_other_arrays_are_made_whole_and_stacks_a_layer_at_a_time(name):
-    way, make = births.OTHERS[name]
-    ((path, birth, sharding, compiled),) = plan(make, make_mesh(tensor=4, fsdp=2))
-    assert birth.way == way
-    shape = birth.leaf.aval.shape
-    if way == "layers":
-        (made,) = compiled.out_info if isinstance(compiled.out_info, tuple) else [compiled.out_info]
-        assert made.shape == (1, *shape[1:])
-        assert largest(compiled) <= 2 * math.prod(shape[1:])  # what a permutation gathers by
-    born, model = init_model(make, make_mesh(tensor=4, fsdp=2), key=KEY), make(KEY)
+def test_other_arrays_are_made_whole(name):
+    make, mesh = births.OTHERS[name], make_mesh(tensor=4, fsdp=2)
+    ((path, birth, sharding, _),) = plan(make, mesh)
+    assert birth.way == "whole"
+    born, model = init_model(make, mesh, key=KEY), make(KEY)
     assert born.sharding.is_equivalent_to(sharding, born.ndim)
     to_rounding(born, model, path)
 
@@ -102,8 +112,6 @@ def test_threefry_that_is_not_partitionable_is_drawn_whole():
         ((_, birth, _, _),) = plan(make, make_mesh(tensor=8))
         assert birth.way == "whole"
         helpers.assert_identical(init_model(make, make_mesh(tensor=8), key=KEY), make(KEY))
-        ((_, birth, _, _),) = plan(births.stacked(make), make_mesh(tensor=8))
-        assert birth.way == "layers"
 
 
 # What is computed
@@ -114,7 +122,7 @@ def test_threefry_that_is_not_partitionable_is_drawn_whole():
 )
 @pytest.mark.parametrize("name", [*births.SPREAD, *births.OTHERS])
 def test_values_are_those_of_make_model_on_every_mesh(name, meshes):
-    make = births.SPREAD[name] if name in births.SPREAD else births.OTHERS[name][1]
+    make = {**births.SPREAD, **births.OTHERS}[name]
     born = to_arrays({"": init_model(make, helpers.mesh_of("one"), key=KEY)})
     for path, x in to_arrays({"": make(KEY)}).items():
         to_rounding(born[path], x, path)

@@ -167,9 +167,10 @@ def _canonical_key(jaxpr: Jaxpr) -> Hashable:
 
 
 def _frozen(value: object) -> Hashable:
-    """A parameter of an equation as a key. What can be compared in no other way is equal to itself alone."""
+    """A parameter of an equation as a key. What can be compared in no other way is equal to itself alone: by
+    its `id`, which nothing else takes while the jaxpr beside the key keeps it alive."""
     if isinstance(value, ClosedJaxpr):
-        return _canonical_key(value.jaxpr), tuple(_Same(const) for const in value.consts)
+        return _canonical_key(value.jaxpr), tuple(map(id, value.consts))
     if isinstance(value, Jaxpr):
         return _canonical_key(value)
     if isinstance(value, tuple | list):
@@ -177,21 +178,8 @@ def _frozen(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return id(value)
     return type(value), value
-
-
-class _Same:
-    """Equal by identity, of what it keeps alive."""
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def run_stepwise(program: FlatProgram, wanted: Sequence[Var], keep: Callable[[Var, Value], None]) -> None:

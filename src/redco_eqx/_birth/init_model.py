@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
@@ -24,9 +24,8 @@ from redco_eqx._birth.flat import (
     run_stepwise,
     variables,
 )
-from redco_eqx._birth.unstack import ELEMENTWISE, draws_by_counter, one_layer, stack_layers
 from redco_eqx._distributed.agreement import agree, is_shared
-from redco_eqx._program.trace import is_key, program_digest, shape_of, type_of
+from redco_eqx._program.trace import dtype_of, is_key, program_digest, shape_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
@@ -42,39 +41,42 @@ from redco_eqx._types import Key, as_key, check_function
 # Up to this many elements a value is small.
 SMALL = 1024
 
-Way: TypeAlias = Literal["given", "spread", "whole", "layers"]
+# Each element of the result depends on the elements of the operands at its own place alone, or on none.
+_NAMES = """
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt
+    max min mul ne neg nextafter not optimization_barrier or population_count pow real reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
+    stop_gradient sub tan tanh transpose xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+
+Way: TypeAlias = Literal["given", "spread", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Birth:
-    """How one leaf is made.
+    """How one array of the model is made.
 
+    - `leaf`: its variable in the traced program.
     - `way`: `"given"`: it is known once the small values are. `"spread"`: by a program that makes each shard
-        where it lies. `"whole"`: by a program on one device. `"layers"`: by such a program for each layer.
-    - `program`: makes `leaf`, or one layer of it, of a shape `(1, ...)`.
-    - `inputs`: the variables that it takes; all of them are known before.
-    - `per_layer`: for each input, whether it has an entry for each layer, of which the program takes one.
+        where it lies. `"whole"`: by a program on one device.
+    - `program`: makes `leaf` of values that are known before, its inputs.
     """
 
     leaf: Var
     way: Way
     program: Jaxpr
-    inputs: list[Var]
-    per_layer: list[bool]
 
 
-def plan(program: FlatProgram) -> list[Birth]:
+def births_of(program: FlatProgram) -> list[Birth]:
     """How each output of `program`, which has no effects, is made."""
     ways = _ways(program)
-    births = []
-    for leaf in program.outputs:
-        cut = cut_out(program, leaf, lambda var: ways[var] == "given")
-        birth = Birth(leaf, ways[leaf], cut, cut.invars, [False] * len(cut.invars))
-        layer = one_layer(cut) if birth.way == "whole" else None
-        if layer is not None:
-            birth = dataclasses.replace(birth, way="layers", program=layer[0], per_layer=layer[1])
-        births.append(birth)
-    return births
+    return [
+        Birth(leaf, ways[leaf], cut_out(program, leaf, lambda var: ways[var] == "given"))
+        for leaf in program.outputs
+    ]
 
 
 def _ways(program: FlatProgram) -> dict[Var, Way]:
@@ -105,7 +107,9 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
     name, result = equation.primitive.name, equation.outvars[0]
     if name == "random_bits":
         config: Any = jax.config
-        return draws_by_counter(equation) and config.jax_threefry_partitionable
+        # The bits of a threefry key depend on the key and their place alone.
+        threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+        return dtype_of(equation.invars[0]) == threefry.dtype and config.jax_threefry_partitionable
     if name == "reshape":
         before, after = shape_of(equation.invars[0]), shape_of(result)
         return [n for n in before if n != 1] == [n for n in after if n != 1]
@@ -133,14 +137,13 @@ def init_model(
     from threefry keys (JAX's default) that are changed element by element (uniform, normal, truncated normal,
     and their scaled forms).
 
-    Other arrays are made whole on one device, one at a time, and then placed; a stack, one layer at a time.
-    They are: orthogonal matrices and other decompositions; sorts and permutations; what is normalised by a sum
-    over the array; a part of a larger draw, or what is put together of several (slice, concatenation,
-    reshape, `.at[...].set`); what a loop draws (`jax.random.gamma`); draws from keys of other kinds (`rbg`), or
-    with `jax_threefry_partitionable` off; and what is computed from a large array outside of `make_model`. Of
-    these, a stack is made whole, too, where its layers cannot be told apart: it is one draw (from one key for
-    all layers; or from `rbg` keys, which JAX draws together under `vmap`), or made by a loop or `.at[...].set`.
-    If anything in `make_model` has an effect (`jax.debug.print`), all of it is run one operation at a time.
+    Other arrays are made whole on one device, one at a time, and then placed; so is a stack of them, all
+    layers at once (a list of layers takes less: there each is made for itself). They are: orthogonal matrices
+    and other decompositions; sorts and permutations; what is normalised by a sum over the array; a part of a
+    larger draw, or what is put together of several (slice, concatenation, reshape, `.at[...].set`); what a loop
+    draws (`jax.random.gamma`); draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable`
+    off; and what is computed from a large array outside of `make_model`. If anything in `make_model` has an
+    effect (`jax.debug.print`), all of it is run one operation at a time.
 
     The values do not depend on the mesh. They are those of `make_model(key)` up to the last bit of a fused
     operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that
@@ -175,90 +178,73 @@ def init_model(
             "eqx.filter_shard(model, shard_rules(model, mesh))."
         )
     check_function("init_model", "make_model", make_model, "key")
-    key = as_key("init_model", key)
+    key = _on_this_process(as_key("init_model", key))
     decided_by: dict[str, Any] = {
         "loss_fn": loss_fn,
         "batch": batch,
         "max_bytes_per_device": max_bytes_per_device,
     }
-    traced = trace(make_model, mesh, key=key, overrides=overrides, **decided_by)
-    if any(equation.effects for equation in traced.program.equations):
-        arrays = _one_by_one(traced)  # in order
-    else:
-        births = plan(traced.program)
-        small = compute_small(traced.program, births)
-        arrays = [make(birth, small, sharding) for birth, sharding in zip(births, traced.shardings)]
-    return eqx.combine(jax.tree.unflatten(traced.treedef, arrays), traced.static)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What `make_model` computes, where each of its arrays is to lie, and the rest of the model."""
-
-    program: FlatProgram
-    paths: list[str]
-    shardings: list[NamedSharding]
-    treedef: Any
-    static: PyTree
-
-
-def trace(
-    make_model: Callable[[Key], PyTree],
-    mesh: Mesh,
-    *,
-    key: Key,
-    overrides: Overrides = (),
-    loss_fn: Callable[..., Any] | None = None,
-    batch: PyTree = None,
-    max_bytes_per_device: int | None = None,
-) -> Traced:
-    """Traces `make_model` and asks the rules. Raises `ValueError` if one array is two leaves."""
-    statics = []
-
-    def make_arrays(key: Key) -> list[Array]:
-        made = make_model(key)
-        dynamic, static = eqx.partition(made, lambda x: isinstance(x, jax.Array))
-        statics.append((jax.tree.structure(dynamic), static))
-        return jax.tree.leaves(dynamic)
-
-    key = _on_this_process(key)
-    closed = jax.make_jaxpr(make_arrays)(key)
+    closed, arrays, static = trace_arrays(make_model, key)
     if is_shared(mesh):  # where each process makes other parts of an array, nothing later would tell
         facts = {
             "key": str(jax.random.key_data(key)),
             "the checksum of make_model's program": program_digest(closed),
         }
         agree(mesh, "init_model", facts)
-    treedef, static = statics[-1]
+    abstract = eqx.combine(arrays, static)
+    layout = _layout(abstract, mesh, overrides, **decided_by)
+    is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
+    shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     program = flatten(closed, [key])
-    paths = [path for path, _ in leaves_with_paths(jax.tree.unflatten(treedef, range(treedef.num_leaves)))]
+    _check_apart(arrays, program.outputs)
+    if any(equation.effects for equation in program.equations):
+        made = _one_by_one(program, shardings)  # in order
+    else:
+        births = births_of(program)
+        small = compute_small(program, births)
+        made = [make(birth, small, sharding) for birth, sharding in zip(births, shardings)]
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
+
+
+def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJaxpr, PyTree, PyTree]:
+    """The program of `make_model`, its results as abstract arrays, and the rest of what it returns.
+
+    NumPy arrays are of the rest (`eqx.filter_make_jaxpr` counts them among the results): constants, which stay
+    as they are.
+    """
+    rest = []
+
+    def make_arrays(key: Key) -> PyTree[Array]:
+        arrays, static = eqx.partition(make_model(key), lambda x: isinstance(x, jax.Array))
+        rest.append(static)
+        return arrays
+
+    closed, arrays = jax.make_jaxpr(make_arrays, return_shape=True)(key)
+    return closed, arrays, rest[-1]
+
+
+def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: Any) -> PyTree:
+    """`shard_rules` of a model, or of the pair of one and its state, which every device has whole."""
+    if not is_pair(abstract):
+        return shard_rules(abstract, mesh, overrides=overrides, **decided_by)
+    model, model_state = abstract
+    if decided_by["loss_fn"] is None and decided_by["batch"] is None:
+        layout = shard_rules(model, mesh, overrides=overrides, **decided_by)
+    else:  # a loss takes the pair, whose first is the model
+        of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
+        layout, _ = shard_rules(abstract, mesh, overrides=of_pair, **decided_by)
+    return layout, jax.tree.map(lambda _: replicated(mesh), model_state)
+
+
+def _check_apart(arrays: PyTree, outputs: Sequence[Var]) -> None:
+    """Raises `ValueError` if one array is two leaves."""
     first: dict[Var, str] = {}
-    for path, var in zip(paths, program.outputs):
+    for (path, _), var in zip(leaves_with_paths(arrays), outputs):
         if first.setdefault(var, path) != path:
             raise ValueError(
                 f"init_model: {first[var]} and {path} are one and the same array, which would be updated "
                 "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
             )
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
-    abstract = eqx.combine(jax.tree.unflatten(treedef, abstract), static)
-    decided_by: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "batch": batch,
-        "max_bytes_per_device": max_bytes_per_device,
-    }
-    if not is_pair(abstract):
-        layout = shard_rules(abstract, mesh, overrides=overrides, **decided_by)
-    else:
-        model, model_state = abstract
-        if loss_fn is None and batch is None:
-            layout = shard_rules(model, mesh, overrides=overrides)
-        else:  # a loss takes the pair, whose first is the model
-            of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
-            layout, _ = shard_rules(abstract, mesh, overrides=of_pair, **decided_by)
-        layout = (layout, jax.tree.map(lambda _: replicated(mesh), model_state))
-    # NumPy constants are not part of the program: they stay as they are.
-    layout = eqx.filter(layout, jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract))
-    return Traced(program, paths, jax.tree.leaves(layout), treedef, static)
 
 
 def _on_this_process(key: Key) -> Key:
@@ -279,7 +265,7 @@ class Small:
 
 def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
     """Computes what the programs of the leaves take, and the leaves that are given."""
-    inputs = list(dict.fromkeys(var for birth in births for var in birth.inputs))
+    inputs = list(dict.fromkeys(var for birth in births for var in birth.program.invars))
     given = [birth.leaf for birth in births if birth.way == "given"]
     values: dict[Var, Value] = {}
     run_stepwise(program, [*inputs, *given], values.__setitem__)
@@ -296,24 +282,18 @@ def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
     run = compiled(birth, small, sharding)
     if birth.way == "spread":
         return run(*operands(birth, small))
-    if birth.way == "whole":
-        value = put_global(run(*operands(birth, small)), sharding)
-    else:
-        aval = type_of(birth.leaf)
-        layers = (run(*operands(birth, small, layer)) for layer in range(aval.shape[0]))
-        value = stack_layers(layers, aval.shape, aval.dtype, sharding)
+    value = put_global(run(*operands(birth, small)), sharding)
     return jax.block_until_ready(value)  # or the next would be made, whole, beside this one
 
 
-def operands(birth: Birth, small: Small, layer: int = 0) -> list[Value]:
-    """What the program of a leaf takes; for this layer, if it makes one."""
-    values = [small.host[var] for var in birth.inputs]
-    return [x[layer : layer + 1] if split else x for x, split in zip(values, birth.per_layer)]
+def operands(birth: Birth, small: Small) -> list[Value]:
+    """The arguments of the program of an array."""
+    return [small.host[var] for var in birth.program.invars]
 
 
 def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..., Array]:
     """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
-    impls = [jax.random.key_impl(small.values[var]) if is_key(var) else None for var in birth.inputs]
+    impls = [jax.random.key_impl(small.values[x]) if is_key(x) else None for x in birth.program.invars]
     return _jit(Canonical(birth.program), sharding if birth.way == "spread" else None, tuple(impls))
 
 
@@ -332,13 +312,13 @@ def _jit(
     return jax.jit(run, out_shardings=sharding)
 
 
-def _one_by_one(traced: Traced) -> list[Array]:
+def _one_by_one(program: FlatProgram, shardings: Sequence[NamedSharding]) -> list[Array]:
     """The arrays, of a program that is run one equation at a time, each placed as soon as it is computed."""
-    shardings = dict(zip(traced.program.outputs, traced.shardings))
+    layout = dict(zip(program.outputs, shardings))
     arrays: dict[Var, Array] = {}
 
     def place(var: Var, value: Value) -> None:
-        arrays[var] = put_global(value, shardings[var])
+        arrays[var] = put_global(value, layout[var])
 
-    run_stepwise(traced.program, traced.program.outputs, place)
-    return [arrays[var] for var in traced.program.outputs]
+    run_stepwise(program, program.outputs, place)
+    return [arrays[var] for var in program.outputs]
