@@ -1,7 +1,10 @@
 """Compiled steps are kept from call to call, and let go."""
 
+import collections
+import functools
 import gc
 import itertools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -31,8 +34,9 @@ EXAMPLES = make_examples(14)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept_before():
+def _nothing_kept_before(monkeypatch: pytest.MonkeyPatch):
     programs._entries.clear()
+    monkeypatch.setitem(sys.modules, "settings_of_a_test", MODULE)
 
 
 def train(loss_fn: Any, optimizer: Any = None, **arguments: Any) -> Any:
@@ -50,14 +54,14 @@ def make_loss(target: Any = 0.0) -> Callable[..., Any]:
 
 
 def test_a_second_run_compiles_and_traces_nothing() -> None:
-    traces: list[str] = []
+    traces = itertools.count()  # which is compared by identity
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        traces.append("loss")
+        next(traces)
         return jnp.mean(errors_of(model, batch))
 
     def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-        traces.append("predict")
+        next(traces)
         return jax.vmap(model)(batch["x"])
 
     def run() -> Any:
@@ -67,11 +71,11 @@ def test_a_second_run_compiles_and_traces_nothing() -> None:
         return state, loss
 
     first = run()
-    assert traces
-    traces.clear()
+    num_traces = next(traces)
+    assert num_traces > 0
     with Compilations() as compilations:
         second = run()  # its optimizer and its evaluation are new objects, made alike
-    assert traces == []
+    assert next(traces) == num_traces + 1
     assert compilations.names == []
     assert_same(first[0], second[0])
     assert first[1] == second[1]
@@ -168,8 +172,89 @@ def by_jit() -> tuple[Any, Callable[[], None]]:
     return loss_fn, lambda: losses.update(inner=jax.jit(lambda x: jnp.mean((x - 1) ** 2)))
 
 
+class Settings:
+    target: Any = 0.0
+
+
+def by_class() -> tuple[Any, Callable[[], None]]:
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - Settings.target) ** 2)
+
+    return loss_fn, lambda: setattr(Settings, "target", Settings.target + 1)
+
+
+class Outer:
+    @property
+    def target(self) -> Any:
+        return self.inner()
+
+    def inner(self) -> Any:
+        return (lambda: helper())()
+
+
+class Inherited(Outer):
+    def __call__(self, model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - self.target) ** 2)
+
+
+def by_inherited_method() -> tuple[Any, Callable[[], None]]:
+    return Inherited(), lambda: globals().update(TARGET=TARGET + 1)
+
+
+class Slots:
+    __slots__ = ("target",)
+
+    def __init__(self) -> None:
+        self.target = 0.0
+
+
+def by_slot() -> tuple[Any, Callable[[], None]]:
+    slots = Slots()
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - slots.target) ** 2)
+
+    return loss_fn, lambda: setattr(slots, "target", 1.0)
+
+
+def by_partial() -> tuple[Any, Callable[[], None]]:
+    settings = {"target": 0.0}
+
+    def loss_fn(model: Any, batch: Any, key: Any, settings: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - settings["target"]) ** 2)
+
+    return functools.partial(loss_fn, settings=settings), lambda: settings.update(target=1.0)
+
+
+def by_attribute() -> tuple[Any, Callable[[], None]]:
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - loss_fn.target) ** 2)  # pyright: ignore
+
+    loss_fn.target = 0.0  # pyright: ignore[reportFunctionMemberAccess]
+    return loss_fn, lambda: setattr(loss_fn, "target", 1.0)
+
+
+def by_import() -> tuple[Any, Callable[[], None]]:
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        from settings_of_a_test import target  # pyright: ignore[reportMissingImports]
+
+        return jnp.mean((errors_of(model, batch) - target) ** 2)
+
+    return loss_fn, lambda: setattr(MODULE, "target", MODULE.target + 1)
+
+
+def by_deque() -> tuple[Any, Callable[[], None]]:
+    queue = collections.deque([0.0])
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - queue[-1]) ** 2)
+
+    return loss_fn, lambda: queue.append(1.0)
+
+
 WAYS = [
     by_cell, by_global, by_dict, by_module, by_object, by_method, by_numpy, by_default, by_jit,
+    by_class, by_inherited_method, by_slot, by_partial, by_attribute, by_import, by_deque,
 ]  # fmt: skip
 
 
@@ -188,6 +273,22 @@ def test_what_a_function_captures_is_never_stale(way: Callable[[], Any]) -> None
     # The reference: the same with nothing kept.
     programs._entries.clear()
     assert_same(after, train(loss_fn))
+
+
+def test_what_changes_while_it_is_traced_is_compiled_anew() -> None:
+    calls: list[int] = []
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        calls.append(0)
+        return jnp.mean(errors_of(model, batch)) * len(calls)
+
+    losses = []
+    for _ in range(2):
+        state = linear_state()
+        losses.append(
+            rx.evaluate(state, EXAMPLES[:4], collate_fn=collate, loss_fn=loss_fn, batch_size=4)["loss"]
+        )
+    np.testing.assert_allclose(losses[1], 2 * losses[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -1,14 +1,15 @@
 """Compiled programs, kept from call to call as long as what they were traced from is the same and there."""
 
-import dataclasses
-import dis
+import collections
+import contextlib
 import functools
 import hashlib
 import pathlib
+import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -16,211 +17,50 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-# What functions capture: the values outside of their arguments that a trace of them would read.
-#
-# A compiled step may stand in for a new trace only while all of this is as it was. What cannot be compared by
-# value is compared by identity, and held weakly: a kept step must not keep a user's arrays.
-
-
-# Beyond so many values to compare (a table of words, say), compiling again is the better choice.
-_MOST_NAMES = 20_000
-
-# What is installed does not change while a program runs: its global names are not looked at.
+# What is installed does not change while a program runs: its global names and its classes are not looked into.
 _INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(pathlib.Path(jax.__file__).parents[1])}  # perhaps of a user alone, or of another environment
-    | {str(pathlib.Path(__file__).parents[1]), "<frozen"}
+    | {str(pathlib.Path(__file__).parents[1])}
 )
 
-
-class Same:
-    """Equal only to another one of the very same object, while that is alive."""
-
-    def __init__(self, x: object, on_death: Callable[[], None]):
-        self._id = id(x)
-        try:
-            self._ref: Callable[[], object] = weakref.ref(x, lambda _: on_death())
-        except TypeError:  # a kind of object that cannot be referred to weakly
-            self._ref = lambda: x
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the object is still there."""
-        return self._ref() is not None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same) or self._id != other._id:
-            return False
-        x = self._ref()
-        return x is not None and x is other._ref()
-
-    def __hash__(self) -> int:
-        return self._id
-
-
-class Captured:
-    """What some functions capture, at one time.
-
-    - `variables`: the value of each variable, default, attribute or entry, by where it was found; equal for
-        what would be traced alike. Functions compare by their code and what they capture in turn.
-    - `objects`: all that is compared by identity.
-    - `has_tracer`: whether there is a value of a trace among it, which may be over.
-    """
-
-    def __init__(self, functions: tuple[Any, ...], on_death: Callable[[], None] = lambda: None):
-        """Raises `OverflowError` if they capture more than is worth comparing.
-
-        `on_death` is called when an object that is compared by identity has been freed.
-        """
-        self.variables: dict[str, Hashable] = {}
-        self.objects: list[Same] = []
-        self.has_tracer = False
-        self._on_death = on_death
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no id is used twice
-        self._num_values = 0
-        for i, function in enumerate(functions):
-            self._variable(str(i), function)
-        self._seen.clear()
-
-    def _variable(self, path: str, x: Any) -> None:
-        self.variables[path] = self._value(path, x)
-
-    def _value(self, path: str, x: Any) -> Hashable:
-        self._num_values += 1
-        if self._num_values > _MOST_NAMES:
-            raise OverflowError(f"{path} and what was before it hold more than {_MOST_NAMES} values")
-        if x is None or isinstance(x, bool | int | str | bytes):
-            return type(x), x
-        if isinstance(x, float | complex):
-            return type(x), repr(x)  # NaN is like NaN, and 0.0 not like -0.0
-        self.has_tracer = self.has_tracer or isinstance(x, Tracer)
-        if isinstance(x, jax.Array | type | types.ModuleType | types.BuiltinFunctionType):
-            return self._same(x)
-        if isinstance(x, np.ndarray | np.generic) and x.dtype != object:
-            digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).digest()
-            return type(x), x.shape, str(x.dtype), digest
-        if id(x) in self._seen:
-            return "seen", self._seen[id(x)][0]
-        self._seen[id(x)] = len(self._seen), x
-        return self._container(path, x)
-
-    def _container(self, path: str, x: Any) -> Hashable:
-        if isinstance(x, types.FunctionType):
-            return self._function(path, x)
-        if isinstance(x, types.MethodType):
-            return self._values(path, (x.__func__, x.__self__))
-        if isinstance(x, functools.partial):
-            return self._values(path, (x.func, x.args, x.keywords))
-        if isinstance(x, list | tuple):
-            return self._same(type(x)), *self._values(path, x)
-        if isinstance(x, dict):
-            return self._same(type(x)), self._values(f"{path}:", x), self._values(path, x.values())
-        if isinstance(x, set | frozenset):
-            return self._same(type(x)), frozenset(self._values(path, x))
-        if isinstance(getattr(x, "__wrapped__", None), types.FunctionType):  # of `jax.jit`
-            return self._same(type(x)), self._value(path, x.__wrapped__)
-        if not getattr(x, "__dict__", None):
-            return self._same(x)
-        if callable(x):
-            self._variable(f"{path}.__call__", type(x).__call__)
-        return self._same(type(x)), self._value(path, vars(x))
-
-    def _values(self, path: str, items: Iterable[Any]) -> tuple[Hashable, ...]:
-        """Of each item, under a path of its own: what two functions capture must not take one name."""
-        return tuple(self._value(f"{path}[{i}]", x) for i, x in enumerate(items))
-
-    def _function(self, path: str, function: types.FunctionType) -> Hashable:
-        code = function.__code__
-        self._variable(f"{path}.__defaults__", (function.__defaults__, function.__kwdefaults__))
-        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-            self._variable(f"{path}.{name}", _content(cell))
-        if not code.co_filename.startswith(_INSTALLED):
-            for name, x in _globals(function):
-                self._variable(f"{path}:{name}", x)
-        return self._same(code)
-
-    def _same(self, x: object) -> Same:
-        same = Same(x, self._on_death)
-        self.objects.append(same)
-        return same
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global variables that a function reads, and the attributes that it may read of modules among them."""
-    names, attributes = _names(function.__code__)
-    for name in sorted(names & function.__globals__.keys()):
-        x = function.__globals__[name]
-        yield name, x
-        if isinstance(x, types.ModuleType) and not str(getattr(x, "__file__", None)).startswith(_INSTALLED):
-            for attribute in sorted(attributes & vars(x).keys()):
-                yield f"{name}.{attribute}", vars(x)[attribute]
-
-
-def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The names of globals and of attributes that a code reads, that of inner functions included."""
-    names: set[str] = set()
-    attributes: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names(constant)
-            names |= inner[0]
-            attributes |= inner[1]
-    return names, attributes
-
-
-T = TypeVar("T")
+# Beyond so many values to compare (a table of words, say), compiling again is the better choice.
+_MOST_VALUES = 20_000
 
 # Enough for a few tasks that take turns at training, evaluation and prediction.
 _MOST = 16
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    key: Hashable
-    captured: Captured
-    variables: dict[str, Hashable]
-    value: Any
-
-
-_entries: list[_Entry] = []  # the one that was used last comes last
+# By what a program is for, its value, and what must stay alive; the one that was used last comes last.
+_entries: collections.OrderedDict[Hashable, tuple[Any, list[Any]]] = collections.OrderedDict()
 
 
 def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
     """What `make()` returned before for the same functions and key, or returns now.
 
-    Functions are the same if they have the same code, and capture the same: what their closures, defaults and
-    global variables hold, and the functions that they call in turn. (Arrays compare by identity.) What
-    `make` itself changes among that, such as a counter of traces, is not looked at. The value must not refer
-    to the functions; it is let go when an object that they captured is.
+    Functions are the same if they have the same code (that of one `def`, which is not run again in a notebook)
+    and capture the same: what their closures, defaults and attributes hold, the globals that their code names,
+    and the functions, classes and modules among all of that in turn. Numbers, text and NumPy arrays compare by
+    value; arrays of JAX, and what cannot be looked into, by identity, and weakly: a program is let go with
+    them. What changes while it is traced, such as a list of calls, is other than before, and compiles again.
+    The value must not refer to the functions.
     """
-    try:
-        before = Captured(functions, on_death=_let_go)
-    except OverflowError:
+    captured = captured_by(functions)
+    if captured is None:
         return make()
-    key = key, _surroundings()
-    for entry in reversed(_entries):
-        if entry.key == key and all(before.variables.get(n) == x for n, x in entry.variables.items()):
-            _entries.remove(entry)
-            _entries.append(entry)
-            return entry.value
-    value = make()
-    after = Captured(functions).variables
-    stable = {name: x for name, x in before.variables.items() if after.get(name) == x}
-    _entries.append(_Entry(key, before, stable, value))
-    del _entries[:-_MOST]
-    return value
+    content, objects = captured
+    # JAX's options change what is traced and compiled.
+    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
+    full = key, content, options, jax.sharding.get_abstract_mesh()
+    if full not in _entries:
+        value = make()
+        _entries[full] = value, [_held(x, full) for x in objects]
+        if len(_entries) > _MOST:
+            _entries.popitem(last=False)
+        return value
+    _entries.move_to_end(full)
+    return _entries[full][0]
 
 
 def signature(tree: PyTree) -> Hashable:
@@ -229,11 +69,96 @@ def signature(tree: PyTree) -> Hashable:
     return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
 
 
-def _let_go() -> None:
-    _entries[:] = [entry for entry in _entries if all(same.is_alive for same in entry.captured.objects)]
+def captured_by(functions: tuple[Any, ...]) -> tuple[Hashable, list[Any]] | None:
+    """A key, equal for functions that would be traced alike, and all objects that stand in it by their `id`.
+
+    `None` if they capture too much to compare, or a value of a trace, which may be over.
+    """
+    objects: list[Any] = []
+    seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no `id` is used twice
+    num_values = 0
+
+    def key_of(x: Any) -> Hashable:
+        nonlocal num_values
+        num_values += 1
+        if isinstance(x, Tracer) or num_values > _MOST_VALUES:
+            raise _NotComparableError
+        if x is None or isinstance(x, bool | int | str | bytes):
+            return type(x), x
+        if isinstance(x, float | complex):
+            return type(x), repr(x)  # NaN is like NaN, and 0.0 not like -0.0
+        if isinstance(x, np.ndarray | np.generic) and x.dtype != object:
+            digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).digest()
+            return type(x), x.shape, str(x.dtype), digest
+        if id(x) in seen:
+            return "seen", seen[id(x)][0]
+        seen[id(x)] = len(seen), x
+        parts = _parts(x)
+        objects.extend([] if parts else [x])
+        return None if parts else id(x), key_of(type(x)), tuple(map(key_of, parts))
+
+    with contextlib.suppress(_NotComparableError):
+        return key_of(functions), objects
+    return None
 
 
-def _surroundings() -> Hashable:
-    """JAX's options, which change what is traced and compiled."""
-    options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
-    return options, jax.sharding.get_abstract_mesh()
+class _NotComparableError(Exception):
+    """There are too many values to compare, or one is of a trace."""
+
+
+def _parts(x: Any) -> list[Any]:
+    """The values that `x` holds; none for what is compared by identity."""
+    is_opaque = isinstance(x, jax.Array | types.ModuleType | types.CodeType)
+    if is_opaque or (isinstance(x, type) and _is_installed(x.__module__)):
+        return []
+    parts = [y for kind, contents in _CONTENTS.items() if isinstance(x, kind) for y in (kind, *contents(x))]
+    parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
+    attributes = getattr(x, "__dict__", {}).items()
+    return parts + [item for item in attributes if item[0] not in ("__dict__", "__weakref__")]
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    """The code of a function, and what it may read: closure, defaults, and globals by the names in the code."""
+    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
+    cells: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not filled yet
+            cells[name] = cell.cell_contents
+    names, scopes = _names(function.__code__), [cells]
+    if not _is_installed(function.__globals__.get("__name__", "")):
+        scopes += [function.__globals__, sys.modules]
+    for scope in scopes:
+        for name in sorted(names & scope.keys()):
+            x = scope[name]
+            yield name, x
+            # Of a module, what has one of the names, too: an attribute is read by its name.
+            if isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
+                scopes += [] if any(vars(x) is other for other in scopes) else [vars(x)]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of all but local variables in a code, and of attributes: with those of inner functions."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return {*code.co_freevars, *code.co_names}.union(*inner)
+
+
+def _held(x: Any, entry: Hashable) -> Any:
+    """`x`, weakly if it is of a kind that can be: then the entry goes with it."""
+    is_weak = type(x).__weakrefoffset__ != 0
+    return weakref.ref(x, lambda _: _entries.pop(entry, None)) if is_weak else x
+
+
+_CONTENTS: dict[type, Callable[[Any], Any]] = {
+    types.FunctionType: _of_function,
+    types.MethodType: lambda x: (x.__func__, x.__self__),
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    property: lambda x: (x.fget,),
+    type: lambda x: x.__bases__,
+    dict: lambda x: x.items(),
+    **dict.fromkeys((list, tuple, set, frozenset, collections.deque), iter),
+}
+
+
+def _is_installed(module: str) -> bool:
+    file = str(getattr(sys.modules.get(module), "__file__", None))
+    return module in sys.builtin_module_names or file.startswith(_INSTALLED)

@@ -13,16 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from redco_eqx._sharding.mesh import replicated
-from redco_eqx._step.kept import Captured, kept, signature
+from redco_eqx._step.kept import captured_by, kept, signature
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import children, describe, is_array, join
-
-
-def _may_have_tracer(optimizer: optax.GradientTransformation) -> bool:
-    try:
-        return Captured((optimizer,)).has_tracer
-    except OverflowError:
-        return True
 
 
 def check_is_optimizer(where: str, optimizer: object) -> None:
@@ -95,7 +88,7 @@ def init_optimizer(
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
     # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
-    if any(isinstance(x, Tracer) for x in params.values()) or _may_have_tracer(optimizer):
+    if any(isinstance(x, Tracer) for x in params.values()) or captured_by((optimizer,)) is None:
         return jitted(params)
     key = "init_optimizer", signature(params)
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
