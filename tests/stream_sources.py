@@ -118,7 +118,6 @@ KINDS: dict[str, Any] = {
     "function of iterators with a state": lambda examples, **options: rx.Stream(
         lambda epoch: StatefulIterator(examples, epoch), **options
     ),
-    "replayed": lambda examples, **options: rx.Stream(WithState(examples), replay=True, **options),
 }
 """All give `order(num, epoch)` in each epoch, and can be made anew."""
 

@@ -125,9 +125,9 @@ def test_a_saved_state_need_not_be_used(tmp_path: pathlib.Path, capsys: Any) -> 
     assert info.run is not None
     assert info.run.positions is not None
     assert info.run.positions[0][3] is not None
-    found = run("replayed", 7)
+    found = run("iterable", 7)
     assert "is read again from its beginning: 12 items are left out" in capsys.readouterr().err
-    assert_same(found, fit(linear_state(), KINDS["replayed"](EXAMPLES), num_steps=7))
+    assert_same(found, fit(linear_state(), KINDS["iterable"](EXAMPLES), num_steps=7))
 
 
 def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:

@@ -97,8 +97,6 @@ class Stream:
         read the same shard. Where the part of one ends, the epoch ends for all, at the same step.
     - `batched`: whether each item is a batch already, of all rows that are read here; `collate_fn` is given
         the item itself, and makes NumPy arrays of it. For training only.
-    - `replay`: whether a run always goes on by reading again, although the stream can set its position, but not
-        exactly. Shuffle buffers of `datasets`, which are filled anew, are recognised.
     - `prefetch`, `num_workers`, `timeout_seconds`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
@@ -108,7 +106,6 @@ class Stream:
     _: dataclasses.KW_ONLY
     sharded: bool | None = None
     batched: bool = False
-    replay: bool = False
     prefetch: int = 2
     num_workers: int = 0
     timeout_seconds: float | None = None

@@ -210,7 +210,7 @@ class Reading(Iterator[Any]):
         An iterator that is opened `again` is set back.
         """
         source = _source(self._stream, self._epoch, self._shard)
-        has_state, is_iterator = not self._stream.replay and not _refills(source), hasattr(source, "__next__")
+        has_state, is_iterator = not _refills(source), hasattr(source, "__next__")
         if has_state and mark.state is not None and not is_iterator and _state_of(source) is not None:
             source = _twin(source)
         self._state = _state_of(source) if has_state else None
