@@ -27,7 +27,9 @@ from sharding.zoo import BY_NAME
 import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._birth import init_model as making
+from redco_eqx._birth.flat import flatten
 from redco_eqx._compiled.communication import Collective, communication
+from redco_eqx._tree import leaves_with_paths
 
 SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up
@@ -199,16 +201,19 @@ def test_a_stack_is_born_in_shards():
         num_attention_heads=72,
     )
     mesh = topology.mesh("v4:4x4x4", fsdp=8, tensor=8)
-    traced = making.trace(
-        lambda key: models.OPTForCausalLM(config, stacked=True, key=key), mesh, key=jax.random.key(0)
+    path, key = "model.decoder.layers.fc1.weight", jax.random.key(0)
+    closed, arrays, static = making.trace_arrays(
+        lambda key: models.OPTForCausalLM(config, stacked=True, key=key), key
     )
-    births = making.plan(traced.program)
-    small = making.compute_small(traced.program, births)
-    at = traced.paths.index("model.decoder.layers.fc1.weight")
-    run: Any = making.compiled(births[at], small, traced.shardings[at])
-    memory = run.lower(*making.operands(births[at], small)).compile().memory_analysis()
+    sharding = dict(leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh)))[path]
+    program = flatten(closed, [key])
+    births = making.births_of(program)
+    small = making.compute_small(program, births)
+    birth = births[[name for name, _ in leaves_with_paths(arrays)].index(path)]
+    run: Any = making.compiled(birth, small, sharding)
+    memory = run.lower(*making.operands(birth, small)).compile().memory_analysis()
     whole = 64 * 36864 * 9216 * 4
-    assert births[at].way == "spread"
+    assert birth.way == "spread"
     assert memory.output_size_in_bytes <= 1.01 * whole / 64
     assert memory.temp_size_in_bytes <= 0.01 * whole / 64
 

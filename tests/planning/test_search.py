@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from redco_eqx._compiled.hlo import Buffer
-from redco_eqx._planning.memory import Memory, arguments, refused
+from redco_eqx._planning.memory import Memory, peak_by_message
 from redco_eqx._planning.plan import search
 from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, variants
 
@@ -32,7 +32,7 @@ class Compiler:
             raise KeyboardInterrupt
         self.asked.append(one.seconds)
         peak = self.peaks[one.seconds]
-        memory = Memory(one.state_bytes, 0, 0, 0, peak - one.state_bytes, peak)
+        memory = Memory(one.state_bytes, 0, 0, 0, peak)
         return Trial(one, peak <= CAPACITY, "", memory)
 
 
@@ -131,5 +131,5 @@ def test_variants_are_all_combinations_the_first_values_first() -> None:
     ],
 )
 def test_what_a_compiler_that_found_no_room_says(message: str, temporaries: Any, peak: Any) -> None:
-    found = refused(Memory(3, 2, 1, 3, None, None), message)
-    assert (found.temporaries, found.peak, arguments(found)) == (temporaries, peak, 6)
+    found = Memory(3, 2, 1, 3, peak_by_message(message))
+    assert (found.temporaries, found.peak) == (temporaries, peak)

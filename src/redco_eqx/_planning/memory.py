@@ -11,7 +11,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from redco_eqx._compiled.communication import peak_bytes
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.program import Atom, body, called, shape_of, type_of
 from redco_eqx._dataflow.values import source_line
@@ -186,53 +185,41 @@ class Memory:
     - `parameters`: of the model, with what is not trained. `optimizer_state`, `batch`: of these.
     - `gradients`: of all trained parameters at once: a part of `temporaries`, if none is used up before the
         last is there.
-    - `temporaries`: what the program needs besides its arguments.
-    - `peak`: the most at any time. `None`, as `temporaries` are, if the compiler says no more than that it is
-        too much.
+    - `peak`: the most at any time. `None` if the compiler says no more than that it is too much.
     """
 
     parameters: int
     optimizer_state: int
     batch: int
     gradients: int
-    temporaries: int | None
-    peak: int | None
+    peak: int | None = None
+
+    @property
+    def temporaries(self) -> int | None:
+        """What the program needs besides its arguments, which are there before and after a step."""
+        if self.peak is None:
+            return None
+        return max(0, self.peak - self.parameters - self.optimizer_state - self.batch)
 
 
-def held(state: TrainState, batch: PyTree) -> Memory:
+def memory_of(state: TrainState, batch: PyTree) -> Memory:
     """What the arguments of a step take, abstract ones too."""
     return Memory(
         parameters=_bytes((state.params, state.frozen, state.model_state)),
         optimizer_state=_bytes(state.opt_state),
         batch=_bytes(batch),
         gradients=_bytes(state.params),
-        temporaries=None,
-        peak=None,
     )
 
 
-def needed(before: Memory, compiled: jax.stages.Compiled) -> Memory:
-    """The same with what the compiled program needs besides."""
-    peak = peak_bytes(compiled)
-    return dataclasses.replace(before, temporaries=peak - arguments(before), peak=peak)
-
-
 # The compiler for TPUs says "temporaries" of all that is there at the peak, the arguments included.
-_FOR_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT])\w*\)")
+_PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)")
 
 
-def refused(before: Memory, message: str) -> Memory:
-    """The same from the message of a compiler that found no room."""
-    found = re.search(r"Used ([\d.]+)([KMGT])\w* of", message) or _FOR_TEMPORARIES.search(message)
-    if found:
-        peak = int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
-        return dataclasses.replace(before, temporaries=max(0, peak - arguments(before)), peak=peak)
-    return before
-
-
-def arguments(memory: Memory) -> int:
-    """What is there before and after a step."""
-    return memory.parameters + memory.optimizer_state + memory.batch
+def peak_by_message(message: str) -> int | None:
+    """The peak, from the message of a compiler that found no room."""
+    found = next(filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None)
+    return None if found is None else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
 
 
 def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
@@ -243,9 +230,9 @@ def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
 
 
 def _bytes(tree: PyTree) -> int:
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_array(x))
-
-
-def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
-    return math.prod(shape) * x.dtype.itemsize
+    """Of all arrays, on one device."""
+    total = 0
+    for x in filter(is_array, jax.tree.leaves(tree)):
+        shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape
+        total += math.prod(shape) * x.dtype.itemsize
+    return total

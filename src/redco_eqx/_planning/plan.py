@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.program import trace_step
-from redco_eqx._planning.memory import held, num_flops, remembered
+from redco_eqx._planning.memory import memory_of, num_flops, remembered
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target
 from redco_eqx._planning.trial import Candidate, Choice, Option, Trial, attempt, gib, may_fit, meshes, variants
@@ -225,9 +225,9 @@ class _Space:
         if not choices:
             return
         sizes = choices[0].mesh
-        mesh = AbstractMesh(tuple(sizes[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        mesh = _abstract_mesh(sizes)
         explained = self._explained(choices[0], mesh)
-        state = held(self._laid_out(choices[0], explained.decisions, mesh), {})
+        state = memory_of(self._laid_out(choices[0], explained.decisions, mesh), {})
         sent = 0.0 if explained.communication is None else explained.communication.num_bytes
         flops, kept = self._work(choices[0].options, sizes["tensor"])
         chip, share = self._target.chip, _share_split(explained.decisions, sizes)
@@ -267,8 +267,7 @@ class _Space:
         """What the program says of a size of `tensor`: the sizes of the other axes change nothing in it."""
         key = _key(options), tensor
         if key not in self._analyses:
-            sizes = len(self._target.devices) // tensor, 1, tensor
-            mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+            mesh = _abstract_mesh({"data": len(self._target.devices) // tensor, "fsdp": 1, "tensor": tensor})
             found = analysis_of(self._abstract(options), mesh, self._loss_fn, self._batch)
             assert found is not None  # there is a program
             self._analyses[key] = found
@@ -304,6 +303,10 @@ def _mesh_of(choice: Choice, target: Target) -> Mesh:
     return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=target.devices)
 
 
+def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def _key(options: Mapping[str, Option]) -> tuple[tuple[str, Option], ...]:
     return tuple(options.items())
 
@@ -322,10 +325,7 @@ def _sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 def _share_split(decisions: Mapping[str, Decision], mesh: Mapping[str, int]) -> float:
     """Which part of the model's bytes `tensor` splits for use: of the work about the same."""
-    whole = {path: d.bytes_per_device * _shards(d, mesh) for path, d in decisions.items()}
+    shards = {path: math.prod(mesh[axis] for axis in axes_of(d.spec)) for path, d in decisions.items()}
+    whole = {path: d.bytes_per_device * shards[path] for path, d in decisions.items()}
     split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
     return split / max(1, sum(whole.values()))
-
-
-def _shards(decision: Decision, mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes_of(decision.spec))

@@ -202,32 +202,34 @@ def find_target(
     return found
 
 
-def _named(target: str, estimate: bool) -> Target:
-    kind, _, shape = target.partition(":")
+def _named(name: str, estimate: bool) -> Target:
+    kind, _, shape = name.partition(":")
     if kind in TPUS and re.fullmatch(r"\d+(x\d+){1,2}", shape):
         count = math.prod(map(int, shape.split("x"))) * (2 if kind in ("v2", "v3") else 1)
-        if not estimate:
-            return Target(target, _tpu_devices(target), TPUS[kind], "tpu")
-        return _estimated(target, count, TPUS[kind])
-    if kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
-        if not estimate:
-            return Target(target, _gpu_devices(kind, int(shape)), GPUS[kind], "gpu", _NO_TRIALS)
-        return _estimated(target, int(shape), GPUS[kind])
-    raise ValueError(
-        f"plan: target={target!r} is not known. A TPU topology is one of {', '.join(TPUS)} with its shape "
-        f'("v4:2x2x4", "v5e:4x4"); a GPU server one of {", ".join(GPUS)} with its number of GPUs ("h100:8"). '
-        "Or pass devices, or nothing for those of this machine."
-    )
+    elif kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
+        count = int(shape)
+    else:
+        raise ValueError(
+            f"plan: target={name!r} is not known. A TPU topology is one of {', '.join(TPUS)} with its shape "
+            f'("v4:2x2x4", "v5e:4x4"); a GPU server one of {", ".join(GPUS)} with its number of GPUs '
+            '("h100:8"). Or pass devices, or nothing for those of this machine.'
+        )
+    if estimate:
+        return Target(name, _stand_ins(name, count), (TPUS | GPUS)[kind], "cpu")
+    if kind in TPUS:
+        return Target(name, _tpu_devices(name), TPUS[kind], "tpu")
+    return Target(name, _gpu_devices(kind, count), GPUS[kind], "gpu", _NO_TRIALS)
 
 
-def _estimated(name: str, count: int, chip: Chip) -> Target:
+def _stand_ins(name: str, count: int) -> tuple[Device, ...]:
+    """So many virtual devices of the CPU."""
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
         raise ValueError(
             f"plan: an estimate for {name} takes {count} virtual devices, but there are {len(devices)}. "
             f'Call jax.config.update("jax_num_cpu_devices", {count}) before the first use of JAX.'
         )
-    return Target(name, tuple(devices[:count]), chip, "cpu")
+    return tuple(devices[:count])
 
 
 def _present(device: Device) -> Chip:

@@ -12,9 +12,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from redco_eqx._compiled.communication import Communication, communication
+from redco_eqx._compiled.communication import Communication, communication, peak_bytes
 from redco_eqx._compiled.hlo import Buffer, largest_buffers, parse
-from redco_eqx._planning.memory import Memory, held, largest_arrays, needed, refused
+from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, peak_by_message
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._step.state import TrainState, layout_of
 from redco_eqx._step.steps import train_step
@@ -147,31 +147,25 @@ def attempt(
         num_microbatches=candidate.choice.num_microbatches,
         shardings=layout_of(state),
     )
-    before = held(state, batch)
+    memory = memory_of(state, batch)
     arrays = tuple(largest_arrays(state).items())
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    sent, buffers = None, ()
     try:
         compiled = lowered.compile(compiler_options=dict(compiler_options))
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        is_full = "RESOURCE_EXHAUSTED" in message
-        memory = refused(before, message) if is_full else before
-        verdict = _too_much(memory, capacity) if is_full else f"does not compile: {_first_line(message)}"
-        return Trial(candidate, False, verdict, memory, None, arrays, seconds=time.monotonic() - start)
-    memory = needed(before, compiled)
-    text = compiled.as_text() or ""
-    assert memory.peak is not None
-    fits = memory.peak <= capacity
-    return Trial(
-        candidate,
-        fits,
-        "fits" if fits else _too_much(memory, capacity),
-        memory,
-        communication(text, mesh),
-        arrays,
-        tuple(largest_buffers(parse(text))),
-        time.monotonic() - start,
-    )
+        fits, verdict = False, f"does not compile: {_first_line(message)}"
+        if "RESOURCE_EXHAUSTED" in message:
+            memory = dataclasses.replace(memory, peak=peak_by_message(message))
+            verdict = _too_much(memory, capacity)
+    else:
+        peak, text = peak_bytes(compiled), compiled.as_text() or ""
+        memory = dataclasses.replace(memory, peak=peak)
+        fits = peak <= capacity
+        verdict = "fits" if fits else _too_much(memory, capacity)
+        sent, buffers = communication(text, mesh), tuple(largest_buffers(parse(text)))
+    return Trial(candidate, fits, verdict, memory, sent, arrays, buffers, time.monotonic() - start)
 
 
 def gib(num_bytes: int) -> str:
