@@ -19,7 +19,7 @@ PACKAGE = pathlib.Path(rx.__file__).parent
 PURE = ("_dataflow", "_sharding", "_parallel", "_program", "_step")
 EXCEPT = {
     pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
-    pathlib.Path("_step/kept.py"): {"pathlib"},  # which functions are of the standard library
+    pathlib.Path("_step/kept.py"): {"pathlib", "sys"},  # which modules are installed, and what is imported
 }
 EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
 

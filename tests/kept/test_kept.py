@@ -172,6 +172,37 @@ def by_jit() -> tuple[Any, Callable[[], None]]:
     return loss_fn, lambda: losses.update(inner=jax.jit(lambda x: jnp.mean((x - 1) ** 2)))
 
 
+def by_options_of_jit() -> tuple[Any, Callable[[], None]]:
+    def inner(x: Any, number: Any) -> Any:
+        return jnp.mean(x**2) * (2.0 if isinstance(number, int) else 3.0)
+
+    losses = {"inner": jax.jit(inner, static_argnums=1)}
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return losses["inner"](errors_of(model, batch), 1)
+
+    return loss_fn, lambda: losses.update(inner=jax.jit(inner))
+
+
+def by_array_of_objects() -> tuple[Any, Callable[[], None]]:
+    targets = np.array([0.0, "one"], object)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - targets[0]) ** 2)
+
+    return loss_fn, lambda: targets.__setitem__(0, 1.0)
+
+
+def by_read_only_view() -> tuple[Any, Callable[[], None]]:
+    settings = {"target": 0.0}
+    view = types.MappingProxyType(settings)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((errors_of(model, batch) - view["target"]) ** 2)
+
+    return loss_fn, lambda: settings.update(target=1.0)
+
+
 class Settings:
     target: Any = 0.0
 
@@ -255,6 +286,7 @@ def by_deque() -> tuple[Any, Callable[[], None]]:
 WAYS = [
     by_cell, by_global, by_dict, by_module, by_object, by_method, by_numpy, by_default, by_jit,
     by_class, by_inherited_method, by_slot, by_partial, by_attribute, by_import, by_deque,
+    by_options_of_jit, by_array_of_objects, by_read_only_view,
 ]  # fmt: skip
 
 

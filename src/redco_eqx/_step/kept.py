@@ -154,8 +154,9 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
     functools.partial: lambda x: (x.func, x.args, x.keywords),
     property: lambda x: (x.fget,),
     type: lambda x: x.__bases__,
-    dict: lambda x: x.items(),
-    **dict.fromkeys((list, tuple, set, frozenset, collections.deque), iter),
+    np.ndarray: lambda x: x.tolist(),  # of objects
+    **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
+    **dict.fromkeys((list, tuple, set, frozenset, bytearray, collections.deque), iter),
 }
 
 
