@@ -24,9 +24,10 @@ from redco_eqx._birth.flat import (
     run_stepwise,
     variables,
 )
-from redco_eqx._birth.unstack import ELEMENTWISE, draws_by_counter, one_layer, stack_layers
+from redco_eqx._birth.unstack import draws_by_counter, one_layer, stack_layers
 from redco_eqx._distributed.agreement import agree, is_shared
-from redco_eqx._program.trace import is_key, program_digest, shape_of, type_of
+from redco_eqx._jaxprs.program import program_digest
+from redco_eqx._jaxprs.read import ELEMENTWISE, is_key, shape_of, type_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
@@ -109,7 +110,8 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
     if name == "reshape":
         before, after = shape_of(equation.invars[0]), shape_of(result)
         return [n for n in before if n != 1] == [n for n in after if n != 1]
-    return name in ELEMENTWISE and not is_key(result)
+    moves = ("broadcast_in_dim", "iota", "squeeze", "transpose")
+    return (name in ELEMENTWISE or name in moves) and not is_key(result)
 
 
 M = TypeVar("M")

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Shaped
 
 from redco_eqx._birth.flat import as_jaxpr, called_by, run_jaxpr, variables
-from redco_eqx._program.trace import dtype_of, shape_of, type_of
+from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, shape_of, type_of
 from redco_eqx._sharding.mesh import put_global
 
 Dim: TypeAlias = int | None
@@ -29,16 +29,8 @@ Params: TypeAlias = dict[str, Any]
 StackDims: TypeAlias = Sequence[Any]
 """A `Dim` for each operand; that of a single operand is known."""
 
-# Each element of the result depends on the elements of the operands at its own place alone, or on none.
-_NAMES = """
-    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt
-    max min mul ne neg nextafter not optimization_barrier or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
-    stop_gradient sub tan tanh transpose xor
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
+# What moves elements without the first dim, besides.
+_PLACEWISE = ELEMENTWISE | {"broadcast_in_dim", "iota", "squeeze", "transpose"}
 # Of the last two dims.
 DECOMPOSITIONS = ("cholesky", "eigh", "geqrf", "householder_product", "lu", "qr", "svd", "triangular_solve")
 # Over the dims `axes`.
@@ -182,7 +174,7 @@ def _kept_dim(equation: JaxprEqn, stacked: Sequence[Dim]) -> int:
     dim = dims.pop()
     rank = max(len(shape_of(atom)) for atom in equation.invars)
     separate = (
-        name in ELEMENTWISE
+        name in _PLACEWISE
         or (name in ALONG and params[ALONG[name]] != dim)
         or (name == "rev" and dim not in params["dimensions"])
         or (name in DECOMPOSITIONS and dim < rank - 2)

@@ -111,7 +111,7 @@ def _ends(path: str) -> Iterator[str]:
         path = path.partition(".")[2]
 
 
-def choose(
+def choose_entries(
     wanted: Mapping[str, AnyArray],
     found: Mapping[str, ArrayInfo],
     *,

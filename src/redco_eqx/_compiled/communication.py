@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._compiled.hlo import (
     Instruction,
-    Program,
+    HloModule,
     arrays,
     instruction,
-    num_bytes,
+    shape_bytes,
     parse,
     split_commas,
     trip_count,
@@ -186,7 +186,7 @@ class Collective:
 class _Place(NamedTuple):
     """Where the walk is: in which program on which mesh, and in which loops."""
 
-    program: Program
+    program: HloModule
     mesh: Sizes
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
@@ -195,7 +195,7 @@ class _Place(NamedTuple):
         return self._replace(loops=(*self.loops, num_trips))
 
 
-def collectives(program: Program, mesh: Sizes) -> list[Collective]:
+def collectives(program: HloModule, mesh: Sizes) -> list[Collective]:
     """The collectives of a program, in its order. An asynchronous pair counts once, and a group of one device,
     which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
     return list(_walk(program.entry, _Place(program, mesh)))
@@ -279,7 +279,7 @@ class _Result(TypedDict):
 
 def _result(shape: str) -> _Result:
     shapes = arrays(shape)
-    return {"shapes": shapes, "result_bytes": sum(map(num_bytes, shapes))}
+    return {"shapes": shapes, "result_bytes": sum(map(shape_bytes, shapes))}
 
 
 class _Origin(TypedDict):
@@ -287,7 +287,7 @@ class _Origin(TypedDict):
     source: str
 
 
-def _origin(x: Instruction, computation: str, program: Program) -> _Origin:
+def _origin(x: Instruction, computation: str, program: HloModule) -> _Origin:
     lines = program.computations[computation]
     told = x
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:

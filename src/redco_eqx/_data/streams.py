@@ -44,7 +44,7 @@ class Position(NamedTuple):
     state_checksum: int = 0
 
 
-def encode(state: Any) -> str | None:
+def state_to_text(state: Any) -> str | None:
     """A source's state as JSON; `None` if there is something in it that has no form here.
 
     Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch have one.
@@ -55,8 +55,8 @@ def encode(state: Any) -> str | None:
         return None
 
 
-def decode(text: str) -> Any:
-    """The inverse of `encode`."""
+def state_from_text(text: str) -> Any:
+    """The inverse of `state_to_text`."""
     return _decoded(json.loads(text))
 
 
@@ -189,7 +189,7 @@ class Reading(Iterator[Any]):
         )
 
     def _new_mark(self) -> _Mark:
-        text = None if self._state is None else encode(self._state.get())
+        text = None if self._state is None else state_to_text(self._state.get())
         return _Mark(self._num_items, self._checksum, text)
 
     def _set(self, mark: _Mark, position: Position) -> str | None:
@@ -216,15 +216,15 @@ class Reading(Iterator[Any]):
         self._state = _state_of(source) if has_state else None
         if self._state is not None:  # an iterable's is set before it is iterated
             if is_iterator and again and self._back is not None:
-                self._state.set(decode(self._back))
+                self._state.set(state_from_text(self._back))
             if mark.state is not None:
-                self._back = encode(self._state.get()) if is_iterator else None
-                self._state.set(decode(mark.state))
+                self._back = state_to_text(self._state.get()) if is_iterator else None
+                self._state.set(state_from_text(mark.state))
         self._items = iter(source)
         if self._state is None and has_state:
             self._state = _state_of(self._items)
             if self._state is not None and mark.state is not None:
-                self._state.set(decode(mark.state))
+                self._state.set(state_from_text(mark.state))
         if self._state is None or mark.state is None:
             mark = _Mark()
         self._num_items, self._checksum, _ = mark

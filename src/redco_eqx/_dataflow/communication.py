@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from redco_eqx._dataflow.engine import Analysis, factors, largest, megabytes
+from redco_eqx._dataflow.engine import Analysis, factors, largest_sends, megabytes
 from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
@@ -184,7 +184,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     name += f", and {others} more" if others else ""
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
-    return f"{megabytes(_total(group))} for {name}: {largest(sent)}"
+    return f"{megabytes(_total(group))} for {name}: {largest_sends(sent)}"
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:

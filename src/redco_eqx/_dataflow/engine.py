@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from redco_eqx._dataflow.program import Traced, trace_step
+from redco_eqx._dataflow.program import TracedStep, trace_step
 from redco_eqx._dataflow.rules import rule_of
 from redco_eqx._dataflow.search import (
-    Layout,
+    SplitOfEach,
     Sent,
     as_layout,
     best_set,
@@ -55,7 +55,7 @@ def factors(dim: Dim) -> str:
     return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
 
 
-def largest(sent: Sequence[tuple[Event, float]]) -> str:
+def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
     """Where most is sent: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
@@ -87,7 +87,7 @@ def why_split(split: Split, dim: Dim, leaf: int) -> str:
     shared = f", with {others} other array{'s' if others > 1 else ''}" if others else ""
     text = f"{size} is split{shared}: {sent} a step"
     if split.sent:
-        text += f", {largest(split.sent)}"
+        text += f", {largest_sends(split.sent)}"
     if leaf in split.crossed:
         pieces = resolve(dim)[0].size
         text += f". It holds {pieces} pieces, whose borders an even split crosses: keep them on a leading dim"
@@ -129,7 +129,7 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
                 shared -= 1
             dim = costs.splits[number].leaves[paths.index(nearest)]
             return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
-    return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest(split.sent)}"
+    return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
 
 
 def _num_shared(first: str, second: str) -> int:
@@ -169,15 +169,15 @@ class Analysis:
     - `is_given`: whether that is the layout which was given to compare with, because it is better.
     """
 
-    traced: Traced
+    traced: TracedStep
     walk: Walk
     parameters: list[Value]
     gradients: list[Value | None]
     costs: Costs
-    layout: Layout
+    layout: SplitOfEach
     is_given: bool = False
 
-    def sent(self, layout: Layout) -> Sent:
+    def sent(self, layout: SplitOfEach) -> Sent:
         """What a device sends in a step, if parameters are split so."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
@@ -188,7 +188,7 @@ class Analysis:
         layout = as_layout(self.costs, {leaf: dim for leaf, dim in known.items() if dim is not None})
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
-    def score(self, layout: Layout) -> float:
+    def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
     def roles(self) -> dict[str, Found]:
@@ -254,7 +254,7 @@ def analyse(
     return choose_layout(analysis, given=given or {}, fixed=fixed or {}, max_bytes=max_bytes)
 
 
-def weigh(traced: Traced, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
+def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
     """Walks through a program, and weighs every split: [`analyse`][] before the choice."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
@@ -304,11 +304,11 @@ def choose_layout(
     decided = {numbers[path]: dim for path, dim in fixed.items() if path in numbers}
     split_so = as_layout(costs, {leaf: dim for leaf, dim in decided.items() if dim is not None}) or {}
 
-    def judge(layout: Layout) -> float:
+    def judge(layout: SplitOfEach) -> float:
         fits = freed_bytes(costs, layout) >= least_freed
         return analysis.score(layout) if fits else -math.inf
 
-    def laid_out(splits: Sequence[Split]) -> Layout:
+    def laid_out(splits: Sequence[Split]) -> SplitOfEach:
         chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}
         return {**chosen, **split_so}
 
@@ -317,7 +317,7 @@ def choose_layout(
     if decided:  # go along with what is decided, or keep away from it
         options.append({"forced": set(split_so.values())})
         options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
-    layouts: list[Layout] = []
+    layouts: list[SplitOfEach] = []
     for option in options:
         with contextlib.suppress(ValueError):
             layouts.append(laid_out(choose(costs, least_freed, **option)))

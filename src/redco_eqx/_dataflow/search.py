@@ -308,10 +308,10 @@ class _Run:
         return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
 
 
-Layout = dict[int, int]
+SplitOfEach = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
 
-Change: TypeAlias = Callable[[Layout], Layout]
+Change: TypeAlias = Callable[[SplitOfEach], SplitOfEach]
 
 MAX_STEPS = 50_000
 """So many operations are gone through at most, for layouts that leave single parameters whole."""
@@ -320,13 +320,13 @@ MAX_STEPS_GRAFTED = 4 * MAX_STEPS
 """And so many for layouts that take single splits from another one, which few programs have to."""
 
 
-def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
+def as_layout(costs: Costs, dims: Mapping[int, int]) -> SplitOfEach | None:
     """The layout that splits these dims of parameters; of several such splits, those that split most of them.
 
     `None` if it splits a dim whose factors do not divide: what that sends is not known.
     """
     fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in dims.items()) for split in costs.splits]
-    found: Layout = {}
+    found: SplitOfEach = {}
     for leaf, dim in dims.items():
         numbers = [split.number for split in costs.splits if split.leaves.get(leaf) == dim]
         if not numbers:
@@ -335,13 +335,13 @@ def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
     return found
 
 
-def freed_bytes(costs: Costs, layout: Layout) -> float:
+def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
     """Bytes of parameters that a device does not hold."""
     freed = (costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
     return sum(freed, 0.0)
 
 
-def score(costs: Costs, layout: Layout, sent: Sent) -> float:
+def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
     """What a layout is worth, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
@@ -349,12 +349,12 @@ def score(costs: Costs, layout: Layout, sent: Sent) -> float:
 
 
 def relax(
-    layout: Layout,
+    layout: SplitOfEach,
     paths: Sequence[str],
     num_steps: int,
     fixed: Container[int],
-    judge: Callable[[Layout], float],
-) -> Layout:
+    judge: Callable[[SplitOfEach], float],
+) -> SplitOfEach:
     """`layout` without the parameters that are better left whole, such as routers beside split experts.
 
     Parameters that differ only in the numbers of their paths are tried together; those in `fixed` stay.
@@ -372,35 +372,35 @@ def relax(
 
 
 def graft(
-    layout: Layout,
-    other: Layout,
+    layout: SplitOfEach,
+    other: SplitOfEach,
     paths: Sequence[str],
     num_steps: int,
     fixed: Container[int],
-    judge: Callable[[Layout], float],
-) -> Layout:
+    judge: Callable[[SplitOfEach], float],
+) -> SplitOfEach:
     """`layout` with the splits of `other` that are better: it may be right in one place, and wrong elsewhere.
 
     What one split has in it is taken together, and of layers that differ only in their numbers; what is in
     `fixed` stays.
     """
-    differing: dict[int, Layout] = {}
+    differing: dict[int, SplitOfEach] = {}
     for leaf, number in other.items():
         if leaf not in fixed and layout.get(leaf) != number:
             differing.setdefault(number, {})[leaf] = number
-    groups: dict[frozenset[str], Layout] = {}
+    groups: dict[frozenset[str], SplitOfEach] = {}
     for part in differing.values():
         groups.setdefault(frozenset(_without_numbers(paths[leaf]) for leaf in part), {}).update(part)
     if len(groups) * num_steps > MAX_STEPS_GRAFTED:
         return layout
 
-    def taking(part: Layout) -> Change:
+    def taking(part: SplitOfEach) -> Change:
         return lambda layout: layout | part
 
     return _climb(layout, [taking(part) for part in groups.values()], judge)
 
 
-def _climb(layout: Layout, changes: Sequence[Change], judge: Callable[[Layout], float]) -> Layout:
+def _climb(layout: SplitOfEach, changes: Sequence[Change], judge: Callable[[SplitOfEach], float]) -> SplitOfEach:
     """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:

@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn
 
+from redco_eqx._jaxprs.read import source_line
+
 # Where in the user's code an operation was asked for.
 
 
@@ -22,16 +24,6 @@ ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
 
 STREAM = "redco_eqx.stream"
 """Of what flows between layers: whole over its features on each device."""
-
-
-def source_line(equation: JaxprEqn) -> str:
-    """`file.py:12 (function)`: where the user's code asked for an operation."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
-    for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name.replace("\\", "/") for part in own):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "an operation of unknown origin"
 
 
 def block_of(equation: JaxprEqn) -> str:

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from redco_eqx._dataflow.program import Atom, shape_of, used
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -23,6 +21,7 @@ from redco_eqx._dataflow.values import (
     new_dims,
     unify,
 )
+from redco_eqx._jaxprs.read import Atom, num_bytes, shape_of, used
 
 # One walk through a program: dims become atoms, and what a split would cost is written down.
 
@@ -146,12 +145,6 @@ class Walk:
             for number in weight.weights:
                 size = made.num_bytes * self.times
                 self.uses.append(Use(number, weight.dims, tuple(roles), size, depth))
-
-
-def num_bytes(aval: AbstractValue) -> int:
-    """Of one that has no dtype, such as a token, 0; PRNG keys are two words or more."""
-    dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
 
 
 def unknown(aval: AbstractValue) -> Value:
