@@ -131,7 +131,7 @@ def select(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, str]:
-    """What to read: `{name in the state: name in the checkpoint}`.
+    """Choose what to read: `{name in the state: name in the checkpoint}`.
 
     Raises `ValueError` if state and checkpoint differ more than the arguments allow.
     """

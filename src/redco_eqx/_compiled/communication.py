@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._compiled.hlo import (
-    Instruction,
     HloModule,
+    Instruction,
     arrays,
     instruction,
-    shape_bytes,
     parse,
+    shape_bytes,
     split_commas,
     trip_count,
 )
@@ -179,12 +179,12 @@ class Collective:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is of a backward pass, by the name that JAX gives to transposed operations."""
+        """True in a backward pass, by the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
 
 
 class _Place(NamedTuple):
-    """Where the walk is: in which program on which mesh, and in which loops."""
+    """A place in the walk: the program, the mesh, the loops around it."""
 
     program: HloModule
     mesh: Sizes
@@ -328,7 +328,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Communication:
-    """What one call of a compiled program communicates. `str()` is a table, by kind, axes and source line.
+    """The collectives of one call of a compiled program. `str()` is a table, by kind, axes and source line.
 
     **Attributes:**
 

@@ -122,7 +122,7 @@ def parse(text: str) -> HloModule:
 
 @lru_cache(maxsize=1024)
 def instruction(line: str) -> Instruction:
-    """What a line of the text says."""
+    """Parse a line of the text."""
     definition = _DEFINITION.match(line)
     assert definition is not None  # lines are stored by it
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
@@ -216,7 +216,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """How often the body runs, or None if the text does not tell."""
+    """Return the number of trips of a loop, or None if the text does not tell."""
     if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
         return int(known[1])
     body, condition = loop.names("body")[0], loop.names("condition")[0]
@@ -256,7 +256,7 @@ def _is_constant(value: _Value) -> TypeGuard[_Integer]:
 
 
 def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """What an instruction gives, in a computation that is called with `arguments`."""
+    """Follow an instruction to its value, in a computation that is called with `arguments`."""
     x = instruction(program.computations[computation][name])
     follow = partial(_value, program, computation, arguments=arguments)
     match x.opcode:

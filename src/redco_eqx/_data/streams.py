@@ -25,7 +25,7 @@ from redco_eqx._types import Examples
 
 
 class Position(NamedTuple):
-    """How far one shard of a stream has been read in an epoch. Plain numbers and text, for a checkpoint.
+    """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
 
     - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
     - `num_items`: how many items (examples, or batches) have been read.
@@ -232,7 +232,7 @@ class Reading(Iterator[Any]):
         return self._state is not None
 
     def _leave_out(self, num_items: int) -> int:
-        """How many of so many items there were."""
+        """Skip this many items; returns the number that there were."""
         return sum(1 for _ in itertools.islice(self, num_items))
 
 
@@ -265,12 +265,12 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
 
 def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:
-    """How many items this process reads for a batch."""
+    """Count the items that this process reads for a batch."""
     return 1 if stream.batched else batch_size // position.num_shards
 
 
 def stream_facts(stream: Stream, position: Position) -> str:
-    """What all processes must have in common, in words."""
+    """Say what all processes must have in common."""
     items = "batches" if stream.batched else "examples"
     return f"a stream of {items}, " + (
         f"read in {position.num_shards} shards" if stream.sharded else "read whole"
@@ -296,7 +296,8 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
 def read_batches(
     stream: Stream, reading: Reading, assembly: Assembly, batch_size: int, remainder: str, mesh: Mesh
 ) -> Iterator[tuple[Rows, Position]]:
-    """What is read for one batch after the other, and the position after it. `remainder` as for `batches`."""
+    """Read for one batch after the other; yields rows and the position after them. `remainder` as for
+    `batches`."""
     needed = assembly.needed(batch_size)
     is_shared = not stream.sharded and jax.process_count() > 1
     read_here = needed if stream.sharded else np.arange(batch_size)
@@ -318,7 +319,7 @@ def read_batches(
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Of the numbers and text in an example, from 0 to 2**30, going on from that of what was before.
+    """Add the numbers and text in an example to a checksum from 0 to 2**30, which goes on from `begin`.
 
     Of other objects their type and size alone count, since their content may cost more than reading them did.
     """
@@ -395,7 +396,7 @@ def check_for_evaluation(stream: Stream) -> None:
 
 
 class _State(NamedTuple):
-    """How a source's own state is had and set."""
+    """Functions that get and set a source's own state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -425,7 +426,7 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Whether a dataset of Hugging Face, or one in it, shuffles by a buffer, whose content its state lacks.
+    """True of a dataset of Hugging Face that shuffles, itself or within, by a buffer, which its state lacks.
 
     Nothing can prove that its state is exact: of a rare part of a mixture an item may not come for long.
     """

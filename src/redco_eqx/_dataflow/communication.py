@@ -1,4 +1,4 @@
-"""What a layout communicates, as a text for `explain`."""
+"""The communication of a layout, as a text for `explain`."""
 
 import dataclasses
 import re
@@ -47,7 +47,7 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
 
 
 def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> float:
-    """What a split sends in any case."""
+    """Add up what a split sends in any case."""
 
     def is_split(value: Value) -> bool:
         # An activation may be whole where it could be split; a parameter that is split is split, but along one
@@ -188,7 +188,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:
-    """What a fused weight costs, and what it would cost with its pieces apart."""
+    """Say what a fused weight costs, and what it would cost with its pieces apart."""
     first, costs = group[0], analysis.costs
     leaf = first.crossed[0]
     dim = analysis.parameters[leaf].dims[first.leaves[leaf]]

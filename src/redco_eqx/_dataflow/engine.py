@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from redco_eqx._dataflow.program import TracedStep, trace_step
 from redco_eqx._dataflow.rules import rule_of
 from redco_eqx._dataflow.search import (
-    SplitOfEach,
     Sent,
+    SplitOfEach,
     as_layout,
     best_set,
     choose,
@@ -56,7 +56,7 @@ def factors(dim: Dim) -> str:
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
-    """Where most is sent: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
+    """Name the source of most bytes: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))
@@ -80,7 +80,7 @@ _KINDS = {
 
 
 def why_split(split: Split, dim: Dim, leaf: int) -> str:
-    """Of a parameter that is split."""
+    """Give the reason for a split parameter."""
     size = factors(dim)
     sent = megabytes(split.num_bytes(merged=True))
     others = len(split.leaves) - 1
@@ -97,7 +97,7 @@ def why_split(split: Split, dim: Dim, leaf: int) -> str:
 def why_whole(
     leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
 ) -> str:
-    """Of a parameter that is not split: a reason for each dim."""
+    """Give the reason for a whole parameter, dim by dim."""
     reasons = []
     for i, dim in enumerate(dims):
         atoms = resolve(dim)
@@ -133,7 +133,7 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
 
 
 def _num_shared(first: str, second: str) -> int:
-    """How many parts of two paths are the same, from the beginning."""
+    """Count the leading parts that two paths share."""
     pairs = list(zip(first.split("."), second.split(".")))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
@@ -147,7 +147,7 @@ none. `stack` is how many leading dims number layers of a scan."""
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the program says about one array.
+    """The program's finding about one array.
 
     - `role`: `column`, `row`, `vocabulary`, `expert`, `follows`; or `whole`, `vector`, `buffer`.
     - `dim`: what `tensor` splits, or `None`.
@@ -162,7 +162,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What a program says about the layout of its parameters.
+    """The program's findings about the layout of its parameters.
 
     - `parameters`, `gradients`: its arrays, as the walk left them.
     - `layout`: the split of each parameter that is split, by numbers.
@@ -178,7 +178,7 @@ class Analysis:
     is_given: bool = False
 
     def sent(self, layout: SplitOfEach) -> Sent:
-        """What a device sends in a step, if parameters are split so."""
+        """Simulate what a device sends in a step, if parameters are split so."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
@@ -211,7 +211,7 @@ class Analysis:
         return Found(name, reason, None, stack)
 
     def _role(self, leaf: int, dim: Dim) -> str:
-        """What splitting `dim` is called, by the first operation that uses the parameter on data."""
+        """Name the split of `dim`, by the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -284,7 +284,7 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
 
 
 def _num_scanned(value: Value) -> int:
-    """How many leading dims number layers of a scan."""
+    """Count the leading dims that number layers of a scan."""
     is_scanned = [bool(dim) and resolve(dim)[0].pin == SCANNED for dim in value.dims]
     return (*is_scanned, False).index(False)
 

@@ -125,7 +125,7 @@ def trace_step(
 
 
 def _in_state(tree: Any) -> Any:
-    """Of each leaf, whether it is in an `eqx.nn.State`."""
+    """Mark each leaf that is in an `eqx.nn.State`."""
 
     def one(x: Any) -> Any:
         is_state = isinstance(x, eqx.nn.State)

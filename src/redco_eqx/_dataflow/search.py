@@ -24,7 +24,7 @@ MEMORY = 0.01
 
 
 def worth(costs: Costs, split: Split) -> float:
-    """What choosing a split is worth, in bytes sent."""
+    """The worth of choosing a split, in bytes sent."""
     gained = split.unsent + WORK * split.work / costs.depth + MEMORY * split.freed
     return gained - split.num_bytes(merged=True) - split.waits
 
@@ -60,7 +60,7 @@ def best_set(
     groups: Sequence[tuple[int, ...]],
     least_freed: float = 0.0,
 ) -> list[int]:
-    """Of these numbers, the set of largest worth with at most one of each group, that frees enough.
+    """Find, of these numbers, the set of largest worth with at most one of each group, that frees enough.
 
     Raises `ValueError` if none does.
     """
@@ -104,7 +104,7 @@ _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeez
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a device sends in a step.
+    """Bytes that a device sends in a step.
 
     - `events`: what it sends, with bytes, over `tensor` or over the batch axes.
     - `moved`: bytes of arrays that are gathered because they are split otherwise than they are used.
@@ -126,7 +126,7 @@ def simulate(
     gradients: Sequence[Value | None],
     layout: Mapping[int, int],
 ) -> Sent:
-    """What is sent if the parameters are split as `layout` says: by leaf, the number of a split.
+    """Simulate what is sent if parameters are split as `layout` says: by leaf, the number of a split.
 
     Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What
     nothing splits is computed as a gradient is wanted.
@@ -217,7 +217,7 @@ class _Run:
                 self.partial[id(value)] = number
 
     def _gather(self, step: Step) -> None:
-        """Where layers meet: what was split before is whole from here on."""
+        """A boundary of layers: what was split before is whole from here on."""
         for value in step.operands:
             self.partial.pop(id(value), None)
             number = self.splits.pop(id(value), None)
@@ -226,11 +226,11 @@ class _Run:
                 self.events += [(event, size) for event, size in sizes if size > 0]
 
     def part(self, value: Value) -> float:
-        """How much of an array a device has, over `tensor`."""
+        """The share of an array that a device has, over `tensor`."""
         return 1.0 if self.split_of(value) is None else 1 / self.costs.tensor
 
     def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], float]:
-        """What an operation sends if it is done split in this way; and bytes that are gathered before it."""
+        """Price an operation that is done split in this way; and bytes that are gathered before it."""
         split, sent, moved = self.costs.splits[number], [], 0.0
         for event in step.events:
             size = self.costs.caused(split, event)
@@ -246,7 +246,7 @@ class _Run:
         return [x for x in found if self._copy(step, x, number) not in self.gathered]
 
     def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
-        """Which whole copy of an array an operation takes: operations that take the same gather it once.
+        """Number the whole copy of an array that an operation takes: those that take the same gather it once.
 
         A product and the gradient of its weight take the same if the other operand is split along more than
         twice as many elements: as XLA was seen to do it, and at twice in one order of operands alone.
@@ -262,7 +262,7 @@ class _Run:
         return math.prod(atom.size for i in self._places(value, number)[:1] for atom in value.dims[i])
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
-        """What is sent for an event, as operands are split: an operand may be gathered instead."""
+        """Price an event, as operands are split: an operand may be gathered instead."""
         number = split.number
         if event.kind == "twice":
             is_met = sum(self.split_of(x) == number for x in step.operands) > 1
@@ -303,7 +303,7 @@ class _Run:
         return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
 
     def _later(self, step: Step, number: int) -> float:
-        """What is sent later if a gradient is split in this way, and wanted in another."""
+        """Price what is sent later if a gradient is split in this way, and wanted in another."""
         wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
         return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
 
@@ -342,7 +342,7 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
 
 
 def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
-    """What a layout is worth, in bytes, as splits are weighed for the choice."""
+    """Score a layout, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits
@@ -400,7 +400,9 @@ def graft(
     return _climb(layout, [taking(part) for part in groups.values()], judge)
 
 
-def _climb(layout: SplitOfEach, changes: Sequence[Change], judge: Callable[[SplitOfEach], float]) -> SplitOfEach:
+def _climb(
+    layout: SplitOfEach, changes: Sequence[Change], judge: Callable[[SplitOfEach], float]
+) -> SplitOfEach:
     """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:

@@ -68,7 +68,7 @@ def convert(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
 
 
 def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Where layers meet, the library's blocks keep what flows between them whole, all but its rows."""
+    """A boundary of layers: the library's blocks keep what flows between them whole, all but its rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0], equation)
     return operands

@@ -1,4 +1,4 @@
-"""What each split of a program sends, and what it saves."""
+"""One walk through a program: dims become atoms, and what each split sends and saves is written down."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
 
 
 class Walk:
-    """What was found so far.
+    """The findings of a walk so far.
 
     - `events`, `uses`, `steps`: in the program's order.
     - `opaque`: operations that nothing is known of, with how many there are and one of them.
@@ -82,7 +82,7 @@ class Walk:
         return results if sum(fit) == len(equation.outvars) else self.opaque_results(equation, operands)
 
     def opaque_results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Of an operation that nothing is known of: it has to have everything whole."""
+        """Results of an unknown operation, which has to have everything whole."""
         self.opaque.setdefault(equation.primitive.name, []).append(equation)
         for operand in operands:
             self.event("whole", operand.dims, operand, equation)
@@ -90,7 +90,7 @@ class Walk:
 
     @contextlib.contextmanager
     def loop(self, length: int, waits: bool) -> Iterator[None]:
-        """What is found inside is done `length` times; if it `waits`, one after the other."""
+        """Enter a loop of `length` trips; if it `waits`, they run one after the other."""
         before = self.times, self.waits
         self.times *= length
         self.waits *= length if waits else 1
@@ -211,7 +211,7 @@ class Costs:
         return self._part(split, event) * size
 
     def _part(self, split: Split, event: Event) -> float:
-        """How much of the array is sent."""
+        """The part of the array that is sent."""
         if not event.unless:
             return 1.0
         before, after = (self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless))

@@ -48,7 +48,7 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
 
 
 def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
-    """What stands for an array of this type; it keeps the mesh that arrays inside a trace know."""
+    """Make an abstract array of this type; it keeps the mesh that arrays inside a trace know."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 

@@ -92,7 +92,7 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
-    """What a call (`jit`, `checkpoint`, `custom_jvp_call`, ...) runs, on its operands, for its results."""
+    """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...), or None of what is no call."""
     for value in equation.params.values():
         if isinstance(value, Jaxpr | ClosedJaxpr):
             inner = body(value)
@@ -102,7 +102,7 @@ def called(equation: JaxprEqn) -> Jaxpr | None:
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Of a scan, the numbers of constants and of carried values. From shapes: 0.11 does not write them down."""
+    """Count the constants and the carried values of a scan. From shapes: 0.11 does not write them down."""
     inner = body(equation.params["jaxpr"])
     pairs = zip(equation.invars, inner.invars)
     num_xs = sum(len(shape_of(outer)) > len(shape_of(one)) for outer, one in pairs)
@@ -112,7 +112,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Which operations, and which inputs, the wanted `results` of a program depend on."""
+    """Mark the operations, and the inputs, that the wanted `results` of a program depend on."""
     wanted = {var for var, is_wanted in zip(program.outvars, results) if is_wanted and isinstance(var, Var)}
     flags = []
     for equation in reversed(program.eqns):

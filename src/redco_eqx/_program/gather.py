@@ -25,7 +25,7 @@ from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored
 
 
 def is_split(sharding: NamedSharding) -> bool:
-    """Whether an array of this layout is split over more devices where it is stored than for use."""
+    """True if an array of this layout is split over more devices where it is stored than for use."""
     return axis_size(sharding.mesh, stored_axes(sharding.spec)) > 1
 
 
@@ -82,7 +82,7 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """How an operation takes split operands: the operation, which of them it takes so, and what comes out."""
+    """An operation that takes split operands: the operation, those that it takes so, and its outputs."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -132,7 +132,7 @@ class _Walk:
         return jaxpr.replace(eqns=equations, outvars=outvars), outputs
 
     def take(self, equation: JaxprEqn, inputs: Layout, in_checkpoint: bool) -> _Taken:
-        """Which operands `equation` can take as they are; by default none."""
+        """Choose the operands that `equation` can take as they are; by default none."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
@@ -188,7 +188,7 @@ def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
 
 
 def _weights_read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
-    """What is read, and which results are weights."""
+    """Count the bytes of weights that are read, and mark the results that are weights."""
     known = {var for var, is_weight in zip(program.invars, weights) if is_weight}
     total = 0
     for equation in program.eqns:
@@ -293,7 +293,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
 
 
 def _are_casts(uses: list[JaxprEqn]) -> bool:
-    """Whether an operand becomes another on each device along `fsdp` before anything is done with it."""
+    """True if an operand varies along `fsdp` before anything is done with it."""
     return len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
 
 

@@ -1,4 +1,4 @@
-"""What a program looks up that some of its inputs alone decide, such as the rows for the tokens of a batch."""
+"""Lookups whose indices follow from some inputs alone, such as the rows for the tokens of a batch."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ _Found: TypeAlias = list[tuple[JaxprEqn, JaxprEqn, Known]]
 
 
 def _walk(program: Jaxpr, inputs: Sequence[Known | None]) -> tuple[list[Known | None], _Found]:
-    """What is known of the results, and the lookups."""
+    """Collect what is known of the results, and the lookups."""
     known: dict[Var, Known] = {var: x for var, x in zip(program.invars, inputs) if x is not None}
     found: _Found = []
     for equation in program.eqns:

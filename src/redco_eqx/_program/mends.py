@@ -42,7 +42,7 @@ taken for split alike, which costs communication at worst."""
 def replace_convolution(
     equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """What takes the place of `equation` in a program on `mesh`, if it is a convolution to be replaced.
+    """Return the replacement of `equation` in a program on `mesh`, if it is a convolution that needs one.
 
     That is a grouped one, and one that reads or makes a kernel which is split: of that, only channels may be.
     In a `shard_map` over all axes nothing is done.
@@ -154,7 +154,7 @@ def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
 
 
 def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """What takes the place of `equation`, if it is an FFT: the same, of dims that are whole on each device.
+    """Return the replacement of `equation`, if it is an FFT: the same, of dims that are whole on each device.
 
     The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`
     nothing is done.

@@ -1,4 +1,4 @@
-"""Where what is not finite comes from: an index outside of a table, or one operation of the step."""
+"""The source of values that are not finite: an index outside of a table, or one operation of the step."""
 
 import dataclasses
 from typing import Any
@@ -46,7 +46,7 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
 
 
 def _own(x: Array) -> Array:
-    """What one device has of an array that all have whole."""
+    """Return one device's copy of an array that all have whole."""
     return x.addressable_data(0)
 
 

@@ -1,4 +1,4 @@
-"""What a step computes, as a program that is right on its mesh: traced, gathered where used, partitioned."""
+"""A step as a program that is right on its mesh: traced, gathered where used, partitioned."""
 
 import math
 import warnings
