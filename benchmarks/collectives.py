@@ -48,7 +48,7 @@ from workloads import (
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import Collective, Communication
-from redco_eqx._compiled.hlo import num_bytes, num_elements
+from redco_eqx._compiled.hlo import num_elements, shape_bytes
 
 
 def step_communication(
@@ -79,7 +79,7 @@ def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]
         # The pieces that CPU prints of one all-to-all stay together.
         for shapes in [[x] for x in c.shapes] if c.kind == "all-reduce" else [c.shapes]:
             small = sum(map(num_elements, shapes)) <= (rows if "tensor" in c.axes else 1)
-            size = sum(map(num_bytes, shapes))
+            size = sum(map(shape_bytes, shapes))
             apart.append(Result(c.kind, c.axes, small, c.is_backward, size, c.count))
     assert total_bytes(apart) == sum(c.total_bytes for c in found)
     return apart

@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -35,6 +36,11 @@ QUICK_COMPILE: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+
+
+def in_long(*cases: Any) -> list[Any]:
+    """Cases of a parametrised test that only `nox -s long` runs: they ask the same of more models or sizes."""
+    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.long) for x in cases]
 
 
 def mesh_of(name: str) -> Mesh:

@@ -27,7 +27,7 @@ from stream_sources import (
 
 import redco_eqx as rx
 from redco_eqx._data import streams
-from redco_eqx._data.streams import Position, checksum, decode, encode
+from redco_eqx._data.streams import Position, checksum, state_from_text, state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -188,7 +188,7 @@ def test_one_item_that_is_another_is_refused():
 
 
 def test_positions_of_earlier_versions_are_read_again():
-    for state in (None, encode({"at": np.int64(7), 3: (b"\x00\xff", None, 0.5)})):
+    for state in (None, state_to_text({"at": np.int64(7), 3: (b"\x00\xff", None, 0.5)})):
         found, expected, (said,) = resumed(lambda: WithState(range(NUM)), positions=[(0, 1, 16, state)])
         assert found == expected
         assert "read again from its beginning: 16" in said
@@ -297,19 +297,19 @@ STATES = st.recursive(
 
 @given(STATES)
 def test_a_state_comes_back_as_it_is(state):
-    text = encode(state)
+    text = state_to_text(state)
     assert text is not None
-    assert repr(decode(text)) == repr(state)
+    assert repr(state_from_text(text)) == repr(state)
 
 
 def test_arrays_come_back_and_other_objects_do_not():
     for x in (np.arange(6, dtype=np.uint8).reshape(2, 3), np.float32(0.5), np.array([1 + 2j])):
-        text = encode({"x": [x]})
+        text = state_to_text({"x": [x]})
         assert text is not None
-        found = decode(text)["x"][0]
+        found = state_from_text(text)["x"][0]
         assert (found.dtype, found.shape) == (x.dtype, x.shape)
         np.testing.assert_array_equal(found, x)
-    assert encode({"x": object()}) is None
+    assert state_to_text({"x": object()}) is None
 
 
 def test_a_state_without_a_form_is_counted():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import count_compilations, filled
+from helpers import count_compilations, filled, in_long
 from jax.sharding import NamedSharding, PartitionSpec
 from test_generate import LLAMA, NEW, PROMPT, VOCAB, changed, forward, make_model, padded
 
@@ -77,7 +77,7 @@ def assert_found(tokens: Any, scores: Any, expected: list[tuple[float, Text]]) -
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
-    [("llama", False), ("mistral", True), ("gpt2", True), ("gptj", False), ("opt-350m", True)],
+    [("llama", False), ("gpt2", True), *in_long(("mistral", True), ("gptj", False), ("opt-350m", True))],
 )
 def test_equals_a_search_by_hand_without_a_cache(name, stacked, prompts):
     rows, lengths = prompts
@@ -263,7 +263,7 @@ MESHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("vocabulary", "num_rows"), [(64, 8), (61, 4), (64, 3)])
+@pytest.mark.parametrize(("vocabulary", "num_rows"), [(64, 8), *in_long((61, 4), (64, 3))])
 def test_every_mesh_finds_the_same(vocabulary, num_rows):
     """In float64, in which no tie decides. Neither the vocabulary nor the batch has to divide."""
     rows = np.random.default_rng(1).integers(1, vocabulary, (num_rows, PROMPT)).astype(np.int32)

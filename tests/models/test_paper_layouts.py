@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import in_long
 from published import PUBLISHED
 
 import redco_eqx as rx
@@ -74,7 +75,7 @@ def in_flax(path: str, spec: jax.sharding.PartitionSpec) -> tuple[str, tuple[str
     return f"{layer}.{kind}", dims if any(dims) else WHOLE
 
 
-@pytest.mark.parametrize("engine", ["names", "program"])
+@pytest.mark.parametrize("engine", ["names", *in_long("program")])
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_layouts_are_those_of_the_paper(name, engine):
     published = PUBLISHED[name]

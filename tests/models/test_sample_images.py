@@ -106,6 +106,7 @@ def test_images_and_training_do_not_depend_on_the_mesh(axes):
             assert change.any(), path
 
 
+@pytest.mark.long
 def test_guidance_goes_from_one_prediction_to_the_other_and_beyond():
     model, batch, key = alone(), batch_of(2), jax.random.key(3)
 

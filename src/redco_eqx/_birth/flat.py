@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from redco_eqx._program.trace import CHECKPOINTS, Atom, dtype_of, type_of
+from redco_eqx._jaxprs.read import CHECKPOINTS, Atom, dtype_of, type_of
 
 Value: TypeAlias = jax.Array | np.ndarray
 """What a variable stands for when the program runs."""

@@ -25,7 +25,8 @@ from redco_eqx._birth.flat import (
     variables,
 )
 from redco_eqx._distributed.agreement import agree, is_shared
-from redco_eqx._program.trace import dtype_of, is_key, program_digest, shape_of
+from redco_eqx._jaxprs.program import program_digest
+from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, is_key, shape_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
@@ -40,17 +41,6 @@ from redco_eqx._types import Key, as_key, check_function
 
 # Up to this many elements a value is small.
 SMALL = 1024
-
-# Each element of the result depends on the elements of the operands at its own place alone, or on none.
-_NAMES = """
-    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt
-    max min mul ne neg nextafter not optimization_barrier or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze
-    stop_gradient sub tan tanh transpose xor
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
 
 Way: TypeAlias = Literal["given", "spread", "whole"]
 
@@ -113,7 +103,8 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
     if name == "reshape":
         before, after = shape_of(equation.invars[0]), shape_of(result)
         return [n for n in before if n != 1] == [n for n in after if n != 1]
-    return name in ELEMENTWISE and not is_key(result)
+    moves = ("broadcast_in_dim", "iota", "squeeze", "transpose")
+    return (name in ELEMENTWISE or name in moves) and not is_key(result)
 
 
 M = TypeVar("M")

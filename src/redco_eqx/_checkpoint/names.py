@@ -49,7 +49,7 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
 
 
 def is_key(x: AnyArray) -> bool:
-    """Whether `x` is an array of typed PRNG keys, concrete or abstract."""
+    """True of an array of typed PRNG keys, concrete or abstract."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -59,7 +59,7 @@ def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
 
 
 def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
-    """What the record says of an array."""
+    """Describe an array for the record."""
     impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
@@ -111,14 +111,15 @@ def _ends(path: str) -> Iterator[str]:
         path = path.partition(".")[2]
 
 
-def choose(
+def choose_entries(
     wanted: Mapping[str, AnyArray],
     found: Mapping[str, ArrayInfo],
     *,
     new: Sequence[str],
     unused: Sequence[str],
 ) -> tuple[list[str], list[str]]:
-    """Which names to read, and how state and checkpoint differ beyond what `new` and `unused` allow.
+    """Choose the names to read. Reports differences of state and checkpoint beyond what `new` and `unused`
+    allow.
 
     **Arguments:**
 
@@ -157,7 +158,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def stored_target(x: AnyArray, info: ArrayInfo) -> jax.ShapeDtypeStruct:
-    """How the stored form of `x`, a leaf of the state to be restored, is to be laid out."""
+    """Lay out the stored form of `x`, a leaf of the state to be restored."""
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

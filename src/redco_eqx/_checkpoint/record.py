@@ -64,7 +64,7 @@ class CheckpointFormatError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Where a run of `fit` stands.
+    """The place of a run of `fit`, as a checkpoint records it.
 
     - `begin`: the step at which it began.
     - `num_steps`: how many it has taken.
@@ -137,13 +137,13 @@ class RunRecord:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether there was an evaluation at this step."""
+        """True if there was an evaluation at this step."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """What is known of an array without reading it.
+    """Shape, dtype and checksum of an array that is not read.
 
     - `dtype`, `shape`: of a typed PRNG key, those of the key; it is stored as its `jax.random.key_data`.
     - `checksum`: that of `_checksum.digest`, in hexadecimal digits.
@@ -161,7 +161,7 @@ class ArrayInfo:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint holds besides its arrays.
+    """The content of a checkpoint besides its arrays.
 
     - `step`: number of steps taken.
     - `path`: its directory.
@@ -384,7 +384,7 @@ def complete(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def half_written(directory: pathlib.Path) -> list[pathlib.Path]:
-    """What writers that were killed have left half-written or half-removed."""
+    """List what killed writers have left half-written or half-removed."""
     return [path for path in directory.iterdir() if _HALF_WRITTEN.fullmatch(path.name)]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.names import MODEL, choose, from_names, rename, stored_target, to_names
+from redco_eqx._checkpoint.names import MODEL, choose_entries, from_names, rename, stored_target, to_names
 from redco_eqx._checkpoint.record import (
     CheckpointError,
     CheckpointInfo,
@@ -131,7 +131,7 @@ def select(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, str]:
-    """What to read: `{name in the state: name in the checkpoint}`.
+    """Choose what to read: `{name in the state: name in the checkpoint}`.
 
     Raises `ValueError` if state and checkpoint differ more than the arguments allow.
     """
@@ -143,7 +143,7 @@ def select(
         if only is None or name.startswith(MODEL)
     }
     found = {new_name: info.arrays[name] for new_name, name in stored.items()}
-    names, problems = choose(wanted, found, new=new, unused=unused)
+    names, problems = choose_entries(wanted, found, new=new, unused=unused)
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What a compiled program communicates."""
+"""Compiled programs: their text, and what they communicate."""

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._compiled.hlo import (
+    HloModule,
     Instruction,
-    Program,
     arrays,
     instruction,
-    num_bytes,
     parse,
+    shape_bytes,
     split_commas,
     trip_count,
 )
@@ -179,14 +179,14 @@ class Collective:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is of a backward pass, by the name that JAX gives to transposed operations."""
+        """True in a backward pass, by the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
 
 
 class _Place(NamedTuple):
-    """Where the walk is: in which program on which mesh, and in which loops."""
+    """A place in the walk: the program, the mesh, the loops around it."""
 
-    program: Program
+    program: HloModule
     mesh: Sizes
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
@@ -195,7 +195,7 @@ class _Place(NamedTuple):
         return self._replace(loops=(*self.loops, num_trips))
 
 
-def collectives(program: Program, mesh: Sizes) -> list[Collective]:
+def collectives(program: HloModule, mesh: Sizes) -> list[Collective]:
     """The collectives of a program, in its order. An asynchronous pair counts once, and a group of one device,
     which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
     return list(_walk(program.entry, _Place(program, mesh)))
@@ -279,7 +279,7 @@ class _Result(TypedDict):
 
 def _result(shape: str) -> _Result:
     shapes = arrays(shape)
-    return {"shapes": shapes, "result_bytes": sum(map(num_bytes, shapes))}
+    return {"shapes": shapes, "result_bytes": sum(map(shape_bytes, shapes))}
 
 
 class _Origin(TypedDict):
@@ -287,7 +287,7 @@ class _Origin(TypedDict):
     source: str
 
 
-def _origin(x: Instruction, computation: str, program: Program) -> _Origin:
+def _origin(x: Instruction, computation: str, program: HloModule) -> _Origin:
     lines = program.computations[computation]
     told = x
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
@@ -328,7 +328,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Communication:
-    """What one call of a compiled program communicates. `str()` is a table, by kind, axes and source line.
+    """The collectives of one call of a compiled program. `str()` is a table, by kind, axes and source line.
 
     **Attributes:**
 

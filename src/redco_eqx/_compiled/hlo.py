@@ -72,7 +72,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Program:
+class HloModule:
     """The text, cut into the lines of its instructions, which are parsed when they are wanted."""
 
     computations: dict[str, dict[str, str]]  # name -> {instruction's name: its line}
@@ -87,7 +87,7 @@ _DEFINITION = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
     """The program in a text. Raises `ValueError` if it is not the optimized HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
@@ -117,12 +117,12 @@ def parse(text: str) -> Program:
             f"communication: the text has {len(entries)} ENTRY computations, but one is expected. Pass the "
             "program that jit_step(step).lower(state, batch).compile() returns, or its as_text()."
         )
-    return Program(computations, roots, entries[0], num_devices, source_lines(text))
+    return HloModule(computations, roots, entries[0], num_devices, source_lines(text))
 
 
 @lru_cache(maxsize=1024)
 def instruction(line: str) -> Instruction:
-    """What a line of the text says."""
+    """Parse a line of the text."""
     definition = _DEFINITION.match(line)
     assert definition is not None  # lines are stored by it
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
@@ -179,7 +179,7 @@ def num_elements(array: str) -> int:
     return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
 
 
-def num_bytes(array: str) -> int:
+def shape_bytes(array: str) -> int:
     """Bytes of `"f32[8,128]"`; elements of less than a byte are packed."""
     dtype = array.split("[")[0]
     # "s4", "u32", "f16", "f8e4m3fn", "c64": the number is the width.
@@ -215,8 +215,8 @@ _Value = _Carried | _Integer | _Test | None  # None: not followed
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
 
-def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
-    """How often the body runs, or None if the text does not tell."""
+def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
+    """Return the number of trips of a loop, or None if the text does not tell."""
     if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
         return int(known[1])
     body, condition = loop.names("body")[0], loop.names("condition")[0]
@@ -255,8 +255,8 @@ def _is_constant(value: _Value) -> TypeGuard[_Integer]:
     return isinstance(value, _Integer) and value.place is None
 
 
-def _value(program: Program, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """What an instruction gives, in a computation that is called with `arguments`."""
+def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
+    """Follow an instruction to its value, in a computation that is called with `arguments`."""
     x = instruction(program.computations[computation][name])
     follow = partial(_value, program, computation, arguments=arguments)
     match x.opcode:
@@ -309,13 +309,13 @@ class Buffer:
     source: str
 
 
-def largest_buffers(program: Program, *, most: int = 5) -> list[Buffer]:
+def largest_buffers(program: HloModule, *, most: int = 5) -> list[Buffer]:
     """The values of most bytes, those of one shape and line once. Not all of them exist at the same time."""
     found = dict.fromkeys(_buffers(program, program.entry))
     return sorted(found, key=lambda b: (-b.num_bytes, b.shape, b.source))[:most]
 
 
-def _buffers(program: Program, computation: str) -> Iterator[Buffer]:
+def _buffers(program: HloModule, computation: str) -> Iterator[Buffer]:
     for line in program.computations[computation].values():
         x = instruction(line)
         if x.opcode in _VIEWS:
@@ -327,4 +327,4 @@ def _buffers(program: Program, computation: str) -> Iterator[Buffer]:
         frame = re.search(r"\bstack_frame_id=(\d+)", x.line)
         source = program.sources.get(int(frame[1]), "") if frame else ""
         for shape in arrays(x.shape):
-            yield Buffer(num_bytes(shape), shape, source)
+            yield Buffer(shape_bytes(shape), shape, source)

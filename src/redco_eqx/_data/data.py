@@ -125,12 +125,12 @@ class Stream:
 
     @property
     def is_function(self) -> bool:
-        """Whether there is a new iterable for each epoch."""
+        """True if there is a new iterable for each epoch."""
         return callable(self.examples) and not hasattr(self.examples, "__iter__")
 
     @property
     def is_once(self) -> bool:
-        """Whether it is an iterator, which can be read only once."""
+        """True of an iterator, which can be read only once."""
         return not self.is_function and hasattr(self.examples, "__next__")
 
 
@@ -175,7 +175,7 @@ def check_examples(where: str, examples: Any) -> None:
 
 
 def _are_columns(examples: tuple[Any, ...]) -> bool:
-    """Whether these arrays look like inputs, labels and so on of more examples than they are themselves."""
+    """True if these arrays look like columns (inputs, labels) of more examples than they are themselves."""
     if not 2 <= len(examples) <= 4 or not all(is_array(x) and x.ndim > 0 for x in examples):
         return False
     lengths = {x.shape[0] for x in examples}
@@ -183,7 +183,7 @@ def _are_columns(examples: tuple[Any, ...]) -> bool:
 
 
 def num_examples_of(examples: Examples, where: str = "batches: examples") -> int:
-    """How many there are. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
+    """Count the examples. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
     check_examples(where, examples)
     if not hasattr(examples, "__len__"):
         raise TypeError(f"{where} is a function, which is for training: a sequence of examples is needed.")

@@ -31,7 +31,7 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
 
 
 def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """How a batch of `size` rows lies on the mesh, and which of them this process needs."""
+    """Lay a batch of `size` rows on the mesh, and list the rows that this process needs."""
     sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
     rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
     if not len(rows):
@@ -43,7 +43,7 @@ def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray,
 
 
 class Rows(NamedTuple):
-    """What is read for one batch.
+    """The examples that are read for one batch.
 
     - `size`: the number of rows of the batch.
     - `here`: those rows that are in `items`.
@@ -142,7 +142,7 @@ def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, 
 
 
 def _piece(leaf: Any, size: int, rows: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
-    """What a device holds of it."""
+    """Cut out the piece that a device holds."""
     assert index is not None
     first, stop, _ = index[0].indices(size)
     local = int(np.searchsorted(rows, first))

@@ -25,7 +25,7 @@ from redco_eqx._types import Examples
 
 
 class Position(NamedTuple):
-    """How far one shard of a stream has been read in an epoch. Plain numbers and text, for a checkpoint.
+    """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
 
     - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
     - `num_items`: how many items (examples, or batches) have been read.
@@ -44,7 +44,7 @@ class Position(NamedTuple):
     state_checksum: int = 0
 
 
-def encode(state: Any) -> str | None:
+def state_to_text(state: Any) -> str | None:
     """A source's state as JSON; `None` if there is something in it that has no form here.
 
     Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch have one.
@@ -55,8 +55,8 @@ def encode(state: Any) -> str | None:
         return None
 
 
-def decode(text: str) -> Any:
-    """The inverse of `encode`."""
+def state_from_text(text: str) -> Any:
+    """The inverse of `state_to_text`."""
     return _decoded(json.loads(text))
 
 
@@ -189,7 +189,7 @@ class Reading(Iterator[Any]):
         )
 
     def _new_mark(self) -> _Mark:
-        text = None if self._state is None else encode(self._state.get())
+        text = None if self._state is None else state_to_text(self._state.get())
         return _Mark(self._num_items, self._checksum, text)
 
     def _set(self, mark: _Mark, position: Position) -> str | None:
@@ -216,15 +216,15 @@ class Reading(Iterator[Any]):
         self._state = _state_of(source) if has_state else None
         if self._state is not None:  # an iterable's is set before it is iterated
             if is_iterator and again and self._back is not None:
-                self._state.set(decode(self._back))
+                self._state.set(state_from_text(self._back))
             if mark.state is not None:
-                self._back = encode(self._state.get()) if is_iterator else None
-                self._state.set(decode(mark.state))
+                self._back = state_to_text(self._state.get()) if is_iterator else None
+                self._state.set(state_from_text(mark.state))
         self._items = iter(source)
         if self._state is None and has_state:
             self._state = _state_of(self._items)
             if self._state is not None and mark.state is not None:
-                self._state.set(decode(mark.state))
+                self._state.set(state_from_text(mark.state))
         if self._state is None or mark.state is None:
             mark = _Mark()
         self._num_items, self._checksum, _ = mark
@@ -232,7 +232,7 @@ class Reading(Iterator[Any]):
         return self._state is not None
 
     def _leave_out(self, num_items: int) -> int:
-        """How many of so many items there were."""
+        """Skip this many items; returns the number that there were."""
         return sum(1 for _ in itertools.islice(self, num_items))
 
 
@@ -265,12 +265,12 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
 
 def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:
-    """How many items this process reads for a batch."""
+    """Count the items that this process reads for a batch."""
     return 1 if stream.batched else batch_size // position.num_shards
 
 
 def stream_facts(stream: Stream, position: Position) -> str:
-    """What all processes must have in common, in words."""
+    """Say what all processes must have in common."""
     items = "batches" if stream.batched else "examples"
     return f"a stream of {items}, " + (
         f"read in {position.num_shards} shards" if stream.sharded else "read whole"
@@ -294,7 +294,8 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
 def read_batches(
     stream: Stream, reading: Reading, assembly: Assembly, batch_size: int, remainder: str, mesh: Mesh
 ) -> Iterator[tuple[Rows, Position]]:
-    """What is read for one batch after the other, and the position after it. `remainder` as for `batches`."""
+    """Read for one batch after the other; yields rows and the position after them. `remainder` as for
+    `batches`."""
     needed = assembly.needed(batch_size)
     is_shared = not stream.sharded and jax.process_count() > 1
     read_here = needed if stream.sharded else np.arange(batch_size)
@@ -316,7 +317,7 @@ def read_batches(
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Of the numbers and text in an example, from 0 to 2**30, going on from that of what was before.
+    """Add the numbers and text in an example to a checksum from 0 to 2**30, which goes on from `begin`.
 
     Of other objects their type and size alone count, since their content may cost more than reading them did.
     """
@@ -393,7 +394,7 @@ def check_for_evaluation(stream: Stream) -> None:
 
 
 class _State(NamedTuple):
-    """How a source's own state is had and set."""
+    """Functions that get and set a source's own state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -423,7 +424,7 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Whether a dataset of Hugging Face, or one in it, shuffles by a buffer, whose content its state lacks.
+    """True of a dataset of Hugging Face that shuffles, itself or within, by a buffer, which its state lacks.
 
     Nothing can prove that its state is exact: of a rare part of a mixture an item may not come for long.
     """

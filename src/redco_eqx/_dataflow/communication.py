@@ -1,10 +1,10 @@
-"""What a layout communicates, as a text for `explain`."""
+"""The communication of a layout, as a text for `explain`."""
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from redco_eqx._dataflow.engine import Analysis, factors, largest, megabytes
+from redco_eqx._dataflow.engine import Analysis, factors, largest_sends, megabytes
 from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
@@ -47,7 +47,7 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
 
 
 def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> float:
-    """What a split sends in any case."""
+    """Add up what a split sends in any case."""
 
     def is_split(value: Value) -> bool:
         # An activation may be whole where it could be split; a parameter that is split is split, but along one
@@ -184,11 +184,11 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     name += f", and {others} more" if others else ""
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
-    return f"{megabytes(_total(group))} for {name}: {largest(sent)}"
+    return f"{megabytes(_total(group))} for {name}: {largest_sends(sent)}"
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:
-    """What a fused weight costs, and what it would cost with its pieces apart."""
+    """Say what a fused weight costs, and what it would cost with its pieces apart."""
     first, costs = group[0], analysis.costs
     leaf = first.crossed[0]
     dim = analysis.parameters[leaf].dims[first.leaves[leaf]]

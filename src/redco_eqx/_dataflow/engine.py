@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from redco_eqx._dataflow.program import Traced, trace_step
+from redco_eqx._dataflow.program import TracedStep, trace_step
 from redco_eqx._dataflow.rules import rule_of
 from redco_eqx._dataflow.search import (
-    Layout,
     Sent,
+    SplitOfEach,
     as_layout,
     best_set,
     choose,
@@ -55,8 +55,8 @@ def factors(dim: Dim) -> str:
     return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
 
 
-def largest(sent: Sequence[tuple[Event, float]]) -> str:
-    """Where most is sent: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
+def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
+    """Name the source of most bytes: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))
@@ -80,14 +80,14 @@ _KINDS = {
 
 
 def why_split(split: Split, dim: Dim, leaf: int) -> str:
-    """Of a parameter that is split."""
+    """Give the reason for a split parameter."""
     size = factors(dim)
     sent = megabytes(split.num_bytes(merged=True))
     others = len(split.leaves) - 1
     shared = f", with {others} other array{'s' if others > 1 else ''}" if others else ""
     text = f"{size} is split{shared}: {sent} a step"
     if split.sent:
-        text += f", {largest(split.sent)}"
+        text += f", {largest_sends(split.sent)}"
     if leaf in split.crossed:
         pieces = resolve(dim)[0].size
         text += f". It holds {pieces} pieces, whose borders an even split crosses: keep them on a leading dim"
@@ -97,7 +97,7 @@ def why_split(split: Split, dim: Dim, leaf: int) -> str:
 def why_whole(
     leaf: int, dims: Sequence[Dim], costs: Costs, layout: Mapping[int, int], paths: Sequence[str]
 ) -> str:
-    """Of a parameter that is not split: a reason for each dim."""
+    """Give the reason for a whole parameter, dim by dim."""
     reasons = []
     for i, dim in enumerate(dims):
         atoms = resolve(dim)
@@ -129,11 +129,11 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
                 shared -= 1
             dim = costs.splits[number].leaves[paths.index(nearest)]
             return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
-    return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest(split.sent)}"
+    return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
 
 
 def _num_shared(first: str, second: str) -> int:
-    """How many parts of two paths are the same, from the beginning."""
+    """Count the leading parts that two paths share."""
     pairs = list(zip(first.split("."), second.split(".")))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
@@ -147,7 +147,7 @@ none. `stack` is how many leading dims number layers of a scan."""
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the program says about one array.
+    """The program's finding about one array.
 
     - `role`: `column`, `row`, `vocabulary`, `expert`, `follows`; or `whole`, `vector`, `buffer`.
     - `dim`: what `tensor` splits, or `None`.
@@ -162,23 +162,23 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What a program says about the layout of its parameters.
+    """The program's findings about the layout of its parameters.
 
     - `parameters`, `gradients`: its arrays, as the walk left them.
     - `layout`: the split of each parameter that is split, by numbers.
     - `is_given`: whether that is the layout which was given to compare with, because it is better.
     """
 
-    traced: Traced
+    traced: TracedStep
     walk: Walk
     parameters: list[Value]
     gradients: list[Value | None]
     costs: Costs
-    layout: Layout
+    layout: SplitOfEach
     is_given: bool = False
 
-    def sent(self, layout: Layout) -> Sent:
-        """What a device sends in a step, if parameters are split so."""
+    def sent(self, layout: SplitOfEach) -> Sent:
+        """Simulate what a device sends in a step, if parameters are split so."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
@@ -188,7 +188,7 @@ class Analysis:
         layout = as_layout(self.costs, {leaf: dim for leaf, dim in known.items() if dim is not None})
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
-    def score(self, layout: Layout) -> float:
+    def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
     def roles(self) -> dict[str, Found]:
@@ -211,7 +211,7 @@ class Analysis:
         return Found(name, reason, None, stack)
 
     def _role(self, leaf: int, dim: Dim) -> str:
-        """What splitting `dim` is called, by the first operation that uses the parameter on data."""
+        """Name the split of `dim`, by the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -254,7 +254,7 @@ def analyse(
     return choose_layout(analysis, given=given or {}, fixed=fixed or {}, max_bytes=max_bytes)
 
 
-def weigh(traced: Traced, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
+def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
     """Walks through a program, and weighs every split: [`analyse`][] before the choice."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
@@ -284,7 +284,7 @@ def weigh(traced: Traced, *, tensor: int, num_shards: int, held: HeldBytes | Non
 
 
 def _num_scanned(value: Value) -> int:
-    """How many leading dims number layers of a scan."""
+    """Count the leading dims that number layers of a scan."""
     is_scanned = [bool(dim) and resolve(dim)[0].pin == SCANNED for dim in value.dims]
     return (*is_scanned, False).index(False)
 
@@ -304,11 +304,11 @@ def choose_layout(
     decided = {numbers[path]: dim for path, dim in fixed.items() if path in numbers}
     split_so = as_layout(costs, {leaf: dim for leaf, dim in decided.items() if dim is not None}) or {}
 
-    def judge(layout: Layout) -> float:
+    def judge(layout: SplitOfEach) -> float:
         fits = freed_bytes(costs, layout) >= least_freed
         return analysis.score(layout) if fits else -math.inf
 
-    def laid_out(splits: Sequence[Split]) -> Layout:
+    def laid_out(splits: Sequence[Split]) -> SplitOfEach:
         chosen = {leaf: split.number for split in splits for leaf in split.leaves if leaf not in decided}
         return {**chosen, **split_so}
 
@@ -317,7 +317,7 @@ def choose_layout(
     if decided:  # go along with what is decided, or keep away from it
         options.append({"forced": set(split_so.values())})
         options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
-    layouts: list[Layout] = []
+    layouts: list[SplitOfEach] = []
     for option in options:
         with contextlib.suppress(ValueError):
             layouts.append(laid_out(choose(costs, least_freed, **option)))

@@ -7,9 +7,9 @@ from typing import TypeAlias
 import jax
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow.program import body, called, scan_counts, shape_of, type_of
 from redco_eqx._dataflow.values import Dim, Value, new_dim, new_dims, pin, unify
 from redco_eqx._dataflow.walk import Walk, result
+from redco_eqx._jaxprs.read import body, called, scan_counts, shape_of, type_of
 
 # Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`.
 
@@ -122,7 +122,7 @@ def call(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """What is carried has the same dims before and after; the dim that is scanned over is never split."""
+    """A carried value has the same dims before and after; the dim that is scanned over is never split."""
     num_consts, num_carry = scan_counts(equation)
     length = equation.params["length"]
     consts, stacks = operands[:num_consts], operands[num_consts + num_carry :]
@@ -156,7 +156,7 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Of unknown length: what is sent is counted once."""
+    """A loop of unknown length: what is sent is counted once."""
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = [Value(x.dims, x.num_bytes, (), True, True) for x in operands[first + second :]]

@@ -3,8 +3,8 @@
 from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow import products, shapes
-from redco_eqx._dataflow.program import called
 from redco_eqx._dataflow.walk import Rule
+from redco_eqx._jaxprs.read import NOT_ELEMENTWISE, called
 
 RULES: dict[str, Rule] = {
     "dot_general": products.dot_general,
@@ -59,5 +59,5 @@ def rule_of(equation: JaxprEqn) -> Rule:
     rule = RULES.get(name)
     if rule is not None:
         return rule
-    is_call = name not in shapes.NOT_ELEMENTWISE and called(equation) is not None
+    is_call = name not in NOT_ELEMENTWISE and called(equation) is not None
     return products.call if is_call else shapes.unlisted

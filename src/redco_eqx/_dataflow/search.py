@@ -24,7 +24,7 @@ MEMORY = 0.01
 
 
 def worth(costs: Costs, split: Split) -> float:
-    """What choosing a split is worth, in bytes sent."""
+    """The worth of choosing a split, in bytes sent."""
     gained = split.unsent + WORK * split.work / costs.depth + MEMORY * split.freed
     return gained - split.num_bytes(merged=True) - split.waits
 
@@ -60,7 +60,7 @@ def best_set(
     groups: Sequence[tuple[int, ...]],
     least_freed: float = 0.0,
 ) -> list[int]:
-    """Of these numbers, the set of largest worth with at most one of each group, that frees enough.
+    """Find, of these numbers, the set of largest worth with at most one of each group, that frees enough.
 
     Raises `ValueError` if none does.
     """
@@ -104,7 +104,7 @@ _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeez
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a device sends in a step.
+    """Bytes that a device sends in a step.
 
     - `events`: what it sends, with bytes, over `tensor` or over the batch axes.
     - `moved`: bytes of arrays that are gathered because they are split otherwise than they are used.
@@ -126,7 +126,7 @@ def simulate(
     gradients: Sequence[Value | None],
     layout: Mapping[int, int],
 ) -> Sent:
-    """What is sent if the parameters are split as `layout` says: by leaf, the number of a split.
+    """Simulate what is sent if parameters are split as `layout` says: by leaf, the number of a split.
 
     Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What
     nothing splits is computed as a gradient is wanted.
@@ -217,7 +217,7 @@ class _Run:
                 self.partial[id(value)] = number
 
     def _gather(self, step: Step) -> None:
-        """Where layers meet: what was split before is whole from here on."""
+        """A boundary of layers: what was split before is whole from here on."""
         for value in step.operands:
             self.partial.pop(id(value), None)
             number = self.splits.pop(id(value), None)
@@ -226,11 +226,11 @@ class _Run:
                 self.events += [(event, size) for event, size in sizes if size > 0]
 
     def part(self, value: Value) -> float:
-        """How much of an array a device has, over `tensor`."""
+        """The share of an array that a device has, over `tensor`."""
         return 1.0 if self.split_of(value) is None else 1 / self.costs.tensor
 
     def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], float]:
-        """What an operation sends if it is done split in this way; and bytes that are gathered before it."""
+        """Price an operation that is done split in this way; and bytes that are gathered before it."""
         split, sent, moved = self.costs.splits[number], [], 0.0
         for event in step.events:
             size = self.costs.caused(split, event)
@@ -246,7 +246,7 @@ class _Run:
         return [x for x in found if self._copy(step, x, number) not in self.gathered]
 
     def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
-        """Which whole copy of an array an operation takes: operations that take the same gather it once.
+        """Number the whole copy of an array that an operation takes: those that take the same gather it once.
 
         A product and the gradient of its weight take the same if the other operand is split along more than
         twice as many elements: as XLA was seen to do it, and at twice in one order of operands alone.
@@ -262,7 +262,7 @@ class _Run:
         return math.prod(atom.size for i in self._places(value, number)[:1] for atom in value.dims[i])
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
-        """What is sent for an event, as operands are split: an operand may be gathered instead."""
+        """Price an event, as operands are split: an operand may be gathered instead."""
         number = split.number
         if event.kind == "twice":
             is_met = sum(self.split_of(x) == number for x in step.operands) > 1
@@ -303,15 +303,15 @@ class _Run:
         return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
 
     def _later(self, step: Step, number: int) -> float:
-        """What is sent later if a gradient is split in this way, and wanted in another."""
+        """Price what is sent later if a gradient is split in this way, and wanted in another."""
         wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
         return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
 
 
-Layout = dict[int, int]
+SplitOfEach = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
 
-Change: TypeAlias = Callable[[Layout], Layout]
+Change: TypeAlias = Callable[[SplitOfEach], SplitOfEach]
 
 MAX_STEPS = 50_000
 """So many operations are gone through at most, for layouts that leave single parameters whole."""
@@ -320,13 +320,13 @@ MAX_STEPS_GRAFTED = 4 * MAX_STEPS
 """And so many for layouts that take single splits from another one, which few programs have to."""
 
 
-def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
+def as_layout(costs: Costs, dims: Mapping[int, int]) -> SplitOfEach | None:
     """The layout that splits these dims of parameters; of several such splits, those that split most of them.
 
     `None` if it splits a dim whose factors do not divide: what that sends is not known.
     """
     fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in dims.items()) for split in costs.splits]
-    found: Layout = {}
+    found: SplitOfEach = {}
     for leaf, dim in dims.items():
         numbers = [split.number for split in costs.splits if split.leaves.get(leaf) == dim]
         if not numbers:
@@ -335,26 +335,26 @@ def as_layout(costs: Costs, dims: Mapping[int, int]) -> Layout | None:
     return found
 
 
-def freed_bytes(costs: Costs, layout: Layout) -> float:
+def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
     """Bytes of parameters that a device does not hold."""
     freed = (costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
     return sum(freed, 0.0)
 
 
-def score(costs: Costs, layout: Layout, sent: Sent) -> float:
-    """What a layout is worth, in bytes, as splits are weighed for the choice."""
+def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
+    """Score a layout, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits
 
 
 def relax(
-    layout: Layout,
+    layout: SplitOfEach,
     paths: Sequence[str],
     num_steps: int,
     fixed: Container[int],
-    judge: Callable[[Layout], float],
-) -> Layout:
+    judge: Callable[[SplitOfEach], float],
+) -> SplitOfEach:
     """`layout` without the parameters that are better left whole, such as routers beside split experts.
 
     Parameters that differ only in the numbers of their paths are tried together; those in `fixed` stay.
@@ -372,35 +372,37 @@ def relax(
 
 
 def graft(
-    layout: Layout,
-    other: Layout,
+    layout: SplitOfEach,
+    other: SplitOfEach,
     paths: Sequence[str],
     num_steps: int,
     fixed: Container[int],
-    judge: Callable[[Layout], float],
-) -> Layout:
+    judge: Callable[[SplitOfEach], float],
+) -> SplitOfEach:
     """`layout` with the splits of `other` that are better: it may be right in one place, and wrong elsewhere.
 
     What one split has in it is taken together, and of layers that differ only in their numbers; what is in
     `fixed` stays.
     """
-    differing: dict[int, Layout] = {}
+    differing: dict[int, SplitOfEach] = {}
     for leaf, number in other.items():
         if leaf not in fixed and layout.get(leaf) != number:
             differing.setdefault(number, {})[leaf] = number
-    groups: dict[frozenset[str], Layout] = {}
+    groups: dict[frozenset[str], SplitOfEach] = {}
     for part in differing.values():
         groups.setdefault(frozenset(_without_numbers(paths[leaf]) for leaf in part), {}).update(part)
     if len(groups) * num_steps > MAX_STEPS_GRAFTED:
         return layout
 
-    def taking(part: Layout) -> Change:
+    def taking(part: SplitOfEach) -> Change:
         return lambda layout: layout | part
 
     return _climb(layout, [taking(part) for part in groups.values()], judge)
 
 
-def _climb(layout: Layout, changes: Sequence[Change], judge: Callable[[Layout], float]) -> Layout:
+def _climb(
+    layout: SplitOfEach, changes: Sequence[Change], judge: Callable[[SplitOfEach], float]
+) -> SplitOfEach:
     """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:

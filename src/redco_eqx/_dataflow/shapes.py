@@ -5,28 +5,11 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._dataflow.program import shape_of, type_of
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
+from redco_eqx._jaxprs.read import NOT_ELEMENTWISE, shape_of, type_of
 
 # Operations number by number, along one dim, or of unknown kind.
-
-
-# Shapes would fit, but every number may depend on every other.
-NOT_ELEMENTWISE = frozenset(
-    [
-        "custom_call",
-        "custom_partitioning",
-        "debug_callback",
-        "ffi_call",
-        "io_callback",
-        "mosaic_gpu",
-        "pallas_call",
-        "pure_callback",
-        "shard_map",
-        "tpu_custom_call",
-    ]
-)
 
 
 def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -85,7 +68,7 @@ def convert(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
 
 
 def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Where layers meet, the library's blocks keep what flows between them whole, all but its rows."""
+    """A boundary of layers: the library's blocks keep what flows between them whole, all but its rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0], equation)
     return operands

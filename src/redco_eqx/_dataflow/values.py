@@ -1,4 +1,4 @@
-"""What a walk through a program knows of its values: atoms of their dims, lines of Python, possible splits.
+"""Values of a walk through a program: atoms of their dims, scopes, possible splits.
 
 An atom is a factor of dims that is found to be the same index in several places. A split is a set of leading
 atoms of parameter dims that can lie over an axis together.
@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn
 
+from redco_eqx._jaxprs.read import source_line
+
 # Where in the user's code an operation was asked for.
 
 
@@ -22,16 +24,6 @@ ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
 
 STREAM = "redco_eqx.stream"
 """Of what flows between layers: whole over its features on each device."""
-
-
-def source_line(equation: JaxprEqn) -> str:
-    """`file.py:12 (function)`: where the user's code asked for an operation."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
-    for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name.replace("\\", "/") for part in own):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "an operation of unknown origin"
 
 
 def block_of(equation: JaxprEqn) -> str:
@@ -171,7 +163,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Event:
-    """What is sent if the split of a dim reaches an operation that has to have it whole.
+    """A cost: what is sent if the split of a dim reaches an operation that has to have it whole.
 
     - `kind`: `sum`, `lookup`, `whole`, `reshard`, `merge`.
     - `dims`: splitting any of these, by their leading atom, is what causes it ...
@@ -336,7 +328,7 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
 
 
 class Leads:
-    """Which splits, and whether the batch, lead a dim: there, and only there, an array can be split so."""
+    """The splits, and the batch, that lead a dim: there, and only there, an array can be split so."""
 
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
@@ -366,7 +358,7 @@ class Leads:
         return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
 
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
-        """How many pieces an even split of one of `dims` crosses; 0 if it crosses none."""
+        """Count the pieces that an even split of one of `dims` crosses."""
         for dim in dims:
             atoms = resolve(dim)
             if len(atoms) > 1 and atoms[0] in split.borders and atoms[1] is split.atoms[0]:
@@ -374,7 +366,7 @@ class Leads:
         return 0
 
     def cover(self, split: Split, dims: Iterable[Dim]) -> bool:
-        """Whether all of its atoms are still at the front of `dims`, so that these can be split as before."""
+        """True if all of its atoms are still at the front of `dims`, so that these can be split as before."""
         left = list(split.atoms)
         for dim in dims:
             for atom in resolve(dim):
@@ -384,7 +376,7 @@ class Leads:
         return not left
 
     def over_batch(self, event: Event) -> bool:
-        """Whether an event happens because the batch is split."""
+        """True of an event that happens because the batch is split."""
         return self.has_batch(event.dims) and not self.has_batch(event.unless)
 
     def has_batch(self, dims: Iterable[Dim]) -> bool:

@@ -1,15 +1,13 @@
-"""What each split of a program sends, and what it saves."""
+"""One walk through a program: dims become atoms, and what each split sends and saves is written down."""
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from redco_eqx._dataflow.program import Atom, shape_of, used
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -23,6 +21,7 @@ from redco_eqx._dataflow.values import (
     new_dims,
     unify,
 )
+from redco_eqx._jaxprs.read import Atom, num_bytes, shape_of, used
 
 # One walk through a program: dims become atoms, and what a split would cost is written down.
 
@@ -32,7 +31,7 @@ Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
 
 
 class Walk:
-    """What was found so far.
+    """The findings of a walk so far.
 
     - `events`, `uses`, `steps`: in the program's order.
     - `opaque`: operations that nothing is known of, with how many there are and one of them.
@@ -83,7 +82,7 @@ class Walk:
         return results if sum(fit) == len(equation.outvars) else self.opaque_results(equation, operands)
 
     def opaque_results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Of an operation that nothing is known of: it has to have everything whole."""
+        """Results of an unknown operation, which has to have everything whole."""
         self.opaque.setdefault(equation.primitive.name, []).append(equation)
         for operand in operands:
             self.event("whole", operand.dims, operand, equation)
@@ -91,7 +90,7 @@ class Walk:
 
     @contextlib.contextmanager
     def loop(self, length: int, waits: bool) -> Iterator[None]:
-        """What is found inside is done `length` times; if it `waits`, one after the other."""
+        """Enter a loop of `length` trips; if it `waits`, they run one after the other."""
         before = self.times, self.waits
         self.times *= length
         self.waits *= length if waits else 1
@@ -146,12 +145,6 @@ class Walk:
             for number in weight.weights:
                 size = made.num_bytes * self.times
                 self.uses.append(Use(number, weight.dims, tuple(roles), size, depth))
-
-
-def num_bytes(aval: AbstractValue) -> int:
-    """Of one that has no dtype, such as a token, 0; PRNG keys are two words or more."""
-    dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
 
 
 def unknown(aval: AbstractValue) -> Value:
@@ -218,7 +211,7 @@ class Costs:
         return self._part(split, event) * size
 
     def _part(self, split: Split, event: Event) -> float:
-        """How much of the array is sent."""
+        """The part of the array that is sent."""
         if not event.unless:
             return 1.0
         before, after = (self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless))

@@ -59,7 +59,7 @@ def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
 
 
 def _is_recent(device_kind: str) -> bool:
-    """Whether a GPU of NVIDIA has compute capability 8.0, for which cuDNN's flash attention is written."""
+    """True of an NVIDIA GPU of compute capability 8.0, for which cuDNN's flash attention is written."""
     for present in jax.devices():
         if present.device_kind == device_kind:
             return int(present.compute_capability.partition(".")[0]) >= 8

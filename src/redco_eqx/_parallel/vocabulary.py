@@ -303,7 +303,8 @@ def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 def _own_part_of(
     ids: Int[Array, "*batch"], num_rows: int, axis: str
 ) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Of a vocabulary of which each shard has so many rows: which of its rows, and if it is one of its own."""
+    """Return, for a vocabulary of which each shard has this many rows, the row on this shard, and if it is
+    here."""
     own = ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
     return jnp.where(is_here, own, 0), is_here

@@ -17,27 +17,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._dataflow.walk import num_bytes
-from redco_eqx._program.trace import (
-    CHECKPOINTS,
-    Atom,
-    Program,
-    abstract,
-    bytes_in_checkpoints,
-    shape_of,
-    type_of,
-)
+from redco_eqx._jaxprs.program import Program, abstract
+from redco_eqx._jaxprs.read import CHECKPOINTS, ELEMENTWISE, Atom, body, called, num_bytes, shape_of, type_of
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
 # FSDP: one parameter that is split where it is stored, gathered for use.
 
 
 def is_split(sharding: NamedSharding) -> bool:
-    """Whether an array of this layout is split over more devices where it is stored than for use."""
+    """True if an array of this layout is split over more devices where it is stored than for use."""
     return axis_size(sharding.mesh, stored_axes(sharding.spec)) > 1
 
 
-def gather(x: Array, sharding: NamedSharding) -> Array:
+def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
     """`x`, laid out by `sharding`, as it is used: one all-gather. Backward one reduce-scatter.
 
     A plain constraint would do forward, but transposes to itself: the gradient would be summed whole.
@@ -90,7 +82,7 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """How an operation takes split operands: the operation, which of them it takes so, and what comes out."""
+    """An operation that takes split operands: the operation, those that it takes so, and its outputs."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -122,7 +114,7 @@ class _Walk:
                 return atom
             sharding = pending[atom]
             if atom not in gathered:
-                inner = _traced(lambda x: gather(x, sharding), type_of(atom))
+                inner = _traced(lambda x: gather_for_use(x, sharding), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
                 self.gathers_in_checkpoint |= in_checkpoint
@@ -140,7 +132,7 @@ class _Walk:
         return jaxpr.replace(eqns=equations, outvars=outvars), outputs
 
     def take(self, equation: JaxprEqn, inputs: Layout, in_checkpoint: bool) -> _Taken:
-        """Which operands `equation` can take as they are; by default none."""
+        """Choose the operands that `equation` can take as they are; by default none."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
@@ -152,7 +144,7 @@ class _Walk:
         if kind in CHECKPOINTS:
             return self._inside(equation, inputs, in_checkpoint=True)
         if kind in ("jit", "pjit"):
-            jaxpr, outputs = self.program(_body(equation), inputs, in_checkpoint=in_checkpoint)
+            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs, in_checkpoint=in_checkpoint)
             return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
@@ -160,18 +152,15 @@ class _Walk:
 
     def _inside(self, equation: JaxprEqn, split: Layout, in_checkpoint: bool) -> _Taken:
         """The operation with what is split gathered in its body."""
-        jaxpr, _ = self.program(_body(equation), split, in_checkpoint=in_checkpoint, whole_outputs=True)
+        jaxpr, _ = self.program(
+            body(equation.params["jaxpr"]), split, in_checkpoint=in_checkpoint, whole_outputs=True
+        )
         return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(split) if x is not None])
 
 
-def _body(equation: JaxprEqn) -> Jaxpr:
-    body = equation.params["jaxpr"]
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
-
-
 def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
-    body = equation.params["jaxpr"]
-    new = body.replace(jaxpr=jaxpr) if isinstance(body, ClosedJaxpr) else jaxpr
+    old = equation.params["jaxpr"]
+    new = old.replace(jaxpr=jaxpr) if isinstance(old, ClosedJaxpr) else jaxpr
     return equation.replace(params={**equation.params, "jaxpr": new})
 
 
@@ -184,7 +173,47 @@ def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
             return None
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
-    return [one(*triple) for triple in zip(inputs, scan.invars, _body(scan).invars)]
+    return [one(*triple) for triple in zip(inputs, scan.invars, body(scan.params["jaxpr"]).invars)]
+
+
+# Bytes that checkpoints read.
+
+
+def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
+    """Bytes of weights that the checkpoints of `program` read, each layer of a scan for itself.
+
+    `weights` says which inputs are some. What is made of weights alone, such as a cast or a slice, is one too.
+    """
+    return _weights_read(program, weights)[0]
+
+
+def _weights_read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
+    """Count the bytes of weights that are read, and mark the results that are weights."""
+    known = {var for var, is_weight in zip(program.invars, weights) if is_weight}
+    total = 0
+    for equation in program.eqns:
+        inputs = [isinstance(atom, Var) and atom in known for atom in equation.invars]
+        read, outputs = _weights_of(equation, inputs)
+        total += read
+        known.update(var for var, is_weight in zip(equation.outvars, outputs) if is_weight)
+    return total, [isinstance(atom, Var) and atom in known for atom in program.outvars]
+
+
+def _weights_of(equation: JaxprEqn, inputs: Sequence[bool]) -> tuple[int, Sequence[bool]]:
+    kind, none = equation.primitive.name, [False] * len(equation.outvars)
+    if not any(inputs):
+        return 0, none
+    if kind in CHECKPOINTS:
+        read = [type_of(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight]
+        return sum(map(num_bytes, read)), none
+    if kind == "scan":
+        read, _ = _weights_read(body(equation.params["jaxpr"]), inputs)
+        return read * equation.params["length"], none
+    inner = called(equation)
+    if inner is not None:
+        return _weights_read(inner, inputs)
+    arrays = [is_weight for atom, is_weight in zip(equation.invars, inputs) if shape_of(atom)]
+    return 0, [all(arrays) and bool(arrays)] * len(equation.outvars)
 
 
 # Operations that leave a weight split.
@@ -198,7 +227,8 @@ def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:
     """If all arrays among the operands are split alike, so is what comes out."""
     arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
-    if len(specs) > 1 or None in specs:
+    shapes = {shape_of(atom) for atom in (*equation.invars, *equation.outvars)} - {()}
+    if len(specs) > 1 or None in specs or len(shapes) > 1:
         return _Taken(equation)
     return _Taken(equation, arrays, [*specs] * len(equation.outvars))
 
@@ -221,12 +251,8 @@ def _without_dims(equation: JaxprEqn, inputs: Layout) -> _Taken:
     return _Taken(equation, [0], [NamedSharding(sharding.mesh, PartitionSpec(*kept))])
 
 
-_ELEMENTWISE = (
-    *("convert_element_type", "reduce_precision", "copy", "name", "neg", "abs", "sign", "exp", "log", "tanh"),
-    *("square", "sqrt", "rsqrt", "integer_pow", "pow", "mul", "add", "sub", "div", "max", "min"),
-)
 _THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
-    **dict.fromkeys(_ELEMENTWISE, _number_by_number),
+    **dict.fromkeys((*ELEMENTWISE, "name"), _number_by_number),
     "slice": _part_of_it,
     "dynamic_slice": _part_of_it,
     "squeeze": _without_dims,
@@ -242,11 +268,11 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
     Such a body sums the operand's gradient over `fsdp`, where it casts. A gather in place of the cast hands
     over the same, and its transpose, a reduce-scatter, leaves each device its own part of the gradient.
     """
-    body, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
-    invars, equations, taken = list(body.invars), list(body.eqns), []
+    inside, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
+    invars, equations, taken = list(inside.invars), list(inside.eqns), []
     for i, sharding in enumerate(inputs):
         uses = [e for e in equations if sharding is not None and invars[i] in e.invars]
-        if sharding is None or invars[i] in body.outvars or not _are_casts(uses):
+        if sharding is None or invars[i] in inside.outvars or not _are_casts(uses):
             continue
         split = _join(specs[i], sharding.spec, type_of(equation.invars[i]).ndim)
         if split is None:
@@ -258,12 +284,16 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
         equations[at : at + 1] = [*inner.eqns[:-1], last]
         invars[i], specs[i] = inner.invars[0], split
         taken.append(i)
-    params = {**equation.params, "jaxpr": body.replace(invars=invars, eqns=equations), "in_specs": tuple(specs)}
+    params = {
+        **equation.params,
+        "jaxpr": inside.replace(invars=invars, eqns=equations),
+        "in_specs": tuple(specs),
+    }
     return _Taken(equation.replace(params=params), taken)
 
 
 def _are_casts(uses: list[JaxprEqn]) -> bool:
-    """Whether an operand becomes another on each device along `fsdp` before anything is done with it."""
+    """True if an operand varies along `fsdp` before anything is done with it."""
     return len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
 
 

@@ -1,4 +1,4 @@
-"""What a program looks up that some of its inputs alone decide, such as the rows for the tokens of a batch."""
+"""Lookups whose indices follow from some inputs alone, such as the rows for the tokens of a batch."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,12 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 
-from redco_eqx._dataflow.program import Atom, body, called, scan_counts, shape_of
-from redco_eqx._dataflow.values import source_line
-from redco_eqx._program.trace import CHECKPOINTS
+from redco_eqx._jaxprs.read import CALLS, Atom, body, called, scan_counts, shape_of, source_line
 
 Known: TypeAlias = tuple[frozenset[int], Callable[[], Any]]
 """The numbers of the inputs that a value comes from, and the value, computed when it is asked for."""
 
-_CALLS = (*CHECKPOINTS, "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
-_WITH_BODIES = (*_CALLS, "scan", "while", "cond", "shard_map")
+_WITH_BODIES = (*CALLS, "scan", "while", "cond", "shard_map")
 _LONGEST = 1000  # number of steps of a loop that is looked into
 
 
@@ -61,13 +58,13 @@ _Found: TypeAlias = list[tuple[JaxprEqn, JaxprEqn, Known]]
 
 
 def _walk(program: Jaxpr, inputs: Sequence[Known | None]) -> tuple[list[Known | None], _Found]:
-    """What is known of the results, and the lookups."""
+    """Collect what is known of the results, and the lookups."""
     known: dict[Var, Known] = {var: x for var, x in zip(program.invars, inputs) if x is not None}
     found: _Found = []
     for equation in program.eqns:
         operands = [_read(atom, known) for atom in equation.invars]
         results: Sequence[Known | None] = [None] * len(equation.outvars)
-        inner = called(equation) if equation.primitive.name in _CALLS else None
+        inner = called(equation) if equation.primitive.name in CALLS else None
         if inner is not None:
             results, more = _walk(inner, operands)
             found += [(one, equation, indices) for one, _, indices in more]

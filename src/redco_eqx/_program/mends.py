@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._dataflow.values import source_line
+from redco_eqx._jaxprs.program import Program, manual_axes, rewrite, trace
+from redco_eqx._jaxprs.read import shape_of, source_line
 from redco_eqx._parallel.linear import psum, vary
-from redco_eqx._program.trace import Program, manual_axes, rewrite, shape_of, trace
 from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
@@ -42,7 +42,7 @@ taken for split alike, which costs communication at worst."""
 def replace_convolution(
     equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """What takes the place of `equation` in a program on `mesh`, if it is a convolution to be replaced.
+    """Return the replacement of `equation` in a program on `mesh`, if it is a convolution that needs one.
 
     That is a grouped one, and one that reads or makes a kernel which is split: of that, only channels may be.
     In a `shard_map` over all axes nothing is done.
@@ -154,7 +154,7 @@ def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
 
 
 def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """What takes the place of `equation`, if it is an FFT: the same, of dims that are whole on each device.
+    """Return the replacement of `equation`, if it is an FFT: the same, of dims that are whole on each device.
 
     The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`
     nothing is done.

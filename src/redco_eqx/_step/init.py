@@ -188,7 +188,7 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
 
 
 def _buffers(x: jax.Array) -> list[Any]:
-    """What tells whether two arrays share any memory: the address of each piece, and its device."""
+    """Identify the memory of an array: the address of each piece, and its device."""
     if x.size == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return [id(x)]
     return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]

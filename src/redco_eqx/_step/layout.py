@@ -1,4 +1,4 @@
-"""How the state and the batch of a step are split over the mesh, and a batch in parts."""
+"""The layout of a step's state and batch over the mesh, and a batch in parts."""
 
 import warnings
 from typing import Any, TypeAlias

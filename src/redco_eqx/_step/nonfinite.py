@@ -1,4 +1,4 @@
-"""Where what is not finite comes from: an index outside of a table, or one operation of the step."""
+"""The source of values that are not finite: an index outside of a table, or one operation of the step."""
 
 import dataclasses
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from redco_eqx._jaxprs.program import trace
 from redco_eqx._program.lookups import Known, outside
-from redco_eqx._program.trace import trace
 from redco_eqx._step.state import TRAIN, TrainState, stream
 from redco_eqx._step.steps import unpack_loss
 from redco_eqx._step.traced import on_arrays
@@ -46,7 +46,7 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
 
 
 def _own(x: Array) -> Array:
-    """What one device has of an array that all have whole."""
+    """Return one device's copy of an array that all have whole."""
     return x.addressable_data(0)
 
 

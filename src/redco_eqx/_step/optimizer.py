@@ -188,7 +188,7 @@ def check_optimizer(
 
 
 def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
-    """What each node is, by path, from the root. Two optimizers may differ in nodes that hold no array."""
+    """Name each node, by path, from the root. Two optimizers may differ in nodes that hold no array."""
     if jax.tree_util.all_leaves([tree]):
         return {path: describe(tree) if exactly and is_array(tree) else "an array"}
     found = {path: type(tree).__name__}

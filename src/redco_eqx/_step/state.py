@@ -278,7 +278,7 @@ def step_of(state: TrainState) -> int:
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
-    """How the model's arrays lie, by path; `None` if not all that are trained were laid out on a mesh."""
+    """Return the shardings of the model's arrays, by path; `None` if not all trained ones lie on a mesh."""
     layout = {}
     for path, x in {**state.params, **state.frozen}.items():
         if not isinstance(x.sharding, NamedSharding):
@@ -342,5 +342,5 @@ def check_alive(state: TrainState) -> None:
 
 
 def is_pair(model: Any) -> bool:
-    """Whether this is what `eqx.nn.make_with_state` gives: a model and its `eqx.nn.State`."""
+    """True of a pair that `eqx.nn.make_with_state` gives: a model and its `eqx.nn.State`."""
     return isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State)

@@ -33,7 +33,7 @@ from redco_eqx._types import (
 
 
 def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
-    """What `loss_fn` returned, as `(loss, metrics, model_state)`."""
+    """Split what `loss_fn` returned into `(loss, metrics, model_state)`."""
     has_state = state.structure[1] is not None
     expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
     parts: list[Any] = list(output) if isinstance(output, tuple) else [output]

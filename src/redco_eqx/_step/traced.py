@@ -1,4 +1,4 @@
-"""What a step computes, as a program that is right on its mesh: traced, gathered where used, partitioned."""
+"""A step as a program that is right on its mesh: traced, gathered where used, partitioned."""
 
 import math
 import warnings
@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import jax
 from jaxtyping import Array
 
+from redco_eqx._jaxprs.program import Program, trace, zero_outputs
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._parallel.scan import keep_products
 from redco_eqx._program.gather import gather_where_used
 from redco_eqx._program.mends import for_partitioner
-from redco_eqx._program.trace import Program, trace, zero_outputs
 from redco_eqx._sharding.mesh import axes_of, for_use, stored_axes
 from redco_eqx._step.layout import Layout
 from redco_eqx._step.state import TrainState, is_pair

@@ -121,14 +121,14 @@ def window_from_json(saved: dict[str, Any]) -> Window:
 
 
 def is_like(window: Window, other: Window) -> bool:
-    """Whether both hold the same metrics."""
+    """True if both hold the same metrics."""
     return jax.tree.structure(window) == jax.tree.structure(other) and (
         [x.dtype for x in jax.tree.leaves(window)] == [x.dtype for x in jax.tree.leaves(other)]
     )
 
 
 def _as_metrics(metrics: Any) -> Metrics:
-    """What a step reports, as `Mean`s; a scalar has weight 1."""
+    """Turn what a step reports into `Mean`s; a scalar has weight 1."""
     if not isinstance(metrics, dict) or "loss" not in metrics:
         raise ValueError(
             "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics are "

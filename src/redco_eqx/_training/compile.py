@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PyTree
 
 from redco_eqx._compiled.communication import cost
-from redco_eqx._program.trace import trace
+from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.jit import on_its_mesh
 from redco_eqx._step.kept import kept, signature

@@ -3,35 +3,18 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
-from redco_eqx._dataflow.program import Atom, body, called, shape_of, type_of
-from redco_eqx._dataflow.walk import num_bytes
-
-# What the operations of a traced program read and write: variables and literals.
-
-
-__all__ = ["Atom", "dtype_of", "is_key", "shape_of", "type_of"]
-
-
-def dtype_of(atom: Atom) -> Any:
-    """The dtype of a variable or literal: one of NumPy, or that of PRNG keys."""
-    return type_of(atom).dtype
-
-
-def is_key(atom: Atom) -> bool:
-    """Whether this is an array of PRNG keys."""
-    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key)
-
+from redco_eqx._jaxprs.read import Atom, type_of
 
 # A function of arrays as a program: traced once, looked at, changed, and run or differentiated.
 
@@ -65,7 +48,7 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
 
 
 def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
-    """What stands for an array of this type; it keeps the mesh that arrays inside a trace know."""
+    """Make an abstract array of this type; it keeps the mesh that arrays inside a trace know."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
@@ -83,7 +66,7 @@ def program_digest(closed: ClosedJaxpr) -> str:
     return text.hexdigest()[:16]
 
 
-# What a program's results cannot depend on.
+# Outputs that are zero whatever comes in.
 
 
 def zero_outputs(program: Program) -> list[int]:
@@ -101,50 +84,6 @@ def _is_zero(atom: Atom) -> bool:
     # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
     is_literal = isinstance(atom, Literal)
     return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)
-
-
-# How much of a model a program reads where it says itself what its gradient keeps: in a `jax.checkpoint`.
-
-
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
-"""The names that JAX has had for it."""
-
-
-def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
-    """Bytes of weights that the checkpoints of `program` read, each layer of a scan for itself.
-
-    `weights` says which inputs are some. What is made of weights alone, such as a cast or a slice, is one too.
-    """
-    return _read(program, weights)[0]
-
-
-def _read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
-    """What is read, and which results are weights."""
-    known = {var for var, is_weight in zip(program.invars, weights) if is_weight}
-    total = 0
-    for equation in program.eqns:
-        inputs = [isinstance(atom, Var) and atom in known for atom in equation.invars]
-        read, outputs = _of(equation, inputs)
-        total += read
-        known.update(var for var, is_weight in zip(equation.outvars, outputs) if is_weight)
-    return total, [isinstance(atom, Var) and atom in known for atom in program.outvars]
-
-
-def _of(equation: JaxprEqn, inputs: Sequence[bool]) -> tuple[int, Sequence[bool]]:
-    kind, none = equation.primitive.name, [False] * len(equation.outvars)
-    if not any(inputs):
-        return 0, none
-    if kind in CHECKPOINTS:
-        read = [type_of(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight]
-        return sum(map(num_bytes, read)), none
-    if kind == "scan":
-        read, _ = _read(body(equation.params["jaxpr"]), inputs)
-        return read * equation.params["length"], none
-    inner = called(equation)
-    if inner is not None:
-        return _read(inner, inputs)
-    arrays = [is_weight for atom, is_weight in zip(equation.invars, inputs) if shape_of(atom)]
-    return 0, [all(arrays) and bool(arrays)] * len(equation.outvars)
 
 
 Rule: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]

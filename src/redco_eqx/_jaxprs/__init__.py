@@ -1,0 +1,1 @@
+"""Traced programs: read, changed, run."""
