@@ -169,18 +169,20 @@ def rendezvous(
     me = Member(launch.process_id, launch.num_processes, host, os.getpid(), address)
     if launch.process_id != 0:
         return _register(launch, me, timeout_seconds)
-    members, connections = {0: me}, {}
+    members, connections, answer = {0: me}, {}, {}
     try:
         with _listen(launch) as server:
             _gather(launch, server, timeout_seconds, members, connections)
-        ordered = [members[process] for process in range(launch.num_processes)]
-        check_addresses(ordered, platform)
+        check_addresses(list(members.values()), platform)
+        answer = {"names": [str(members[process]) for process in range(launch.num_processes)]}
     except tuple(_ERRORS.values()) as error:
-        _tell(connections, {"error": type(error).__name__, "text": str(error)})
+        answer = {"error": type(error).__name__, "text": str(error)}
         raise
-    names = [str(member) for member in ordered]
-    _tell(connections, {"names": names})
-    return names, connections
+    finally:
+        for connection in connections.values():
+            with contextlib.suppress(OSError):  # it is gone, and the kernel will say so
+                connection.send_bytes(json.dumps(answer).encode())
+    return answer["names"], connections
 
 
 def check_addresses(members: Sequence[Member], platform: str) -> None:
@@ -308,9 +310,3 @@ def _connection(connected: socket.socket) -> Connection:
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0))
     return Connection(connected.detach())
-
-
-def _tell(connections: dict[int, Connection], answer: dict[str, str | list[str]]) -> None:
-    for connection in connections.values():
-        with contextlib.suppress(OSError):  # it is gone, and the kernel will say so
-            connection.send_bytes(json.dumps(answer).encode())
