@@ -1,4 +1,4 @@
-"""What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
+"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How one process joins.
+    """The place of one process in a run.
 
     - `coordinator_address`: `host:port` of process 0.
-    - `num_processes`, `process_id`: how many there are, and which this is.
+    - `num_processes`, `process_id`: their number, and that of this one.
     - `local_device_ids`: the devices of this host that are this process's; `None` for all.
     """
 
@@ -44,7 +44,7 @@ def find_launch(
     timeout_seconds: int,
     environment: Mapping[str, str] = os.environ,
 ) -> Launch | None:
-    """How this process joins the others; `None` if it is the only one.
+    """Finds the place of this process in its run; `None` if it is the only one.
 
     An argument comes before an environment variable, and that before what JAX detects.
 
@@ -96,7 +96,7 @@ def find_launch(
 
 
 def tasks_on_node(environment: Mapping[str, str]) -> int | None:
-    """How many processes the launcher has put on this node, `None` if it does not say."""
+    """The number of processes that the launcher has put on this node, `None` if it does not say."""
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
     counts: list[int] = []

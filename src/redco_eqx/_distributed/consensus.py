@@ -1,4 +1,4 @@
-"""What processes must agree on: facts that the first one knows, and failures that not all have seen."""
+"""Facts that one process knows, and failures that not all have seen, made known to all of them."""
 
 import functools
 import json

@@ -174,7 +174,8 @@ def rendezvous(
         with _listen(launch) as server:
             _gather(launch, server, timeout_seconds, members, connections)
         check_addresses(list(members.values()), platform)
-        answer = {"names": [str(members[process]) for process in range(launch.num_processes)]}
+        names = [str(members[process]) for process in range(launch.num_processes)]
+        answer = {"names": names}
     except tuple(_ERRORS.values()) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
         raise
@@ -182,7 +183,7 @@ def rendezvous(
         for connection in connections.values():
             with contextlib.suppress(OSError):  # it is gone, and the kernel will say so
                 connection.send_bytes(json.dumps(answer).encode())
-    return answer["names"], connections
+    return names, connections
 
 
 def check_addresses(members: Sequence[Member], platform: str) -> None:
