@@ -115,18 +115,19 @@ class Entries:
         # In the order of the processes, so that all of them say the same.
         here, there = sorted([(self._group.process, mine), (process, theirs)])
         (one, this), (other, that) = ((self._group.names[index], entry) for index, entry in (here, there))
+        problems = [
+            f"{this.subject}: {name} is {this.facts.get(name) or 'missing'} on {one}, but "
+            f"{that.facts.get(name) or 'missing'} on {other}"
+            for name in this.facts | that.facts
+            if this.facts.get(name) != that.facts.get(name)
+        ]
         if this.subject != that.subject:
-            problem = f"{one} has come to {this.subject}, but {other} to {that.subject}"
-        else:
-            pairs = ((name, this.facts.get(name), that.facts.get(name)) for name in this.facts | that.facts)
-            name, x, y = next((pair for pair in pairs if pair[1] != pair[2]), (None, None, None))
-            if name is None:
-                return
-            problem = f"{this.subject}: {name} is {x or 'missing'} on {one}, but {y or 'missing'} on {other}"
-        raise ValueError(
-            f"{problem}. Each process must be given the same state, examples, functions and options, and "
-            "collate rows to the same shape (pad text to a fixed length)."
-        )
+            problems = [f"{one} has come to {this.subject}, but {other} to {that.subject}"]
+        if problems:
+            raise ValueError(
+                f"{problems[0]}. Each process must be given the same state, examples, functions and options, "
+                "and collate rows to the same shape (pad text to a fixed length)."
+            )
 
 
 _lock, _made = threading.Lock(), functools.cache(Entries)  # a stream may be opened in a thread
