@@ -45,7 +45,8 @@ class Entries:
         self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
         self._entries: tuple[Entry, ...] = ()
         self._streams: dict[int, tuple[int, Facts]] = {}  # the next batch of each, and the newest shapes
-        self._thread, self._done = threading.Thread(target=self._watch, daemon=True), threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         if group.ends_together:
             self._thread.start()
             atexit.register(self._stop)
@@ -130,7 +131,8 @@ class Entries:
             )
 
 
-_lock, _made = threading.Lock(), functools.cache(Entries)  # a stream may be opened in a thread
+_made = functools.cache(Entries)
+_lock = threading.Lock()  # a stream may be opened in a thread
 
 
 @functools.lru_cache

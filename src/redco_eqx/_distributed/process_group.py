@@ -85,7 +85,8 @@ class ProcessGroup:
         self._code: int | None = None  # to exit with, after a failure
         self._leave_at = math.inf
         self._lock = threading.Lock()
-        self._pid, self._nowhere = os.getpid(), -1
+        self._pid = os.getpid()
+        self._nowhere = -1  # a file that swallows all
 
     def start(self) -> None:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
