@@ -11,7 +11,7 @@ import pytest
 
 from redco_eqx._data.batches import _opening, _shapes
 from redco_eqx._distributed import agreement
-from redco_eqx._distributed.agreement import Agreements
+from redco_eqx._distributed.agreement import Entries
 from redco_eqx._distributed.process_group import ProcessGroup
 
 CALL: dict[str, Any] = {
@@ -54,7 +54,7 @@ def client(monkeypatch):
 def processes(client):
     """What three processes compare."""
     names = [f"process {i}" for i in range(NUM_PROCESSES)]
-    return [Agreements(ProcessGroup(i, names)) for i in range(NUM_PROCESSES)]
+    return [Entries(ProcessGroup(i, names), range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 
 
 class Stream:
@@ -68,12 +68,8 @@ class Stream:
         self.entries.add_batch(self.number, index, _shapes(batch))
 
 
-def of(processes, process):
-    return processes[process].of(list(range(NUM_PROCESSES)))
-
-
 def open_stream(processes, process, **changes):
-    return Stream(of(processes, process), _opening(**(CALL | changes)))
+    return Stream(processes[process], _opening(**(CALL | changes)))
 
 
 def batch(*shape: int, dtype: Any = np.float32):
@@ -176,7 +172,7 @@ def test_a_change_is_found_when_both_have_made_the_batch(processes):
 def test_another_call_of_another_kind_is_named(processes):
     open_stream(processes, 0)
     with pytest.raises(ValueError, match="process 0 has come to batches, but process 1 to fit"):
-        of(processes, 1).add("fit", {})
+        processes[1].add("fit", {})
 
 
 def test_the_store_does_not_grow(processes, client):
@@ -204,7 +200,7 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
     def everywhere(*facts):
         def one(process):
             try:
-                entries = of(processes, process)
+                entries = processes[process]
                 entries.add("fit", facts[process])
                 entries.wait()
             except ValueError as error:
@@ -226,10 +222,10 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
             assert "[1, 0] on process" in message
         client.values.clear()
         names = [f"process {i}" for i in range(NUM_PROCESSES)]
-        processes[:] = [Agreements(ProcessGroup(i, names)) for i in range(NUM_PROCESSES)]
+        processes[:] = [Entries(ProcessGroup(i, names), range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 
 
 def test_a_fact_that_one_process_lacks(processes):
-    of(processes, 0).add("fit", {"a": "1"})
+    processes[0].add("fit", {"a": "1"})
     with pytest.raises(ValueError, match="fit: b is missing on process 0, but 2 on process 1"):
-        of(processes, 1).add("fit", {"a": "1", "b": "2"})
+        processes[1].add("fit", {"a": "1", "b": "2"})

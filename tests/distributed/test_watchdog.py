@@ -7,13 +7,13 @@ import pytest
 from fit_helpers import errors_of, fit, linear_state, make_examples
 
 import redco_eqx as rx
-from redco_eqx._distributed.watchdog import Watchdog
+from redco_eqx._distributed.process_group import Watchdog
 
 
 def test_watchdog(tmp_path):
     script = (
         "import time\n"
-        "from redco_eqx._distributed.watchdog import Watchdog\n"
+        "from redco_eqx._distributed.process_group import Watchdog\n"
         "def stuck(): time.sleep(3600)\n"
         "log = open('log.txt', 'w'); log.write('not flushed')\n"
         "with Watchdog(None): pass\n"

@@ -7,10 +7,12 @@ at each new entry, and twice a second from a thread, since a process that waits 
 """
 
 import atexit
+import functools
 import json
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -36,13 +38,18 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of this process about one mesh, compared with those of the others."""
+    """The entries of this process about the meshes on some processes, compared with those of the others."""
 
-    def __init__(self, group: ProcessGroup, processes: list[int]):
+    def __init__(self, group: ProcessGroup, processes: Sequence[int]):
         self._group, self._processes = group, processes
         self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
         self._entries: tuple[Entry, ...] = ()
         self._streams: dict[int, tuple[int, Facts]] = {}  # the next batch of each, and the newest shapes
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if group.ends_together:
+            self._thread.start()
+            atexit.register(self._stop)
 
     def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
         """Adds an entry, and returns its number. Raises `ValueError` if another process has a different one."""
@@ -84,6 +91,21 @@ class Entries:
             time.sleep(pause)
             pause = min(2 * pause, 0.25 + len(self._group.names) / 1000)
 
+    def _watch(self) -> None:
+        seconds = max(0.5, len(self._group.names) / 200)  # for process 0 a few hundred requests a second
+        try:
+            while not self._done.wait(seconds):
+                self.compare()
+        except ValueError as error:
+            end_process(str(error))
+        except jax.errors.JaxRuntimeError:  # process 0 has ended
+            return
+
+    def _stop(self) -> None:
+        # A thread that is inside JAX when the interpreter ends would abort it.
+        self._done.set()
+        self._thread.join(5.0)
+
     def _compare(self, theirs: Entry, process: int) -> None:
         mine = next((entry for entry in self._entries if entry.number == theirs.number), None)
         if mine is None:
@@ -94,66 +116,40 @@ class Entries:
         # In the order of the processes, so that all of them say the same.
         here, there = sorted([(self._group.process, mine), (process, theirs)])
         (one, this), (other, that) = ((self._group.names[index], entry) for index, entry in (here, there))
+        problems = [
+            f"{this.subject}: {name} is {this.facts.get(name) or 'missing'} on {one}, but "
+            f"{that.facts.get(name) or 'missing'} on {other}"
+            for name in this.facts | that.facts
+            if this.facts.get(name) != that.facts.get(name)
+        ]
         if this.subject != that.subject:
-            problem = f"{one} has come to {this.subject}, but {other} to {that.subject}"
-        else:
-            pairs = ((name, this.facts.get(name), that.facts.get(name)) for name in this.facts | that.facts)
-            name, x, y = next((pair for pair in pairs if pair[1] != pair[2]), (None, None, None))
-            if name is None:
-                return
-            problem = f"{this.subject}: {name} is {x or 'missing'} on {one}, but {y or 'missing'} on {other}"
-        raise ValueError(
-            f"{problem}. Each process must be given the same state, examples, functions and options, and "
-            "collate rows to the same shape (pad text to a fixed length)."
-        )
+            problems = [f"{one} has come to {this.subject}, but {other} to {that.subject}"]
+        if problems:
+            raise ValueError(
+                f"{problems[0]}. Each process must be given the same state, examples, functions and options, "
+                "and collate rows to the same shape (pad text to a fixed length)."
+            )
 
 
-class Agreements:
-    """The entries of this process about each mesh, and the thread that compares them."""
+_made = functools.cache(Entries)
+_lock = threading.Lock()  # a stream may be opened in a thread
 
-    def __init__(self, group: ProcessGroup):
-        self._group = group
-        self._entries: dict[tuple[int, ...], Entries] = {}
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="redco_eqx.agreement", daemon=True)
-        if group.ends_together:
-            self._thread.start()
-            atexit.register(self._end)
 
-    def of(self, processes: list[int]) -> Entries:
-        """The entries about a mesh on these processes."""
-        with self._lock:
-            return self._entries.setdefault(tuple(processes), Entries(self._group, processes))
-
-    def _watch(self) -> None:
-        seconds = max(0.5, len(self._group.names) / 200)  # for process 0 a few hundred requests a second
-        while not self._stop.wait(seconds):
-            with self._lock:
-                all_entries = list(self._entries.values())
-            try:
-                for entries in all_entries:
-                    entries.compare()
-            except ValueError as error:
-                end_process(str(error))
-            except jax.errors.JaxRuntimeError:  # process 0 has ended
-                return
-
-    def _end(self) -> None:
-        # A thread that is inside JAX when the interpreter ends would abort it.
-        self._stop.set()
-        self._thread.join(5.0)
+@functools.lru_cache
+def _processes(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def is_shared(mesh: Mesh) -> bool:
     """True of a mesh with devices of several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+    return len(_processes(mesh)) > 1
 
 
 def entries_of(mesh: Mesh) -> Entries | None:
     """The entries of this process about a mesh; `None` if it is on one process."""
     group = process_group() if is_shared(mesh) else None
-    processes = sorted({device.process_index for device in mesh.devices.flat})
-    return None if group is None else group.part(Agreements).of(processes)
+    with _lock:
+        return None if group is None else _made(group, _processes(mesh))
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts) -> None:

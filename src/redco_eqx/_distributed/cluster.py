@@ -1,4 +1,4 @@
-"""What a launcher says about the processes of a run: in arguments, in the environment, or to JAX."""
+"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects."""
 
 import dataclasses
 import functools
@@ -10,20 +10,13 @@ from redco_eqx._distributed.jax_internals import detect_launch
 
 T = TypeVar("T")
 
-VARIABLES = {
-    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
-    "num_processes": "JAX_NUM_PROCESSES",
-    "process_id": "JAX_PROCESS_ID",
-    "local_device_ids": "JAX_LOCAL_DEVICE_IDS",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How one process joins.
+    """The place of one process in a run.
 
     - `coordinator_address`: `host:port` of process 0.
-    - `num_processes`, `process_id`: how many there are, and which this is.
+    - `num_processes`, `process_id`: their number, and that of this one.
     - `local_device_ids`: the devices of this host that are this process's; `None` for all.
     """
 
@@ -51,7 +44,7 @@ def find_launch(
     timeout_seconds: int,
     environment: Mapping[str, str] = os.environ,
 ) -> Launch | None:
-    """How this process joins the others; `None` if it is the only one.
+    """Finds the place of this process in its run; `None` if it is the only one.
 
     An argument comes before an environment variable, and that before what JAX detects.
 
@@ -91,7 +84,7 @@ def find_launch(
         raise ValueError(
             f"initialize_distributed: {known} given, but not {' and '.join(missing)}, and no launcher that "
             "JAX knows (SLURM, Open MPI, Kubernetes, TPU) says so. Pass all three, or set "
-            f"{' and '.join(VARIABLES[name] for name in missing)} in the environment."
+            f"{' and '.join(map(_variable, missing))} in the environment."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -103,7 +96,7 @@ def find_launch(
 
 
 def tasks_on_node(environment: Mapping[str, str]) -> int | None:
-    """How many processes the launcher has put on this node, `None` if it does not say."""
+    """The number of processes that the launcher has put on this node, `None` if it does not say."""
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
     counts: list[int] = []
@@ -132,18 +125,23 @@ def share_of_devices(
     return tuple(range(local_process * each, (local_process + 1) * each))
 
 
+def _variable(name: str) -> str:
+    return f"JAX_{name.upper()}"
+
+
 def _setting(
     environment: Mapping[str, str], name: str, argument: T | None, parse: Callable[[str], T], expected: str
 ) -> T | None:
     """An argument, or else what its environment variable holds."""
-    variable = VARIABLES[name]
-    text = environment.get(variable, "").strip()
+    text = environment.get(_variable(name), "").strip()
     if argument is not None or not text:
         return argument
     try:
         return parse(text)
     except ValueError:
-        raise ValueError(f"initialize_distributed: {variable}={text!r}, but it must be {expected}.") from None
+        raise ValueError(
+            f"initialize_distributed: {_variable(name)}={text!r}, but it must be {expected}."
+        ) from None
 
 
 def _numbers(text: str) -> Sequence[int]:
@@ -160,5 +158,5 @@ def _refuse_batch_script(environment: Mapping[str, str]) -> None:
         raise RuntimeError(
             f"initialize_distributed: this SLURM job has {nodes} nodes and {tasks} tasks, but this process "
             "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
-            f"script, or set {VARIABLES['num_processes']}=1 if one process is meant."
+            f"script, or set {_variable('num_processes')}=1 if one process is meant."
         )

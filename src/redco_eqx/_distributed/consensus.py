@@ -1,4 +1,4 @@
-"""What processes must agree on: facts that the first one knows, and failures that not all have seen."""
+"""Facts that one process knows, and failures that not all have seen, made known to all of them."""
 
 import functools
 import json
@@ -16,30 +16,8 @@ from jaxtyping import Array, Int
 T = TypeVar("T")
 
 
-def from_first(make: Callable[[], T]) -> T:
-    """What `make()` gives on process 0, on all of them; it must be plain JSON. What it raises there is raised
-    on the others as a `RuntimeError`."""
-    if jax.process_count() == 1:
-        return make()
-    text, problem = b"", None
-    if jax.process_index() == 0:
-        try:
-            text = json.dumps({"made": make()}).encode()
-        except Exception as error:
-            problem = error
-            text = json.dumps({"problem": f"{type(error).__name__}: {error}"}).encode()
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    data = np.frombuffer(text, np.uint8) if text else np.zeros(size, np.uint8)
-    told = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8).tobytes())
-    if problem is not None:
-        raise problem
-    if "problem" in told:
-        raise RuntimeError(f"on process 0: {told['problem']}")
-    return told["made"]
-
-
 def from_all(value: T) -> list[T]:
-    """What each process hands in, in their order, on all of them; it must be plain JSON."""
+    """The values that the processes hand in, in their order, on all of them. They must be plain JSON."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -48,6 +26,27 @@ def from_all(value: T) -> list[T]:
     padded[: len(text)] = text
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """The result of `make()` on process 0, on all of them; it must be plain JSON.
+
+    An error that it raises there is raised on the others as a `RuntimeError`.
+    """
+    if jax.process_count() == 1:
+        return make()
+    text, problem = "", None
+    if jax.process_index() == 0:
+        try:
+            text = json.dumps(make())
+        except Exception as error:
+            problem = error
+    text, about = from_all((text, problem and f"{type(problem).__name__}: {problem}"))[0]
+    if problem is not None:
+        raise problem
+    if about is not None:
+        raise RuntimeError(f"on process 0: {about}")
+    return json.loads(text)
 
 
 def on_first(act: Callable[[], object]) -> None:
@@ -62,12 +61,9 @@ def together(load: Callable[[], T], failure: type[Exception]) -> T:
         result = load()
     except failure as error:
         problem = error
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.asarray(problem is not None))
-        if problem is None and np.any(failed):
-            problem = failure(f"this failed on the processes {np.flatnonzero(failed).tolist()}")
-    if problem is not None:
-        raise problem
+    failed = [process for process, has_failed in enumerate(from_all(problem is not None)) if has_failed]
+    if failed:
+        raise problem or failure(f"this failed on the processes {failed}")
     return cast(T, result)
 
 
@@ -86,18 +82,16 @@ class Vote:
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...]:
+        return self.of_earlier(*numbers) or (0,) * len(numbers)
+
+    def of_earlier(self, *numbers: int) -> tuple[int, ...] | None:
+        """As a call, but `None` as long as there is no answer; so the n-th answer is of the n-th call."""
         if jax.process_count() == 1:
             return numbers
         self._behind.append(_greatest(self._mesh, numbers))
         if len(self._behind) <= self.NUM_BEHIND:
-            return (0,) * len(numbers)
+            return None
         return tuple(np.asarray(self._behind.popleft()).tolist())
-
-    def of_earlier(self, *numbers: int) -> tuple[int, ...] | None:
-        """As a call, but `None` as long as there is no answer; so the n-th answer is of the n-th call."""
-        is_early = jax.process_count() > 1 and len(self._behind) < self.NUM_BEHIND
-        answer = self(*numbers)
-        return None if is_early else answer
 
     def now(self, *numbers: int) -> tuple[int, ...]:
         """The same for the numbers of this very call; waits."""

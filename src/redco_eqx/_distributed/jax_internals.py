@@ -1,4 +1,4 @@
-"""What JAX has no public name for, imported where it is used: only programs of many processes need it."""
+"""Names that JAX keeps private, imported where they are used: only programs of many processes need them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def coordination_client() -> Any:
 
 
 def has_devices() -> bool:
-    """Whether JAX has looked for devices already, after which it cannot join other processes."""
+    """True if JAX has looked for devices already, after which it cannot join other processes."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()

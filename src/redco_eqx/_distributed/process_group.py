@@ -1,33 +1,33 @@
 """The processes of a run: the failure of one ends all of them, soon and by name.
 
 Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective for
-the one that failed. So a failing process tells process 0, which tells the others, and all leave by `os._exit`.
-One that is killed tells nobody: its connection ends. One that is frozen or out of reach is only named here,
-because Python's threads wait while an extension computes: JAX's heartbeats decide, and end the others.
+the one that failed. JAX's service notices only at its next time-out of heartbeats. So each process keeps the
+connection to process 0 by which it has joined: a failing one says so, process 0 tells the others, and all leave
+by `os._exit`. For one that is killed the kernel closes its connection. One that is frozen or out of reach is
+only named here, because Python's threads wait while an extension computes: JAX's heartbeats end the others.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import gc
+import io
+import logging
 import math
 import os
-import queue
-import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import NoReturn, TypeVar, cast
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
 
 import jax
 
-from redco_eqx._distributed.connection import Connection, Message
-from redco_eqx._distributed.log import flush_all, log
-
-T = TypeVar("T")
-
 _FLUSH_SECONDS = 1.0
+_MAX_BYTES = 16_000  # of a message, so that it is sent in one piece, from whichever thread
+_FINISHED = "finished"  # a message; any other that is not empty is the line that says who has failed
+_STDERR = 2  # a C function writes to it, also where `sys.stderr` has been replaced
 
 _group: "ProcessGroup | None" = None
 
@@ -50,12 +50,16 @@ def end_process(reason: str) -> NoReturn:
     os._exit(1)
 
 
+def _is_ending() -> bool:
+    return _group is not None and _group._code is not None
+
+
 class ProcessGroup:
     """This process among the others.
 
-    - `process`: which one this is.
+    - `process`: the number of this one.
     - `names`: for each process its number, host and pid.
-    - `ends_together`: whether the failure of one process ends all.
+    - `ends_together`: true if the failure of one process ends all.
     """
 
     def __init__(
@@ -70,76 +74,64 @@ class ProcessGroup:
         """**Arguments:**
 
         - `names`, `connections`: as `rendezvous` has returned them.
-        - `leave_seconds`: after a failure anywhere, how long the main thread may go on.
-        - `silent_seconds`: after how long a process that says nothing is named.
+        - `leave_seconds`: after a failure anywhere, the time for which the main thread may go on.
+        - `silent_seconds`: the time after which a process that says nothing is named.
         """
         self.process, self.names, self.ends_together = process, names, connections is not None
         self._connections = dict(connections or {})
         self._leave_seconds, self._silent_seconds = leave_seconds, silent_seconds
-        self._last_seen = dict.fromkeys(self._connections, time.monotonic())
+        self._last_heard = dict.fromkeys(self._connections, time.monotonic())
         self._finished: set[int] = set()
-        self._code: int | None = None
-        self._leave_at = self._last_moment = math.inf
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._flushed = threading.Event()
-        self._lock = threading.RLock()
-        self._parts: dict[object, object] = {}
+        self._code: int | None = None  # to exit with, after a failure
+        self._leave_at = math.inf
+        self._lock = threading.Lock()
         self._pid = os.getpid()
-
-    def part(self, make: Callable[["ProcessGroup"], T]) -> T:
-        """What `make` gives for this group, made when first asked for."""
-        with self._lock:
-            if make not in self._parts:
-                self._parts[make] = make(self)
-            return cast(T, self._parts[make])
+        self._nowhere = -1  # a file that swallows all
 
     def start(self) -> None:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
         global _group
         _group = self
+        self._nowhere = os.open(os.devnull, os.O_WRONLY)
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
-            # What aborts in JAX's own threads does not flush.
+            # Nothing is flushed where JAX aborts in its own threads.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        # Now, because Python starts no thread when the interpreter is about to end; and two, because a full
-        # pipe or a dead network may hold up what is written.
-        for run in (self._watch, self._write):
-            threading.Thread(target=run, name=f"redco_eqx.{run.__name__}", daemon=True).start()
+        # Now, because Python starts no thread when the interpreter is about to end.
+        threading.Thread(target=self._watch, name="redco_eqx.process_group", daemon=True).start()
 
     def fail(self, reason: str, code: int = 1) -> None:
         """Tells every process why this one ends. All are gone soon after `leave_seconds`."""
         if self._leave_within(self._leave_seconds, code):
-            self._send({"failed": self.process, "how": f"failed: {reason}"})
-            self._lines.put(f"{self.names[self.process]} of {len(self.names)} ends: {reason}")
+            name = self.names[self.process]
+            self._send(f"{name} failed: {reason}")
+            log(f"{name} of {len(self.names)} ends: {reason}")
 
     def leave(self) -> NoReturn:
-        """Flushes what Python has not written yet, and ends the process, process 0 as the last one."""
+        """Flushes files, and ends the process, process 0 as the last one."""
         self._leave_within(0.0)
-        while time.monotonic() < self._last_moment:
-            time.sleep(0.1)  # the watching thread does it
-        os._exit(1)
+        while True:
+            time.sleep(1.0)  # the watching thread does it
 
     def _leave_within(self, seconds: float, code: int = 1) -> bool:
-        """Has the watching thread end this process. Whether that is new."""
-        now = time.monotonic()
+        """Has the watching thread end this process. Returns True the first time."""
         with self._lock:
             is_new = self._code is None
             if is_new:
                 self._code = code
-                # JAX aborts those that are there without process 0.
-                grace = 2 * _FLUSH_SECONDS if self.process == 0 else _FLUSH_SECONDS
-                self._last_moment = now + self._leave_seconds + grace
-            self._leave_at = min(self._leave_at, now + seconds)
+                # A thread in C: a full pipe, a dead network or a file that is stuck may hold up the other.
+                # Process 0 is the last one, because JAX aborts those that are there without it.
+                left = self._leave_seconds + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
+                faulthandler.dump_traceback_later(left, exit=True, file=self._nowhere)
+            self._leave_at = min(self._leave_at, time.monotonic() + seconds)
         return is_new
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        self._previous_hook(kind, error, traceback)
-        self._fail_with(error)
+    def _on_exception(self, *exception: Any) -> None:  # its type, itself, its traceback
+        self._previous_hook(*exception)
+        self._fail_with(exception[1])
 
     def _fail_with(self, error: BaseException) -> None:
         # Neither at the prompt, where the session goes on, nor in a child that was forked off.
@@ -160,76 +152,128 @@ class ProcessGroup:
             self._fail_with(error)
         if self._code is not None:
             self.leave()
-        self._send({"finished": True})  # from here on JAX waits for the others
+        self._send(_FINISHED)  # from here on JAX waits for the others
 
-    def _send(self, message: Message) -> None:
-        for connection in list(self._connections.values()):
-            connection.send(message)
-
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            log(line)
-        flush_all()
-        self._flushed.set()
+    def _send(self, message: str, besides: int | None = None) -> None:
+        for process, connection in list(self._connections.items()):
+            if process != besides:
+                with contextlib.suppress(OSError):  # it is gone, or frozen
+                    connection.send_bytes(message.encode()[:_MAX_BYTES])
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for process, connection in self._connections.items():
-                selector.register(connection, selectors.EVENT_READ, process)
-            next_beat = 0.0
-            while not self._is_time_to_leave():
-                for key, _ in selector.select(0.1):
-                    how = self._receive(key.data)
-                    if how is not None:
-                        selector.unregister(key.fileobj)
-                        self._connections.pop(key.data).close()
-                        del self._last_seen[key.data]
-                        if key.data not in self._finished:
-                            self._on_failure(key.data, f"is lost: {how}.")
-                if time.monotonic() > next_beat:
-                    next_beat = time.monotonic() + self._silent_seconds / 4
-                    self._send({})
-                    self._report_silent()
-        self._send({"finished": True})
+        next_beat = 0.0
+        while time.monotonic() < self._leave_at:
+            self._listen(0.1)
+            if time.monotonic() > next_beat:
+                next_beat = time.monotonic() + self._silent_seconds / 4
+                self._send("")
+                self._report_silent()
+        flush_all()
+        while self.process == 0 and self._connections:
+            self._listen(0.1)
+        self._send(_FINISHED)
         os._exit(self._code or 0)
 
-    def _receive(self, process: int) -> str | None:
-        """Takes in what another process has sent; how its connection has ended, if it has."""
-        try:
-            while (message := self._connections[process].receive()) is not None:
-                self._last_seen[process] = time.monotonic()
-                if "finished" in message:
-                    self._finished.add(process)
-                if "failed" in message:
-                    self._on_failure(message["failed"], message["how"])
-        except (OSError, ValueError) as error:
-            return getattr(error, "strerror", None) or str(error)
-        return None
+    def _listen(self, seconds: float) -> None:
+        """Takes in a message of each process that has sent one, as soon as there is any."""
+        processes = {connection: process for process, connection in self._connections.items()}
+        for connection in wait(list(processes), seconds):
+            process = processes[connection]  # pyright: ignore[reportArgumentType]
+            try:
+                message = self._connections[process].recv_bytes(_MAX_BYTES).decode(errors="replace")
+            except (EOFError, OSError) as error:
+                self._connections.pop(process).close()
+                del self._last_heard[process]
+                if process not in self._finished:
+                    how = str(error) or "its connection was closed"
+                    self._on_failure(f"{self.names[process]} is lost: {how}.", process)
+                continue
+            self._last_heard[process] = time.monotonic()
+            if message == _FINISHED:
+                self._finished.add(process)
+            elif message:
+                self._on_failure(message, process)
 
-    def _on_failure(self, process: int, how: str) -> None:
+    def _on_failure(self, line: str, source: int) -> None:
         """Ends this process soon, because another one is about to, or is gone."""
-        if process == self.process or not jax.distributed.is_initialized():  # JAX has left
+        if not jax.distributed.is_initialized():  # JAX has left the others, and waits for none
             return
-        if self.process == 0:
-            self._send({"failed": process, "how": how})
-        self._lines.put(f"{self.names[process]} {how}")
         has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
         self._leave_within(self._leave_seconds if has_coordinator else 0.0)
+        self._send(line, besides=source)  # process 0 to the others
+        log(line)
 
     def _report_silent(self) -> None:
         """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
-        for process, last_seen in self._last_seen.items():
-            seconds = time.monotonic() - last_seen
+        for process, last_heard in self._last_heard.items():
+            seconds = time.monotonic() - last_heard
             if seconds > self._silent_seconds and self._code is None:
-                self._last_seen[process] = math.inf
+                self._last_heard[process] = math.inf
                 how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
-                self._lines.put(f"{self.names[process]} {how}.")
+                log(f"{self.names[process]} {how}.")
 
-    def _is_time_to_leave(self) -> bool:
-        now = time.monotonic()
-        if now < self._leave_at:
-            return False
-        self._lines.put(None)
-        is_flushed = self._flushed.is_set() or now > self._leave_at + _FLUSH_SECONDS
-        is_last = self.process != 0 or not self._connections
-        return (is_flushed and is_last) or now > self._last_moment
+
+class Watchdog:
+    """While entered, ends the process when there was no `beat` for `timeout_seconds`; `None` never does.
+
+    It prints where each thread stands, tells the other processes, and exits with status 1. Should Python
+    itself not get to run any more, the same happens without the telling.
+    """
+
+    def __init__(self, timeout_seconds: float | None, about: Callable[[], str] = lambda: ""):
+        """`about` says at the end what else there is to know."""
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ValueError(f"step_timeout_seconds={timeout_seconds}, but it must be positive, or None.")
+        self._seconds, self._about = timeout_seconds, about
+        self._done = threading.Event()
+        self._last_beat = 0.0
+
+    def beat(self) -> None:
+        """Says that a step, of training or evaluation, has finished or been handed over."""
+        self._last_beat = time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        if self._seconds is not None:
+            self.beat()
+            threading.Thread(target=self._run, args=(self._seconds,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _run(self, seconds: float) -> None:
+        while not self._done.is_set() and not _is_ending():
+            # A thread in C: an extension that does not release the interpreter stops this one.
+            faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_STDERR)
+            self._done.wait(min(1.0, seconds / 4))
+            if time.monotonic() - self._last_beat > seconds and not self._done.is_set():
+                sys.stderr.flush()
+                faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+                end_process(
+                    f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
+                    f"its threads stands.\n{self._about()}".rstrip()
+                )
+        if not _is_ending():  # for which the same thread in C is used
+            faulthandler.cancel_dump_traceback_later()
+
+
+def log(message: str) -> None:
+    """A line on standard error, from whichever process."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        print(f"redco_eqx: {message}", file=sys.stderr, flush=True)
+
+
+def flush_all() -> None:
+    """Flushes the handlers of `logging` and every open file, as `os._exit` does not.
+
+    Python keeps no list of open files, so all objects are looked through. The thread that holds a file may be
+    stuck, which is why nobody can be asked to flush his own.
+    """
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    # By type, as an object can do anything when asked for its class; and `io.IOBase` itself is slow to ask.
+    base = io.IOBase.__mro__[1]
+    for file in [thing for thing in gc.get_objects() if issubclass(type(thing), base)]:
+        with contextlib.suppress(Exception):
+            if not file.closed:
+                file.flush()

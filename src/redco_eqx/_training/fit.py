@@ -19,7 +19,7 @@ from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
 from redco_eqx._distributed.agreement import is_shared
 from redco_eqx._distributed.consensus import Vote
-from redco_eqx._distributed.watchdog import Watchdog
+from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.optimizer import check_optimizer

@@ -12,7 +12,7 @@ from redco_eqx._checkpoint.names import storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
 from redco_eqx._distributed.agreement import agree, is_shared
-from redco_eqx._distributed.watchdog import Watchdog
+from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.state import TrainState, state_mesh, step_of
 from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
