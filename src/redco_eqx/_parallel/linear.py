@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
-from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 from redco_eqx._sharding.matrices import Matrix, read_model
+from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 from redco_eqx._tree import is_array, leaves_with_paths
 
 # The mesh that traced arrays lie on, found from the arrays themselves.

@@ -20,8 +20,8 @@ def named(names: str, name: str) -> bool:
 
 _KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
 _LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"  # what comes last in a module
-_SIBLINGS = (frozenset({"gate", "up"}), frozenset({"wi_0", "wi_1"}), frozenset({"w1", "w3"}))
 _NUMBERED = re.compile(r"(.*?)(\d+)")
+_SERIES = re.compile(rf"{_KIND}_?")
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,24 +86,19 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     by numbers, or by a name that comes last.
     """
     paths = [matrix.name_in(scope) for matrix in matrices]
-    counts = Counter(path[-1] for path in paths)
-    names = [path[-1] if counts[path[-1]] == 1 else path[0] for path in paths]
-    stems = [re.sub(rf"_?{_KIND}$", "", name) for name in names]
-    siblings = frozenset().union(*(known for known in _SIBLINGS if known <= {*stems}))
-    numbers = [_NUMBERED.fullmatch(name) for name in names]
+    numbers = [_NUMBERED.fullmatch(path[-1]) for path in paths]
+    series = Counter(n[1] for n in numbers if n)
     runs = Counter((n[1], m.in_size, m.out_size) for n, m in zip(numbers, matrices) if n)
     links: dict[tuple[object, ...], Link] = {}
-    for matrix, path, name, stem, number in zip(matrices, paths, names, stems, numbers):
-        shape = (matrix.in_size, matrix.out_size)
-        is_last = named(_LAST, name)
-        length = runs[number[1], *shape] if number else 1
-        is_square = matrix.in_size == matrix.out_size and stem not in siblings
-        is_alone = is_square and (length > 1 or is_last)
+    for matrix, path, number in zip(matrices, paths, numbers):
+        name, shape = path[-1], (matrix.in_size, matrix.out_size)
+        is_last, is_square = named(_LAST, name), matrix.in_size == matrix.out_size
+        is_alone = is_square and (is_last or (number is not None and runs[number[1], *shape] > 1))
         # Two or three of a kind (`conv1`, `conv2`) are consecutive; four could be an attention.
-        is_sequence = number is not None and 1 < length < 4 and re.fullmatch(rf"{_KIND}_?", number[1])
+        is_series = number is not None and _SERIES.fullmatch(number[1]) and 1 < series[number[1]] < 4
         key = (path[0] if is_list else "", *shape, name if is_alone else "")
         link = links.setdefault(key, Link(*shape, [], is_last))
-        link.is_known = is_list or not is_square or is_last or bool(is_sequence)
+        link.is_known = is_list or not is_square or is_last or bool(is_series)
         link.members.append(matrix)
     return list(links.values())
 

@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from redco_eqx._tree import children, is_array, join
@@ -22,7 +20,7 @@ class Node:
     """A node of the model, with abstract arrays as its leaves.
 
     - `stack`: number of leading dims, of every array below, that number stacked copies.
-    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows in, features out).
+    - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
     - `is_block`: whether it is one of several alike (an element of a homogeneous list, or a stack), so
         that no matrix inside it is consecutive to one outside.
     """

@@ -21,7 +21,7 @@ class Role:
     """The split of one array over the `tensor` axis.
 
     - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
-        `vector`, `buffer`, `grouped`, `input`, `head`, `whole` (not split).
+        `vector`, `buffer`, `input`, `head`, `whole` (not split).
     - `reason`: for a reader.
     - `dim`: the dim that is split, or `None`.
     - `stack`: how many leading dims number stacked layers, which no axis may split.
@@ -42,7 +42,7 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
 
 @dataclasses.dataclass
 class Attention:
-    """Query, key and value, as three matrices or as one, the projection that they end in, and numbers of heads."""
+    """Query, key and value, as three matrices or as one; the projection they end in; numbers of heads."""
 
     inputs: list[Matrix]
     output: Matrix | None
@@ -105,9 +105,11 @@ class _Resolver:
     def __init__(self, root: Node, size: int):
         self.root, self.size = root, size
         self.roles: dict[str, Role] = {}
-        tables = [node for node in root.walk() if node.table is not None]
-        self.weights = {id(m.weight) for m in root.matrices()} | {id(node.table.weight) for node in tables}
-        self.vocabularies = {node.table.weight.shape[-2:] for node in tables if not _SMALL_TABLES.search(node.name)}
+        self.guesses: set[str] = set()  # paths
+        tables = [node.table for node in root.walk() if node.table is not None]
+        self.weights = {id(m.weight) for m in [*root.matrices(), *tables]}
+        large = [table for table in tables if not _SMALL_TABLES.search(table.node.name)]
+        self.vocabularies = {(table.in_size, table.out_size) for table in large}
 
     def resolve(self) -> dict[str, Role]:
         for node in self.root.walk():
@@ -120,15 +122,13 @@ class _Resolver:
 
     # One answer for an array.
 
-    def _set(
-        self, leaf: Node | None, name: str, reason: str, dim: int | None = None, *, is_guess: bool = False
-    ) -> None:
+    def _set(self, leaf: Node | None, name: str, reason: str, dim: int | None = None) -> None:
         if leaf is None or leaf.path in self.roles:
             return
         if dim is not None and not self._divides(leaf.shape[dim]):
             # The features divide, but not the dim that is split: of one of several fused parts.
             name, reason, dim = "whole", self._indivisible("a dim of", leaf.shape[dim]), None
-        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
+        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, leaf.path in self.guesses)
 
     def _divides(self, size: int) -> bool:
         return size % self.size == 0
@@ -136,11 +136,11 @@ class _Resolver:
     def _indivisible(self, what: str, size: int) -> str:
         return f"{what} {size} does not divide by tensor={self.size}"
 
-    def _split(self, matrix: Matrix, split: str, reason: str, name: str = "", *, is_guess: bool = False) -> None:
+    def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
         """Decides a matrix, its bias and its LoRA branch: by `column`, by `row`, or `whole`."""
         name, is_column, is_row = name or split, split == "column", split == "row"
         dim = matrix.out_dim if is_column else matrix.in_dim if is_row else None
-        self._set(matrix.weight, name, reason, dim, is_guess=is_guess)
+        self._set(matrix.weight, name, reason, dim)
         if is_column:
             self._set(matrix.bias, name, "follows its weight", matrix.bias_dim)
         else:
@@ -230,10 +230,9 @@ class _Resolver:
             crossed = "an even split crosses their borders and costs permutes"
             self._split(query, "column", f"fused query, key, value, {apart if query.parts > 1 else crossed}")
         else:
-            self._split(query, "column", f"query: {_count(heads)} split")
+            self._split(query, "column", f"query: {heads or 'its'} heads split")
         for matrix in key_value:
-            number = attention.kv_heads or matrix.out_size
-            reason = f"key/value: {_count(attention.kv_heads)} split"
+            number, reason = attention.kv_heads or matrix.out_size, "key/value: split by heads, as the query"
             self._column_if(matrix, "number of key/value heads", number, reason)
         self._split(output, "row", "attention output: split opposite to query, key, value")
 
@@ -245,9 +244,11 @@ class _Resolver:
                 self._split(m, "whole", "a shortcut from stream to stream, which stays whole")
         matrices = self._open(matrices)
         for chain in find_chains(scope, [m for m in matrices if not _HEAD_NAMES.fullmatch(m.node.name)]):
+            if is_guess(chain):
+                self.guesses |= {m.weight.path for link in chain for m in link.members}
             for link, split in zip(chain, alternate(chain, self.size) if len(chain) > 1 else ()):
                 for matrix in link.members:
-                    self._split(matrix, split.name, split.reason, is_guess=is_guess(chain))
+                    self._split(matrix, split.name, split.reason)
         return self._open(matrices)
 
     def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
@@ -308,9 +309,5 @@ def _is_residual(node: Node) -> bool:
     return is_one and any(below.is_norm for below in node.walk())
 
 
-def _count(heads: int | None) -> str:
-    return f"{heads} heads" if heads else "heads"
-
-
 _VECTOR = ("vector", "a vector or scalar")
-_UNKNOWN = ("whole", "no rule knows this array: split it by `overrides`")
+_UNKNOWN = ("whole", "no rule knows it: pass `loss_fn` and `batch`, or split it by `overrides`")

@@ -1,12 +1,15 @@
-"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and
-shapes.
+"""`explain`: a layout for any model and the reasons for it, decided from the program that uses it, or from
+paths, types and shapes. `shard_rules` is the layout alone.
 
 Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
 
 import dataclasses
 import fnmatch
+import functools
+import html
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._dataflow.communication import Communication, Stored, communication
 from redco_eqx._dataflow.engine import Analysis, analyse
 from redco_eqx._sharding.mesh import (
     STORED,
@@ -26,11 +30,12 @@ from redco_eqx._sharding.mesh import (
     check_mesh,
     in_own_context,
     num_batch_shards,
+    stored_axes,
     tensor_dim,
     trimmed,
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
+from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
@@ -56,6 +61,7 @@ class Decision:
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: for a reader.
     - `bytes_per_device`: size of one shard.
+    - `is_guess`: whether the path rules had but the order of square matrices to go by, which may be wrong.
     """
 
     path: str
@@ -65,6 +71,97 @@ class Decision:
     role: str
     reason: str
     bytes_per_device: int
+    is_guess: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The layout of a model and the reasons for it; `str()` is a table, and so is what a notebook shows.
+
+    - `decisions`: one for each array, by path.
+    - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
+    - `mesh`: that it is for.
+    - `communication`: bytes that a step sends, if a program decided (and no override splits what it cannot
+        follow).
+    """
+
+    decisions: dict[str, Decision]
+    shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
+    mesh: Mesh | AbstractMesh
+    _analysis: Analysis | None = None
+
+    @functools.cached_property
+    def communication(self) -> Communication | None:
+        dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
+        laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
+        return None if laid_out is None else communication(laid_out, self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Stored]:
+        """The arrays that are gathered for use."""
+        stored, over_data = {}, axis_size(self.mesh, "data") > 1
+        for path, d in self.decisions.items():
+            num_parts = axis_size(self.mesh, stored_axes(d.spec))
+            if num_parts > 1:
+                stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
+        return stored
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all arrays that one device holds."""
+        return sum(d.bytes_per_device for d in self.decisions.values())
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._total}; print it for the table)"
+
+    def __str__(self) -> str:
+        rows = [("path", "shape", "spec", "role", "per device", "reason")]
+        for path, count, d in _collapse(self.decisions):
+            size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
+            rows.append((path, describe(d), f"({', '.join(map(_entry, entries))})", d.role, size, d.reason))
+        is_gathered = any("fsdp" in axes_of(d.spec) for d in self.decisions.values())
+        sent = [] if self.communication is None else [str(self.communication)]
+        return "\n".join([*table(rows), self._total, *([_GATHERS] if is_gathered else []), *sent])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    @property
+    def _total(self) -> str:
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return f"{size_text(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+
+
+_GATHERS = (
+    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
+    "layers one layer at a time, and again for its gradient"
+)
+
+
+def _entry(entry: str | tuple[str, ...] | None) -> str:
+    return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+
+
+def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
+    """Rows of which only the numbers in the path differ, as one: `(path, how many, an example)`."""
+    groups: dict[tuple, list[Decision]] = {}
+    for d in decisions.values():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", d.path)
+        groups.setdefault((pattern, d.shape, str(d.dtype), d.spec, d.role, d.reason), []).append(d)
+    rows = []
+    for (pattern, *_), members in groups.items():
+        numbers = [re.findall(r"(?<![^.])\d+(?![^.])", d.path) for d in members]
+        path = pattern
+        for column in zip(*numbers):
+            values = sorted({int(n) for n in column})
+            is_run = values == list(range(values[0], values[-1] + 1))
+            text = str(values[0]) if len(values) == 1 else f"[{values[0]}-{values[-1]}]"
+            if len(values) > 1 and not is_run:
+                text = f"[{','.join(map(str, values))}]"
+            path = path.replace("#", text, 1)
+        rows.append((path, len(members), members[0]))
+    return rows
 
 
 @in_own_context
@@ -122,25 +219,44 @@ def shard_rules(
     Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
     reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
     """
-    decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
-    _warn(decisions, mesh)
-    specs = iter(decisions.values())
-    return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+    explanation = explain(
+        model,
+        mesh,
+        overrides=overrides,
+        loss_fn=loss_fn,
+        batch=batch,
+        max_bytes_per_device=max_bytes_per_device,
+    )
+    _warn(explanation.decisions, mesh)
+    return explanation.shardings
 
 
-def decide(
+@in_own_context
+def explain(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
+    *,
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
-) -> dict[str, Decision]:
-    """The decision for every array of `model`, by path, in the model's order."""
+) -> Explanation:
+    """The layout that `shard_rules` gives, with the role of each array and the reason for it.
+
+    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
+    which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
+
+    ```python
+    explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
+    print(explanation)
+    print(explanation.decisions["layers.0.weight"].reason)
+    model = eqx.filter_shard(model, explanation.shardings)
+    ```
+    """
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
-    return decide_by(analysis, model, mesh, chosen)
+    return explain_by(analysis, model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -210,38 +326,36 @@ def analysis_of(
     )
 
 
-def decide_by(
+def explain_by(
     analysis: Analysis | None,
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
-) -> dict[str, Decision]:
-    """The decisions by the analysis of a program; without one, by the paths."""
+) -> Explanation:
+    """The layout by the analysis of a program, for which no axis of the mesh but `tensor` counts; without one,
+    by the paths.
+    """
     arrays = to_arrays(model)
-    if analysis is None:
+    if analysis is None or analysis.is_given:
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
-        found = analysis.roles()
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
-        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
-        if analysis.is_given:
-            by_paths = tensor_roles(model, axis_size(mesh, "tensor"))
-            roles |= {
-                path: dataclasses.replace(role, reason=f"the path rules' layout sends less: {role.reason}")
-                for path, role in by_paths.items()
-            }
+        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in analysis.roles().items()}
     decisions = {}
     for path, x in arrays.items():
-        shape = tuple(x.shape)
+        shape, is_guess = tuple(x.shape), analysis is None and roles[path].is_guess
         if path in chosen:
             pattern, spec = chosen[path]
-            role, reason = "override", f"override {pattern!r}"
+            role, reason, is_guess = "override", f"override {pattern!r}", False
         else:
             spec, role, reason = _spec(x, roles[path], mesh)
-        decisions[path] = Decision(
-            path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
-        )
-    return decisions
+            if analysis is not None and analysis.is_given:
+                reason = f"the path rules' layout sends less: {reason}"
+        num_bytes = _shard_bytes(shape, x.dtype, spec, mesh)
+        decisions[path] = Decision(path, shape, x.dtype, spec, role, reason, num_bytes, is_guess)
+    specs = iter(decisions.values())
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+    return Explanation(decisions, shardings, mesh, analysis)
 
 
 def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, str, str]:
@@ -315,13 +429,21 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
+    guessed = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
+    if guessed and axis_size(mesh, "tensor") > 1:
+        warnings.warn(
+            f"shard_rules: no name says which of these follow one another, and their order alone was taken, "
+            f"which may send several times as much as needed: {first_few(guessed)}. Pass loss_fn and batch: "
+            "then the traced program decides.",
+            ShardingWarning,
+            stacklevel=4,
+        )
     whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
     whole.sort(key=lambda d: -d.bytes_per_device)
     replicated = sum(d.bytes_per_device for d in whole)
     total = sum(d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for d in decisions.values())
     is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
-    unruled = ("whole", "grouped", "recurrent")
-    if is_much or any(d.role in unruled and d.bytes_per_device >= LARGE_BYTES for d in whole):
+    if is_much or any(d.role == "whole" and d.bytes_per_device >= LARGE_BYTES for d in whole):
         lines = [
             f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
             for d in whole
