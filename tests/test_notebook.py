@@ -1,5 +1,6 @@
 """A notebook, executed: Ctrl-C ends the cell and not the kernel, and what is shown is short."""
 
+import html
 import json
 import textwrap
 from typing import Any
@@ -63,7 +64,7 @@ def test_an_interrupt_in_a_notebook() -> None:
     assert "To exit" not in json.dumps(interrupted.outputs)
     assert shown(recovered, "text/plain").startswith("TrainState(step 5, 2 parameters of 8 B")
     assert shown(further, "text/plain").startswith("TrainState(step 25, ")
-    assert "<table>" in shown(explained, "text/html")
+    assert shown(explained, "text/html").startswith("<pre>path ")
 
 
 def test_what_is_shown_of_a_state_is_short() -> None:
@@ -87,15 +88,9 @@ def test_what_is_shown_of_an_explanation() -> None:
     assert repr(explanation) == (
         "Explanation(304 B per device, 4 arrays on data=2 x fsdp=1 x tensor=4; print it for the table)"
     )
-    html: Any = explanation._repr_html_()
-    # The mesh has a square for each device, an array one for each part, of which one is filled.
-    mesh, *arrays = html.split("</svg>")[:-1]
-    assert mesh.count("<rect") == 8
-    counts = [(svg.count("<rect"), svg.count("#3b7dd8")) for svg in arrays]
-    assert counts == [(4, 1), (4, 1), (4, 1), (1, 1)]
-    for path, d in explanation.decisions.items():
-        assert path in html
-        assert d.reason.replace("'", "&#x27;") in html
+    page: Any = explanation._repr_html_()
+    assert html.unescape(page) == f"<pre>{explanation}</pre>"
+    assert all(path in page for path in explanation.decisions)
 
 
 @pytest.mark.parametrize("under_jit", [False, True])

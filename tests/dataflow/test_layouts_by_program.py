@@ -26,7 +26,7 @@ from sharding.zoo import BY_NAME, BY_PROGRAM_ALONE, ZOO, goldens, strip
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
-from redco_eqx._dataflow.communication import lower_bound
+from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._sharding.rules import analysis_of, explain_by
 
 # Where the program decides otherwise than the hand, with the bytes of both as compiled (8 rows, data 2 x
@@ -305,7 +305,7 @@ import sys; sys.path[:0] = {paths!r}
 import equinox as eqx, jax
 from jax.sharding import AbstractMesh, AxisType
 from sharding.zoo import BY_NAME
-from redco_eqx._dataflow.communication import lower_bound
+from redco_eqx._dataflow.prediction import lower_bound
 from helpers import decide
 mesh = AbstractMesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 for name in ("llama_gqa_refused", "t5", "moe", "mlp_4"):

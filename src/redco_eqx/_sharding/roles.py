@@ -128,7 +128,9 @@ class _Resolver:
         if dim is not None and not self._divides(leaf.shape[dim]):
             # The features divide, but not the dim that is split: of one of several fused parts.
             name, reason, dim = "whole", self._indivisible("a dim of", leaf.shape[dim]), None
-        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, leaf.path in self.guesses)
+        is_guess = leaf.path in self.guesses
+        reason += "; a guess, by order alone" if is_guess else ""
+        self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
 
     def _divides(self, size: int) -> bool:
         return size % self.size == 0

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._dataflow.communication import Communication, Stored, communication
 from redco_eqx._dataflow.engine import Analysis, analyse
+from redco_eqx._dataflow.prediction import Prediction, Stored, predict
 from redco_eqx._sharding.mesh import (
     STORED,
     axes_of,
@@ -47,7 +47,8 @@ STORED_BYTES = 2**22
 
 
 class ShardingWarning(UserWarning):
-    """Much of a model, a large array that no rule could split, or a batch, is whole on every device."""
+    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
+    path rules had to guess."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +92,10 @@ class Explanation:
     _analysis: Analysis | None = None
 
     @functools.cached_property
-    def communication(self) -> Communication | None:
+    def communication(self) -> Prediction | None:
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        return None if laid_out is None else communication(laid_out, self._stored)
+        return None if laid_out is None else predict(laid_out, self._stored)
 
     @property
     def _stored(self) -> dict[str, Stored]:
@@ -145,23 +146,26 @@ def _entry(entry: str | tuple[str, ...] | None) -> str:
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
     """Rows of which only the numbers in the path differ, as one: `(path, how many, an example)`."""
-    groups: dict[tuple, list[Decision]] = {}
+    groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "#", d.path)
-        groups.setdefault((pattern, d.shape, str(d.dtype), d.spec, d.role, d.reason), []).append(d)
+        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # numbers are every second of them
+        key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
+        groups.setdefault(key, []).append((words, d))
     rows = []
-    for (pattern, *_), members in groups.items():
-        numbers = [re.findall(r"(?<![^.])\d+(?![^.])", d.path) for d in members]
-        path = pattern
-        for column in zip(*numbers):
-            values = sorted({int(n) for n in column})
-            is_run = values == list(range(values[0], values[-1] + 1))
-            text = str(values[0]) if len(values) == 1 else f"[{values[0]}-{values[-1]}]"
-            if len(values) > 1 and not is_run:
-                text = f"[{','.join(map(str, values))}]"
-            path = path.replace("#", text, 1)
-        rows.append((path, len(members), members[0]))
+    for members in groups.values():
+        columns = enumerate(zip(*(words for words, _ in members)))
+        path = "".join(_numbers(column) if i % 2 else column[0] for i, column in columns)
+        rows.append((path, len(members), members[0][1]))
     return rows
+
+
+def _numbers(texts: Sequence[str]) -> str:
+    """`3`, `[0-11]` or `[0,2,4]`."""
+    values = sorted({int(text) for text in texts})
+    if len(values) == 1:
+        return str(values[0])
+    is_run = values[-1] - values[0] == len(values) - 1
+    return f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
 
 
 @in_own_context
@@ -216,8 +220,10 @@ def shard_rules(
     and `batch` is missing, or they do not run on abstract arrays; if no layout
     fits into `max_bytes_per_device`.
 
-    Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
-    reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
+    Warns with `ShardingWarning` if no name says which of several square matrices follow one another, so that
+    the path rules went by their order alone. And, once, if more than a twentieth of the model is replicated,
+    for whatever reason, or an array over 1 MiB for want of a rule or because its dims do not divide: it lists
+    the largest.
     """
     explanation = explain(
         model,
@@ -429,14 +435,13 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
-    guessed = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
-    if guessed and axis_size(mesh, "tensor") > 1:
-        warnings.warn(
+    messages = []
+    guesses = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
+    if guesses and axis_size(mesh, "tensor") > 1:
+        messages.append(
             f"shard_rules: no name says which of these follow one another, and their order alone was taken, "
-            f"which may send several times as much as needed: {first_few(guessed)}. Pass loss_fn and batch: "
-            "then the traced program decides.",
-            ShardingWarning,
-            stacklevel=4,
+            f"which may send several times what is needed: {first_few(guesses)}. Pass loss_fn and batch: then "
+            "the traced program decides."
         )
     whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
     whole.sort(key=lambda d: -d.bytes_per_device)
@@ -449,9 +454,9 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
             for d in whole
         ]
         listed = first_few(lines, separator="\n  ")
-        warnings.warn(
+        messages.append(
             f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
-            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}",
-            ShardingWarning,
-            stacklevel=4,
+            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}"
         )
+    for message in messages:
+        warnings.warn(message, ShardingWarning, stacklevel=4)
