@@ -270,6 +270,14 @@ def test_shard_rules_has_a_sharding_for_each_array_and_none_elsewhere():
     assert result.layers[1].bias == NamedSharding(mesh, P())
 
 
+def test_shard_rules_is_what_explain_found():
+    mesh = abstract_mesh(data=2, fsdp=2, tensor=2)
+    explanation = rx.explain(small_model(), mesh)
+    assert rx.shard_rules(small_model(), mesh) == explanation.shardings
+    specs = [x.spec for x in jax.tree.leaves(explanation.shardings)]
+    assert specs == [d.spec for d in explanation.decisions.values()]
+
+
 def test_first_matching_override_decides_alone():
     mesh = abstract_mesh(data=1, fsdp=2, tensor=2)
     decisions = decide(

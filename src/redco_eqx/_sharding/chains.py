@@ -59,13 +59,14 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
     is_list = isinstance(scope.value, list | tuple)
     links = _links(scope, matrices, is_list)
     place = {link: i for i, link in enumerate(links)}
-    rank = {a: (not is_list and (not a.is_last, len(a.members), a.out_size), -place[a]) for a in links}
+    rank = {a: (not a.is_last, len(a.members), a.out_size, -place[a]) for a in links}
     left = list(links)
 
     def next_of(a: Link) -> Link | None:
-        """The next one behind `a` that it comes before, or else the first."""
-        others = [b for b in left if place[b] > place[a]]
-        others += [b for b in left if place[b] < place[a] and not is_list]
+        """The next one behind `a` that it comes before, or else the first; in a list only the very next."""
+        if is_list:
+            return next((b for b in links[place[a] + 1 : place[a] + 2] if a.feeds(b)), None)
+        others = [b for b in left if place[b] > place[a]] + [b for b in left if place[b] < place[a]]
         return next((b for b in others if a.feeds(b) and (not b.feeds(a) or rank[a] > rank[b])), None)
 
     chains: list[list[Link]] = []

@@ -148,10 +148,8 @@ def _own_stack(node: Node) -> int | None:
     window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
     if isinstance(window, tuple):
         return len(weight.shape) - 2 - len(window)
-    if isinstance(out, tuple):
-        return len(weight.shape) - 1 - len(out)
     if out is not None or hasattr(node.value, "num_embeddings"):
-        return len(weight.shape) - 2
+        return len(weight.shape) - (3 if isinstance(out, tuple) else 2)
     return None if bias is None else len(bias.shape) - 1
 
 
