@@ -29,10 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 
 import redco_eqx as rx
-from redco_eqx._dataflow.communication import lower_bound
 from redco_eqx._dataflow.engine import choose_layout, weigh
+from redco_eqx._dataflow.prediction import lower_bound
 from redco_eqx._dataflow.program import trace_step
-from redco_eqx._sharding.rules import analysis_of, decide, decide_by
+from redco_eqx._sharding.rules import analysis_of, explain_by
 
 TENSOR = 4
 
@@ -213,8 +213,8 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
     times = times_of(case)
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
     assert analysis is not None
-    by_flow = {path: d.spec for path, d in decide_by(analysis, case.model, mesh).items()}
-    by_paths = {path: d.spec for path, d in decide(case.model, mesh).items()}
+    by_flow = {path: d.spec for path, d in explain_by(analysis, case.model, mesh).decisions.items()}
+    by_paths = {path: d.spec for path, d in rx.explain(case.model, mesh).decisions.items()}
     whole = naive(case.model, lambda shape: None)
     layouts: dict[str, Specs | None] = {"dataflow": by_flow, "paths": by_paths, "hand": case.hand}
     sent: dict[str, str] = {}

@@ -19,7 +19,8 @@ import pytest
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from redco_eqx import Mean, make_mesh, shard_rules
+from redco_eqx import Mean, explain, make_mesh, shard_rules
+from redco_eqx.types import Decision
 
 MESHES: dict[str, dict[str, Any]] = {
     "one": {"data": 1},
@@ -45,6 +46,13 @@ def in_long(*cases: Any) -> list[Any]:
 
 def mesh_of(name: str) -> Mesh:
     return make_mesh(**MESHES[name])
+
+
+def decide(
+    model: Any, mesh: Any, overrides: Any = (), loss_fn: Any = None, batch: Any = None
+) -> dict[str, Decision]:
+    """The decision for each array, by path."""
+    return explain(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch).decisions
 
 
 def fresh(tree: Any) -> Any:

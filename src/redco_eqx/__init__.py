@@ -10,9 +10,8 @@ from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._planning.plan import plan
-from redco_eqx._sharding.explain import explain
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
-from redco_eqx._sharding.rules import shard_rules
+from redco_eqx._sharding.rules import explain, shard_rules
 from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState

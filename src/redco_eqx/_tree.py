@@ -5,7 +5,7 @@ and errors.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import equinox as eqx
@@ -61,6 +61,16 @@ def size_text(num_bytes: int | float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
+    """Lines of columns as wide as they need to be, those of these numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [x.rjust(n) if i in right else x.ljust(n) for i, (x, n) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def lack_of_value(x: object) -> str | None:

@@ -3,8 +3,7 @@
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
 from redco_eqx._planning.report import MeshPlan
-from redco_eqx._sharding.explain import Explanation
-from redco_eqx._sharding.rules import Decision
+from redco_eqx._sharding.rules import Decision, Explanation
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._training.evaluation import MetricFn
 from redco_eqx._training.hook import Hook

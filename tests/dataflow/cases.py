@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from sharding.zoo import BY_NAME, Entry
 
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._sharding.rules import analysis_of, decide_by
+from redco_eqx._sharding.rules import analysis_of, explain_by
 
 TENSOR, ROWS = 4, 8
 
@@ -37,7 +37,8 @@ def analysed(name: str, rows: int = ROWS) -> Analysis:
 
 def specs_of(name: str, rows: int = ROWS) -> dict[str, PartitionSpec]:
     model = abstract(BY_NAME[name].make)
-    return {path: d.spec for path, d in decide_by(analysed(name, rows), model, abstract_mesh()).items()}
+    explanation = explain_by(analysed(name, rows), model, abstract_mesh())
+    return {path: d.spec for path, d in explanation.decisions.items()}
 
 
 def predicted_bytes(analysis: Analysis) -> float:

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import abstract, abstract_mesh
-from helpers import assert_same_layout, cross_entropy, make_transformer, token_batch
+from helpers import assert_same_layout, cross_entropy, decide, make_transformer, token_batch
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._sharding.rules import decide
 
 P = PartitionSpec
 MESH = abstract_mesh()

@@ -8,7 +8,7 @@ from sharding.zoo import goldens, strip
 from solves_and_groups import ENTRIES
 
 import redco_eqx as rx
-from redco_eqx._sharding.rules import analysis_of, decide_by
+from redco_eqx._sharding.rules import analysis_of, explain_by
 
 BY_COLUMNS = {
     "ridge_of_heads": {"up": 1, "down": 0},
@@ -31,7 +31,7 @@ def test_nothing_is_opaque_and_the_layout_is_that_by_hand(name):
     analysis, model = analysed(name), abstract(ENTRIES[name].make)
     assert not analysis.walk.opaque
     golden = {path: spec for path, spec in goldens(ENTRIES[name], model).items() if spec is not ...}
-    found = {path: strip(d.spec) for path, d in decide_by(analysis, model, abstract_mesh()).items()}
+    found = {path: strip(d.spec) for path, d in explain_by(analysis, model, abstract_mesh()).decisions.items()}
     assert {path: found[path] for path in golden} == golden
 
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import decide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from zoo import ZOO, Entry, goldens
+from zoo import BY_PROGRAM_ALONE, ZOO, Entry, goldens
 from zoo._entry import strip
 
 import redco_eqx as rx
@@ -20,7 +21,7 @@ from redco_eqx import models
 from redco_eqx._compiled.communication import communication
 from redco_eqx._compiled.hlo import num_elements
 from redco_eqx._sharding.chains import Link
-from redco_eqx._sharding.rules import FSDP_MIN_SIZE, decide
+from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 P = PartitionSpec
 WHOLE = P()
@@ -55,7 +56,8 @@ def test_layout_is_the_golden_one(entry):
     decisions = decide(abstract(entry), abstract_mesh(data=2, tensor=TENSOR))
     expected = goldens(entry)
     found = {path: strip(d.spec) for path, d in decisions.items() if expected[path] is not ...}
-    assert found == {path: spec for path, spec in expected.items() if spec is not ...}
+    is_golden = found == {path: spec for path, spec in expected.items() if spec is not ...}
+    assert is_golden == (entry.name not in BY_PROGRAM_ALONE), found
     assert all(d.reason and d.role for d in decisions.values())
 
 
@@ -93,10 +95,11 @@ def check_decision(d, mesh):
     )
 
 
-def shard(model, mesh):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", rx.errors.ShardingWarning)
-        return eqx.filter_shard(model, rx.shard_rules(model, mesh))
+def shard(entry, model, static, batch, mesh):
+    program = {}
+    if entry.name in BY_PROGRAM_ALONE:
+        program = {"loss_fn": lambda p, b, key: entry.loss(eqx.combine(p, static), b), "batch": batch}
+    return eqx.filter_shard(model, rx.explain(model, mesh, **program).shardings)
 
 
 @each_program
@@ -111,7 +114,7 @@ def test_sharded_equals_unsharded_with_clean_collectives(entry):
 
     step = jax.jit(jax.value_and_grad(loss))
     expected = step(params, batch)
-    placed = shard(params, mesh)
+    placed = shard(entry, params, static, batch, mesh)
     placed_batch = jax.device_put(batch, rx.batch_sharding(mesh))
     found = step(placed, placed_batch)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
@@ -267,6 +270,14 @@ def test_shard_rules_has_a_sharding_for_each_array_and_none_elsewhere():
     assert result.layers[1].bias == NamedSharding(mesh, P())
 
 
+def test_shard_rules_is_what_explain_found():
+    mesh = abstract_mesh(data=2, fsdp=2, tensor=2)
+    explanation = rx.explain(small_model(), mesh)
+    assert rx.shard_rules(small_model(), mesh) == explanation.shardings
+    specs = [x.spec for x in jax.tree.leaves(explanation.shardings)]
+    assert specs == [d.spec for d in explanation.decisions.values()]
+
+
 def test_first_matching_override_decides_alone():
     mesh = abstract_mesh(data=1, fsdp=2, tensor=2)
     decisions = decide(
@@ -333,7 +344,7 @@ def replicated_share(model, mesh):
         (quantized, ("tensor", "fsdp")),
         (lambda: [{"packed": shaped(2048, 256, dtype=jnp.uint32)} for _ in range(2)], ("fsdp",)),
         (lambda: [eqx.nn.GRUCell(128, 192, key=jax.random.key(0)) for _ in range(8)], ("fsdp",)),
-        (lambda: [{f"w{x}": shaped(8, 256, 64) for x in "qkvo"} for _ in range(4)], ("tensor", "fsdp")),
+        (lambda: [{f"w{x}": shaped(8, 256, 64) for x in "qkvo"} for _ in range(4)], ("fsdp",)),
         (lambda: [{"a": shaped(16, 64, 256)}, {"b": shaped(16, 64, 256)}], ("fsdp",)),
         (lambda: {"wpe": eqx.nn.Embedding(8192, 64, key=jax.random.key(0))}, ("fsdp",)),
         (lambda: [eqx.nn.LayerNorm(2**18)], ()),
@@ -364,7 +375,7 @@ def test_the_warning_says_how_much_and_lists_the_largest():
     _, (message,) = replicated_share(model, abstract_mesh(tensor=4))
     assert message.startswith("shard_rules: 2.0 of 2.0 MiB are replicated")
     lines = message.splitlines()[1:]
-    assert lines[0].startswith("  a: float32[512,8,64], 1.0 MiB on every device: no rule knows this array")
+    assert lines[0].startswith("  a: float32[512,8,64], 1.0 MiB on every device: no rule knows it: pass")
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["norm.weight", "norm.bias", "b"]
     for mesh in (abstract_mesh(data=4), abstract_mesh(data=2)):
         assert replicated_share(model, mesh)[1] == []  # nothing was asked to be split
@@ -405,16 +416,42 @@ def test_a_convolution_of_a_type_of_its_own_has_a_possible_layout(window, channe
 
     mesh = rx.make_mesh(tensor=8)
     model = rx.init_model(make, mesh, key=jax.random.key(0))
-    weight, bias = (d.spec for d in decide(model, mesh).values())
-    # The other case could be a stack of Linears with one output.
-    assert weight == bias == (P("tensor") if (window, channels) != (1, 1) else P())
+    for d in decide(model, mesh).values():
+        check_decision(d, mesh)
 
 
 def test_numbers_in_names_are_an_order():
     linear = eqx.filter_eval_shape(lambda: eqx.nn.Linear(16, 16, key=jax.random.key(0)))
-    decisions = decide({f"layer{i}": linear for i in range(12)}, abstract_mesh(tensor=4))
-    for i in range(12):
+    decisions = decide({f"layer{i}": linear for i in range(8)}, abstract_mesh(tensor=4))
+    for i in range(8):
         assert decisions[f"layer{i}.weight"].role == ("column", "row")[i % 2]
+
+
+GUESSES = ["w1 w2 w3 w4", "a b c d", "left middle right", "linear1 linear2 linear3 linear4", "x_gate x_main"]
+KNOWN = ["q k v o", "to_q to_k to_v to_out", "conv1 conv2", "fc1 fc2 fc3", "gate up down", "phi g out", "dense"]
+
+
+@pytest.mark.parametrize("names", GUESSES + KNOWN)
+def test_square_matrices_under_names_that_say_nothing_are_a_guess_and_said_to_be(names):
+    linear = eqx.filter_eval_shape(lambda: eqx.nn.Linear(64, 64, key=jax.random.key(0)))
+    norm = eqx.filter_eval_shape(lambda: eqx.nn.LayerNorm(64))
+    model = {"layers": dict.fromkeys(names.split(), linear), "norm": norm}
+    mesh = abstract_mesh(tensor=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rx.shard_rules(model, mesh)
+        rx.shard_rules(model, abstract_mesh(fsdp=4))  # nothing is split over tensor
+        rx.shard_rules(model, mesh, overrides=[("*.weight", P("tensor"))])
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == (names in GUESSES)
+    for message in messages:
+        assert all(f"layers.{name}.weight" in message for name in names.split())
+        assert "Pass loss_fn and batch" in message
+
+
+def test_square_layers_in_a_list_are_no_guess():
+    model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(64, 64, 64, 4, key=jax.random.key(0)))
+    assert not any(d.is_guess for d in decide(model, abstract_mesh(tensor=4)).values())
 
 
 @pytest.mark.parametrize("name", ["layer{}", "layer{}x"])

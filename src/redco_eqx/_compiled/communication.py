@@ -23,7 +23,7 @@ from redco_eqx._compiled.hlo import (
     split_commas,
     trip_count,
 )
-from redco_eqx._tree import size_text
+from redco_eqx._tree import size_text, table
 
 # Groups of devices in a compiled program, named by the axes of the mesh.
 #
@@ -369,9 +369,7 @@ class Communication:
             where = os.path.basename(source) + (" (backward)" if backward else "")
             rows.append((kind, ",".join(axes), *_cells(total), where))
         rows.append(("total", "", *_cells(self.total), ""))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        justify = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust)
-        lines = ["  ".join(f(x, n) for f, x, n in zip(justify, row, widths)).rstrip() for row in rows]
+        lines = table(rows, right=(2, 3, 4))
         return "\n".join([*lines, *(text for bound, text in _NOTES.items() if bound in _bounds(self.total))])
 
 

@@ -34,16 +34,9 @@ from redco_eqx._dataflow.values import (
     unify,
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
+from redco_eqx._tree import size_text
 
 # What a program says about a layout, in words and numbers for a reader.
-
-
-def megabytes(num_bytes: float) -> str:
-    """`1.2 MB`: of bytes that are sent, as networks are measured."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def factors(dim: Dim) -> str:
@@ -56,7 +49,7 @@ def factors(dim: Dim) -> str:
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
-    """Name the source of most bytes: `4.1 kB in 2 operations for the sum of dot_general at model.py:41`."""
+    """Where most is sent: `4.1 KiB in 2 operations for the sum of dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))
@@ -66,7 +59,7 @@ def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
     totals = {key: total_bytes(found, merged=True) for key, found in groups.items()}
     kind, name, place = key = max(groups, key=lambda key: totals[key])
     several = f"in {len(groups[key])} operations " if len(groups[key]) > 1 else ""
-    return f"{megabytes(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
+    return f"{size_text(totals[key])} {several}for the {_KINDS[kind]} of {name} at {place}"
 
 
 _KINDS = {
@@ -82,7 +75,7 @@ _KINDS = {
 def why_split(split: Split, dim: Dim, leaf: int) -> str:
     """Give the reason for a split parameter."""
     size = factors(dim)
-    sent = megabytes(split.num_bytes(merged=True))
+    sent = size_text(split.num_bytes(merged=True))
     others = len(split.leaves) - 1
     shared = f", with {others} other array{'s' if others > 1 else ''}" if others else ""
     text = f"{size} is split{shared}: {sent} a step"
@@ -129,7 +122,7 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
                 shared -= 1
             dim = costs.splits[number].leaves[paths.index(nearest)]
             return f"clashes with dim {dim} of {'.'.join(parts[shared:])}"
-    return f"would send {megabytes(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
+    return f"would send {size_text(split.num_bytes(merged=True))} a step, {largest_sends(split.sent)}"
 
 
 def _num_shared(first: str, second: str) -> int:

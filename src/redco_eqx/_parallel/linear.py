@@ -16,9 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
+from redco_eqx._sharding.matrices import Matrix, read_model
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
-from redco_eqx._sharding.model_tree import read_model
-from redco_eqx._sharding.nodes import Matrix
 from redco_eqx._tree import is_array, leaves_with_paths
 
 # The mesh that traced arrays lie on, found from the arrays themselves.
@@ -139,13 +138,13 @@ def apply(layer: Layer, x: Array) -> Array:
 
 
 def _only_matrix(layer: Layer) -> Matrix | None:
-    root, tied = read_model(layer)
+    root = read_model(layer)
     matrices = root.matrices()
-    if tied or len(matrices) != 1 or matrices[0].node is not root:
+    if len(matrices) != 1 or matrices[0].node is not root:
         return None
     matrix = matrices[0]
     is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
-    return matrix if is_linear and matrix.groups == 1 else None
+    return matrix if is_linear else None
 
 
 def _cut(matrix: Matrix, side: Literal["out", "in"]) -> dict[str, int | None]:

@@ -20,9 +20,8 @@ from redco_eqx._planning.memory import memory_of, num_flops, remembered
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target
 from redco_eqx._planning.trial import Candidate, Choice, Option, Trial, attempt, gib, may_fit, meshes, variants
-from redco_eqx._sharding.explain import Explanation, explain_by
 from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
-from redco_eqx._sharding.rules import Decision, analysis_of
+from redco_eqx._sharding.rules import Decision, Explanation, analysis_of, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import is_array, is_trainable, leaves_with_paths
@@ -218,7 +217,7 @@ class _Space:
     def state(self, choice: Choice) -> TrainState:
         """The state of a run, with no number in it, laid out on the target's devices."""
         mesh = _mesh_of(choice, self._target)
-        return self._laid_out(choice, self._explained(choice, mesh).decisions, mesh)
+        return self._laid_out(choice, self._explained(choice, mesh))
 
     def _candidates_of(self, choices: Sequence[Choice]) -> Iterator[Candidate]:
         """Of choices that differ in the number of microbatches alone."""
@@ -227,7 +226,7 @@ class _Space:
         sizes = choices[0].mesh
         mesh = _abstract_mesh(sizes)
         explained = self._explained(choices[0], mesh)
-        state = memory_of(self._laid_out(choices[0], explained.decisions, mesh), {})
+        state = memory_of(self._laid_out(choices[0], explained), {})
         sent = 0.0 if explained.communication is None else explained.communication.num_bytes
         flops, kept = self._work(choices[0].options, sizes["tensor"])
         chip, share = self._target.chip, _share_split(explained.decisions, sizes)
@@ -242,17 +241,12 @@ class _Space:
         analysis = self._analysis(choice.options, choice.mesh["tensor"])
         return explain_by(analysis, self._abstract(choice.options), mesh)
 
-    def _laid_out(
-        self, choice: Choice, decisions: Mapping[str, Decision], mesh: Mesh | AbstractMesh
-    ) -> TrainState:
-        specs = iter(decisions.values())
+    def _laid_out(self, choice: Choice, explained: Explanation) -> TrainState:
+        def lay(x: PyTree, sharding: NamedSharding | None) -> PyTree:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
 
-        def lay(x: PyTree) -> PyTree:
-            if not is_array(x):
-                return x
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, next(specs).spec))
-
-        placed, key = jax.tree.map(lay, self._abstract(choice.options)), jax.random.key(0)
+        model, key = self._abstract(choice.options), jax.random.key(0)
+        placed = jax.tree.map(lay, model, explained.shardings)
         return init_state(placed, self._optimizer, key=key, trainable=self._trainable)
 
     def _abstract(self, options: Mapping[str, Option]) -> PyTree:

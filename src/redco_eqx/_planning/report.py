@@ -10,6 +10,7 @@ from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._planning.memory import Memory
 from redco_eqx._planning.targets import Target
 from redco_eqx._planning.trial import Option, Trial, gib
+from redco_eqx._tree import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +67,10 @@ class MeshPlan:
         lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate.choice}: {best.verdict}"]
         if best.memory is not None:
             margin = self.target.margin(best.candidate.choice.mesh)
-            lines += ["", *_table(_of_memory(best.memory, self.capacity, margin), num_left=1)]
+            lines += ["", *table(_of_memory(best.memory, self.capacity, margin), right=(1,))]
         if best.arrays and not self.fits:
             lines += ["", "largest arrays of the state, on a device"]
-            lines += _table([(path, f"{gib(size)} GiB") for path, size in best.arrays], num_left=1)
+            lines += table([(path, f"{gib(size)} GiB") for path, size in best.arrays], right=(1,))
         if best.buffers:
             lines += ["", "largest values that the step computes, on a device"]
             lines += _of_buffers(best.buffers)
@@ -79,7 +80,7 @@ class MeshPlan:
             lines += _of_buffers(best.candidate.remembered[:5])
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
-        lines += ["", *_table(_of_trials(self.trials), num_left=1)]
+        lines += ["", *table(_of_trials(self.trials), right=(1, 2, 3, 4))]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -106,7 +107,7 @@ def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None
 
 def _of_buffers(buffers: Sequence[Buffer]) -> list[str]:
     rows = [(f"{gib(b.num_bytes)} GiB", b.shape, os.path.basename(b.source)) for b in buffers]
-    return _table(rows, num_left=0, left_from=1)
+    return table(rows, right=(0,))
 
 
 def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
@@ -126,17 +127,3 @@ def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
 
 MOST = 12
 """So many trials are in a table."""
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, num_left: int, left_from: int | None = None) -> list[str]:
-    """Columns as wide as they need to be: the first ones and the last flush left, numbers flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    last = len(widths) - 1 if len(widths) > 2 else len(widths)
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < num_left or i >= min(last, left_from or last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -1,12 +1,14 @@
-"""`shard_rules`: a layout for any model, decided from the program that uses it, or from paths, types and
-shapes.
+"""`explain`: a layout for any model and the reasons for it, decided from the program that uses it, or from
+paths, types and shapes. `shard_rules` is the layout alone.
 
 Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
 
 import dataclasses
 import fnmatch
+import functools
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.engine import Analysis, analyse
+from redco_eqx._dataflow.prediction import Prediction, Stored, predict
 from redco_eqx._sharding.mesh import (
     STORED,
     axes_of,
@@ -26,11 +29,12 @@ from redco_eqx._sharding.mesh import (
     check_mesh,
     in_own_context,
     num_batch_shards,
+    stored_axes,
     tensor_dim,
     trimmed,
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import AnyArray, describe, first_few, is_array, to_arrays
+from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
@@ -42,7 +46,8 @@ STORED_BYTES = 2**22
 
 
 class ShardingWarning(UserWarning):
-    """Much of a model, a large array that no rule could split, or a batch, is whole on every device."""
+    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
+    path rules had to guess."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Decision:
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: for a reader.
     - `bytes_per_device`: size of one shard.
+    - `is_guess`: whether the path rules had but the order of square matrices to go by, which may be wrong.
     """
 
     path: str
@@ -65,6 +71,101 @@ class Decision:
     role: str
     reason: str
     bytes_per_device: int
+    is_guess: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The layout of a model and the reasons for it; `str()` is a table, and so is what a notebook shows.
+
+    - `decisions`: one for each array, by path.
+    - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
+    - `mesh`: that it is for.
+    - `communication`: bytes that a step sends, if a program decided (and no override splits what it cannot
+        follow).
+    """
+
+    decisions: dict[str, Decision]
+    shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
+    mesh: Mesh | AbstractMesh
+    _analysis: Analysis | None = None
+
+    @functools.cached_property
+    def communication(self) -> Prediction | None:
+        dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
+        laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
+        return None if laid_out is None else predict(laid_out, self._stored)
+
+    @property
+    def _stored(self) -> dict[str, Stored]:
+        """The arrays that are gathered for use."""
+        stored, over_data = {}, axis_size(self.mesh, "data") > 1
+        for path, d in self.decisions.items():
+            num_parts = axis_size(self.mesh, stored_axes(d.spec))
+            if num_parts > 1:
+                stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
+        return stored
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all arrays that one device holds."""
+        return sum(d.bytes_per_device for d in self.decisions.values())
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._total}; print it for the table)"
+
+    def __str__(self) -> str:
+        rows = [("path", "shape", "spec", "role", "per device", "reason")]
+        for path, count, d in _collapse(self.decisions):
+            size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
+            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
+            rows.append((path, describe(d), f"({', '.join(map(_entry, entries))})", d.role, size, d.reason))
+        is_gathered = any("fsdp" in axes_of(d.spec) for d in self.decisions.values())
+        sent = [] if self.communication is None else [str(self.communication)]
+        return "\n".join([*table(rows), self._total, *([_GATHERS] if is_gathered else []), *sent])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in a notebook, and in IPython."""
+        printer.text(str(self))
+
+    @property
+    def _total(self) -> str:
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return f"{size_text(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
+
+
+_GATHERS = (
+    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
+    "layers one layer at a time, and again for its gradient"
+)
+
+
+def _entry(entry: str | tuple[str, ...] | None) -> str:
+    return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+
+
+def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
+    """Rows of which only the numbers in the path differ, as one: `(path, how many, an example)`."""
+    groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
+    for d in decisions.values():
+        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # numbers are every second of them
+        key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
+        groups.setdefault(key, []).append((words, d))
+    rows = []
+    for members in groups.values():
+        columns = enumerate(zip(*(words for words, _ in members)))
+        path = "".join(_numbers(column) if i % 2 else column[0] for i, column in columns)
+        rows.append((path, len(members), members[0][1]))
+    return rows
+
+
+def _numbers(texts: Sequence[str]) -> str:
+    """`3`, `[0-11]` or `[0,2,4]`."""
+    values = sorted({int(text) for text in texts})
+    if len(values) == 1:
+        return str(values[0])
+    is_run = values[-1] - values[0] == len(values) - 1
+    return f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
 
 
 @in_own_context
@@ -119,28 +220,49 @@ def shard_rules(
     and `batch` is missing, or they do not run on abstract arrays; if no layout
     fits into `max_bytes_per_device`.
 
-    Warns with `ShardingWarning`, once, if more than a twentieth of the model is replicated, for whatever
-    reason, or an array over 1 MiB for want of a rule or because its dims do not divide. It lists the largest.
+    Warns with `ShardingWarning` if no name says which of several square matrices follow one another, so that
+    the path rules went by their order alone. And, once, if more than a twentieth of the model is replicated,
+    for whatever reason, or an array over 1 MiB for want of a rule or because its dims do not divide: it lists
+    the largest.
     """
-    decisions = decide(model, mesh, overrides, loss_fn, batch, max_bytes_per_device)
-    _warn(decisions, mesh)
-    specs = iter(decisions.values())
-    return jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+    explanation = explain(
+        model,
+        mesh,
+        overrides=overrides,
+        loss_fn=loss_fn,
+        batch=batch,
+        max_bytes_per_device=max_bytes_per_device,
+    )
+    _warn(explanation.decisions, mesh)
+    return explanation.shardings
 
 
-def decide(
+@in_own_context
+def explain(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
+    *,
     overrides: Overrides = (),
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
-) -> dict[str, Decision]:
-    """The decision for every array of `model`, by path, in the model's order."""
+) -> Explanation:
+    """The layout that `shard_rules` gives, with the role of each array and the reason for it.
+
+    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
+    which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
+
+    ```python
+    explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
+    print(explanation)
+    print(explanation.decisions["layers.0.weight"].reason)
+    model = eqx.filter_shard(model, explanation.shardings)
+    ```
+    """
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
-    return decide_by(analysis, model, mesh, chosen)
+    return explain_by(analysis, model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -210,38 +332,36 @@ def analysis_of(
     )
 
 
-def decide_by(
+def explain_by(
     analysis: Analysis | None,
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
-) -> dict[str, Decision]:
-    """The decisions by the analysis of a program; without one, by the paths."""
+) -> Explanation:
+    """The layout by the analysis of a program, for which no axis of the mesh but `tensor` counts; without one,
+    by the paths.
+    """
     arrays = to_arrays(model)
-    if analysis is None:
+    if analysis is None or analysis.is_given:
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
-        found = analysis.roles()
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
-        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in found.items()}
-        if analysis.is_given:
-            by_paths = tensor_roles(model, axis_size(mesh, "tensor"))
-            roles |= {
-                path: dataclasses.replace(role, reason=f"the path rules' layout sends less: {role.reason}")
-                for path, role in by_paths.items()
-            }
+        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in analysis.roles().items()}
     decisions = {}
     for path, x in arrays.items():
-        shape = tuple(x.shape)
+        shape, is_guess = tuple(x.shape), analysis is None and roles[path].is_guess
         if path in chosen:
             pattern, spec = chosen[path]
-            role, reason = "override", f"override {pattern!r}"
+            role, reason, is_guess = "override", f"override {pattern!r}", False
         else:
             spec, role, reason = _spec(x, roles[path], mesh)
-        decisions[path] = Decision(
-            path, shape, x.dtype, spec, role, reason, _shard_bytes(shape, x.dtype, spec, mesh)
-        )
-    return decisions
+            if analysis is not None and analysis.is_given:
+                reason = f"the path rules' layout sends less: {reason}"
+        num_bytes = _shard_bytes(shape, x.dtype, spec, mesh)
+        decisions[path] = Decision(path, shape, x.dtype, spec, role, reason, num_bytes, is_guess)
+    specs = iter(decisions.values())
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
+    return Explanation(decisions, shardings, mesh, analysis)
 
 
 def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, str, str]:
@@ -315,21 +435,28 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     if axis_size(mesh, ("tensor", "fsdp")) == 1:
         return
+    messages = []
+    guesses = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
+    if guesses and axis_size(mesh, "tensor") > 1:
+        messages.append(
+            f"shard_rules: no name says which of these follow one another, and their order alone was taken, "
+            f"which may send several times what is needed: {first_few(guesses)}. Pass loss_fn and batch: then "
+            "the traced program decides."
+        )
     whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
     whole.sort(key=lambda d: -d.bytes_per_device)
     replicated = sum(d.bytes_per_device for d in whole)
     total = sum(d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for d in decisions.values())
     is_much = replicated > LARGE_SHARE * total and replicated >= LARGE_BYTES
-    unruled = ("whole", "grouped", "recurrent")
-    if is_much or any(d.role in unruled and d.bytes_per_device >= LARGE_BYTES for d in whole):
+    if is_much or any(d.role == "whole" and d.bytes_per_device >= LARGE_BYTES for d in whole):
         lines = [
             f"{d.path}: {describe(d)}, {d.bytes_per_device / 2**20:.1f} MiB on every device: {d.reason}"
             for d in whole
         ]
         listed = first_few(lines, separator="\n  ")
-        warnings.warn(
+        messages.append(
             f"shard_rules: {replicated / 2**20:.1f} of {total / 2**20:.1f} MiB are replicated, split over "
-            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}",
-            ShardingWarning,
-            stacklevel=4,
+            f"neither tensor nor fsdp. The largest of {len(whole)} such arrays:\n  {listed}"
         )
+    for message in messages:
+        warnings.warn(message, ShardingWarning, stacklevel=4)

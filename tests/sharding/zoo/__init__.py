@@ -20,4 +20,15 @@ ZOO: list[Entry] = [
 ]
 BY_NAME: dict[str, Entry] = {entry.name: entry for entry in ZOO}
 
-__all__ = ["BY_NAME", "ZOO", "Entry", "arrays", "golden", "goldens", "strip"]
+# What the path rules do not see: of these the golden layout is found by the program.
+BY_PROGRAM_ALONE: dict[str, str] = {
+    "bare_arrays": "matrices that are no `weight` of a module",
+    "raw_einsum": "the same, with a dim for heads",
+    "moe_raw": "the same, with a dim for experts",
+    "moe_raw_indivisible": "the same: the router is taken for a matrix of its own",
+    "wrapped_weights": "a weight that is a module itself",
+    "conv_depthwise": "convolutions in groups: left whole, between the two that are split",
+    "shared_head": "the bias of a head whose weight is another leaf: left whole",
+}
+
+__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "arrays", "golden", "goldens", "strip"]

@@ -1,13 +1,14 @@
-"""The communication of a layout, as a text for `explain`."""
+"""Bytes that a layout sends, predicted from the program, for `explain`."""
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from redco_eqx._dataflow.engine import Analysis, factors, largest_sends, megabytes
+from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
 from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
+from redco_eqx._tree import size_text
 
 # The least that any layout of a stated class sends.
 
@@ -66,7 +67,7 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
 
 
 @dataclasses.dataclass(frozen=True)
-class Communication:
+class Prediction:
     """What one device sends in a step, predicted from the program; of collectives the size of the results.
 
     - `num_bytes`: in all, by a compiler that adds the results of products before it sums them over devices,
@@ -88,12 +89,12 @@ class Communication:
     opaque: tuple[str, ...]
 
     def __str__(self) -> str:
-        total = f"sent by a device in a step: {megabytes(self.num_bytes)}"
+        total = f"sent by a device in a step: {size_text(self.num_bytes)}"
         if self.num_bytes_unmerged > 1.01 * self.num_bytes:
-            total += f" ({megabytes(self.num_bytes_unmerged)} on CPU, whose compiler sums before it adds)"
+            total += f" ({size_text(self.num_bytes_unmerged)} on CPU, whose compiler sums before it adds)"
         if self.at_least > 0:
             gap = f"{self.num_bytes / self.at_least:.2f} times that"
-            total += f"; at least {megabytes(self.at_least)} with as little memory, this is {gap}"
+            total += f"; at least {size_text(self.at_least)} with as little memory, this is {gap}"
         unknown = [f"not understood, and taken to need operands whole: {', '.join(self.opaque)}"]
         lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
         return "\n".join(lines)
@@ -139,8 +140,8 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
     return total
 
 
-def communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Communication:
-    """What the layout of `analysis` sends; of the arrays that are `stored` split, also what gathers them."""
+def predict(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
+    """The bytes that the layout of `analysis` sends, those that gather what is `stored` split among them."""
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
@@ -152,17 +153,17 @@ def communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Communica
     for split in splits:
         name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
-    lines = [(over_batch, f"{megabytes(over_batch)} over the batch axes, gradients before all")]
+    lines = [(over_batch, f"{size_text(over_batch)} over the batch axes, gradients before all")]
     lines += [(_total(group), _line(group, analysis)) for group in groups.values()]
     gathered, gathered_unmerged = (over_fsdp(analysis, stored, merged=flag) for flag in (True, False))
-    lines += [(gathered, f"{megabytes(gathered)} over fsdp: weights gathered, and parts of their gradients")]
+    lines += [(gathered, f"{size_text(gathered)} over fsdp: weights gathered, and parts of their gradients")]
     lines = [line for line in lines if line[0] > 0]
     lines.sort(key=lambda line: -line[0])
     opaque = [
         f"{name} ({len(found)}, first at {short_line(found[0])})"
         for name, found in analysis.walk.opaque.items()
     ]
-    return Communication(
+    return Prediction(
         num_bytes=merged + gathered,
         num_bytes_unmerged=unmerged + gathered_unmerged,
         at_least=min(least, merged) + gathered if least > 0 else 0.0,
@@ -184,7 +185,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     name += f", and {others} more" if others else ""
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
-    return f"{megabytes(_total(group))} for {name}: {largest_sends(sent)}"
+    return f"{size_text(_total(group))} for {name}: {largest_sends(sent)}"
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:
@@ -204,5 +205,5 @@ def _advice(group: Sequence[Split], analysis: Analysis) -> str:
     path, after = analysis.traced.paths[leaf], before - crossing
     return (
         f"{path} holds {pieces} pieces of {' x '.join(inner)}, and an even split crosses their borders: keep "
-        f"the pieces on a dim of their own, {megabytes(before)} -> {megabytes(after)}"
+        f"the pieces on a dim of their own, {size_text(before)} -> {size_text(after)}"
     )
