@@ -79,7 +79,15 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
 
 
 def fit(state: Any, examples: Any, *, call: Any = rx.fit, prefetch: int | None = None, **arguments: Any) -> Any:
-    """`rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as they say."""
+    """The state of `rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as
+    they say."""
+    return fit_with_history(state, examples, call=call, prefetch=prefetch, **arguments)[0]
+
+
+def fit_with_history(
+    state: Any, examples: Any, *, call: Any = rx.fit, prefetch: int | None = None, **arguments: Any
+) -> Any:
+    """The same with the history."""
     if prefetch is not None:
         examples = rx.Data(examples, prefetch=prefetch)
         evaluation = arguments.get("evaluation")

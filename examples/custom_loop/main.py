@@ -203,8 +203,7 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
     print(rx.explain(model, mesh, **program), end="\n\n")
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps))
-    scores = []
-    state = rx.fit(
+    _, history = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(1)),
         train,
         collate_fn=collate_fn,
@@ -216,13 +215,8 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
             held_out, predict_fn=predict_by_vit, metric_fn=accuracy, predictions_directory=args.output
         ),
         checkpoints=args.checkpoints,
-        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )
-    if scores == []:  # its checkpoints say that the run is over
-        size = mesh.size
-        logits = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_by_vit, batch_size=size)
-        scores.append(accuracy(held_out, logits)["accuracy"])
-    return [score for score in scores if score is not None]
+    return history["eval/accuracy"]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     print(f"{num_steps} samples at rate {rate:.3f}, with noise {noise:.3f} for {args.epsilon=}, {args.delta=}")
 
     def accuracies(clip: float, noise: float) -> list[float]:
-        size, optimizer, found = train[0][0].size, optax.sgd(1.0, momentum=0.5), []
+        size, optimizer = train[0][0].size, optax.sgd(1.0, momentum=0.5)
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
         program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[:places])}
         model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed), **program)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             held_out, **functions, every_steps=20, predict_fn=predict_fn, metric_fn=metric_fn,
             batch_size=places, predictions_directory=args.output and args.output / name,
         )  # fmt: skip
-        state = rx.fit(
+        _, history = rx.fit(
             rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
             functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed),
             **functions,
@@ -142,11 +142,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             num_steps=num_steps,
             evaluation=evaluation,
             checkpoints=args.checkpoints and args.checkpoints / name,
-            loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
         )
-        if found == []:  # its checkpoints say that the run is over
-            found.append(evaluation(state)["eval/accuracy"])
-        return [accuracy for accuracy in found if accuracy is not None]
+        return history["eval/accuracy"]
 
     private, plain = accuracies(args.clip, noise), accuracies(1e9, 0.0)
     print(f"accuracy {private[-1]:.3f} at epsilon {args.epsilon}, and {plain[-1]:.3f} without privacy")

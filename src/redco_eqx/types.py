@@ -7,6 +7,7 @@ from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._training.evaluation import MetricFn
+from redco_eqx._training.history import History
 from redco_eqx._training.hook import Hook
 from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
@@ -18,6 +19,7 @@ __all__ = [
     "Decision",
     "Examples",
     "Explanation",
+    "History",
     "Hook",
     "JittedStep",
     "Key",

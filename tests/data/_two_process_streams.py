@@ -100,7 +100,7 @@ for name, axes in MESHES.items():
 mesh = rx.make_mesh()
 for how, stream in {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stream(part, sharded=True)}.items():
     for num_steps in (4, 7):
-        state = rx.fit(
+        state, _ = rx.fit(
             state_on(mesh), stream, collate_fn=lambda x: np.asarray(x, np.float32), loss_fn=lambda m, b, k: 0.0,
             step_fn=counting_step, optimizer=OPTIMIZER, batch_size=BATCH_SIZE, num_steps=num_steps, loggers=(),
             checkpoints=rx.Checkpoints(directory / how, every_steps=4, keep_last=None),

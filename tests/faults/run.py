@@ -194,7 +194,7 @@ def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> 
         num_steps=num_steps,
         loggers=(),
         **{**defaults, **arguments},
-    )
+    )[0]
 
 
 def damage(change: Callable[[pathlib.Path], None], only: str = "*") -> Callable[..., Iterator[str]]:

@@ -37,7 +37,7 @@ def run(hook, **arguments):
         rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), EXAMPLES, collate_fn=np.asarray,
         loss_fn=lambda model, batch, key: 0.0, step_fn=counting_step, optimizer=OPTIMIZER, batch_size=8,
         num_steps=10, log_every=2, loggers=(), hook=hook, **arguments,
-    )  # fmt: skip
+    )[0]  # fmt: skip
 
 
 def values(state):

@@ -162,7 +162,7 @@ def test_a_crash_loses_no_row(tmp_path: pathlib.Path) -> None:
     with rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
         counted(linear_state(), tmp_path / "cut", loggers=[logger], **arguments)
     assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
-    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json"]
+    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json", "history.jsonl"]
 
 
 class Killed(BaseException):
@@ -663,7 +663,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.
     with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The one before it is used"):
         found = counted(linear_state(), tmp_path)
     assert_counted(found, 12, linear_state())
-    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json"]
+    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json", "history.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:.*The one before it is used")

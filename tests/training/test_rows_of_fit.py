@@ -27,7 +27,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._training.loggers import Reporter
+from redco_eqx._training.history import Reporter
 
 # Rows
 

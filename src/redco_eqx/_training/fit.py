@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._checkpoint.record import RunRecord, local
 from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
@@ -28,10 +28,11 @@ from redco_eqx._step.window import StepFn
 from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_whole
 from redco_eqx._training.compile import step_programs, train_programs
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.history import History, Reporter
 from redco_eqx._training.hook import Hook
 from redco_eqx._training.identity import identify, programs_of
 from redco_eqx._training.interrupt import InterruptFlag, interruption
-from redco_eqx._training.loggers import ConsoleLogger, Reporter
+from redco_eqx._training.loggers import ConsoleLogger
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
@@ -120,8 +121,8 @@ def fit(
     on_nonfinite: Literal["raise", "skip"] = "raise",
     donate: bool = True,
     step_timeout_seconds: float | None = None,
-) -> TrainState:
-    """Trains, and returns the new state.
+) -> tuple[TrainState, History]:
+    """Trains, and returns the new state and the numbers of the run.
 
     Mesh and layout are read from the arrays of `state`. Each call starts its own epochs, whose order
     depends on the key of `state` and on the step at which the call begins. Training drops the ragged tail
@@ -130,8 +131,8 @@ def fit(
     that this is made of.
 
     ```python
-    state = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
-                   batch_size=64, num_epochs=2, evaluation=rx.Evaluation(held_out), checkpoints="run")
+    state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
+                            batch_size=64, num_epochs=2, evaluation=rx.Evaluation(held_out), checkpoints="run")
     ```
 
     **Main arguments:**
@@ -170,7 +171,8 @@ def fit(
 
     **Returns:**
 
-    The state after the last step.
+    The state after the last step, and the [`History`][] of the whole run: its rows and its evaluations, with
+    those of earlier calls that this one goes on from.
 
     **Raises:**
 
@@ -181,8 +183,8 @@ def fit(
     - `ImportError` if `checkpoints` are wanted and Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
-    An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
-    saved too if there are `checkpoints`.
+    An error that ends a run which has begun has the state after its last step as its attribute `state`, and
+    the `history`; the state is saved too if there are `checkpoints`.
     """
     check_arguments(
         state,
@@ -266,9 +268,10 @@ def fit(
         total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
+            run,
+            directory=checkpoints and local(checkpoints.directory),
             num_steps=total,
-            batch_size=batch_size,
-            initial=run.num_steps,
+            is_again=saver.began_before,
         )
         stack.enter_context(contextlib.closing(reporter))
         reporter.say(f"fit: {epochs}")
@@ -281,9 +284,6 @@ def fit(
             say=lambda how: reporter.say(f"fit: {how}"),
         )  # fmt: skip
         stack.enter_context(contextlib.closing(places))
-        reporter.begin(run.id)
-        if saver.began_before:
-            reporter.rewind(run.step)
         if source is not None:
             run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
             stopped = ", where its hook ended it" if run.stopped else ""
@@ -310,10 +310,10 @@ def fit(
             training.end_by(error)
             raise
         if stop:
-            error = interruption(training.state, training.run.step, stop, path)
+            error = interruption(training.state, training.run.step, stop, path, training.history)
             reporter.say(f"fit: {error}")
             raise error
-        return training.state
+        return training.state, training.history
 
 
 def _loop(

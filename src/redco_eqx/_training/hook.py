@@ -23,7 +23,8 @@ class Change:
         losses = [evaluation["eval/loss"] for evaluation in run.evaluations]
         return rx.Change(stop=len(losses) > 3 and losses[-1] > losses[-4])
 
-    state = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=rx.Evaluation(held_out))
+    evaluation = rx.Evaluation(held_out)
+    state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
     ```
 
     - `stop`: whether the run ends here, as at its last step: with an evaluation if one is wanted, and a save.

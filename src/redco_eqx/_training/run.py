@@ -19,16 +19,17 @@ from redco_eqx._step.window import Window, is_like, next_window, window_from_jso
 from redco_eqx._training.checks import BatchShapes
 from redco_eqx._training.compile import NUM_AHEAD, Throttle, TrainProgram
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.history import History, Reporter
 from redco_eqx._training.hook import Hook, apply_hook
 from redco_eqx._training.identity import refuse_unlike
-from redco_eqx._training.loggers import Reporter
 from redco_eqx._training.saving import Saver
 from redco_eqx._tree import lack_of_value
 from redco_eqx._types import Batch
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`.
+    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
+    the rows until then.
 
     It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
     that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
@@ -43,11 +44,12 @@ class NonFiniteError(ArithmeticError):
         )
         self.state = state
         self.step = step
+        self.history = History()
         self._where = where
 
-    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str]]:
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str], dict[str, History]]:
         """By its arguments, of which the message is none: how it goes from one process to another."""
-        return type(self), (self.state, self.step, self._where)
+        return type(self), (self.state, self.step, self._where), {"history": self.history}
 
 
 class Training:
@@ -94,6 +96,11 @@ class Training:
             everywhere = replicated(state_mesh(state))
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), window_from_json(run.window))
             self._num_in_window = run.window["num_steps"]
+
+    @property
+    def history(self) -> History:
+        """The numbers of the run so far."""
+        return History(tuple(self._reporter.rows), self.run.evaluations)
 
     def step(self, batch: Batch, place: Place) -> None:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
@@ -206,7 +213,9 @@ class Training:
             self.saver.save(self.state, run)
 
     def end_by(self, error: Exception) -> None:
-        """Saves the state if an error has ended the run, and gives it to the error."""
+        """Saves the state if an error has ended the run, and gives it to the error, and the history."""
+        with contextlib.suppress(AttributeError):
+            error.history = self.history  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(error, NonFiniteError):
             return
         state = self.state
