@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fit_helpers import (
+    COUNTING,
     Rows,
     assert_same,
     collate,
@@ -230,7 +231,7 @@ def old_record(directory: pathlib.Path, **changes: Any) -> None:
 
 
 def test_an_earlier_order_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"step_fn": counting_step, "num_steps": 6}
+    arguments: Any = {"optimizer": COUNTING, "num_steps": 6}
     fit(linear_state(), EXAMPLES, checkpoints=tmp_path, **arguments)
     old_record(tmp_path)
     begin = linear_state()
@@ -256,9 +257,9 @@ def test_an_earlier_order_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     ids=["not shuffled", "stream"],
 )
 def test_another_way_to_read_is_refused(examples: Any, message: str, tmp_path: pathlib.Path) -> None:
-    fit(linear_state(), EXAMPLES, checkpoints=tmp_path, step_fn=counting_step, num_steps=6)
+    fit(linear_state(), EXAMPLES, checkpoints=tmp_path, optimizer=COUNTING, num_steps=6)
     with pytest.raises(ValueError, match=message):
-        fit(linear_state(), examples, checkpoints=tmp_path, step_fn=counting_step, num_steps=8)
+        fit(linear_state(), examples, checkpoints=tmp_path, optimizer=COUNTING, num_steps=8)
 
 
 def test_not_shuffled_keeps_the_order() -> None:
@@ -269,7 +270,7 @@ def test_not_shuffled_keeps_the_order() -> None:
         return collate(examples)
 
     data = rx.Data(EXAMPLES, shuffle=False, prefetch=0)
-    fit(linear_state(), data, collate_fn=spying, step_fn=counting_step, num_epochs=2)
+    fit(linear_state(), data, collate_fn=spying, optimizer=COUNTING, num_epochs=2)
     assert seen == [*range(20)] * 2
 
 
@@ -281,4 +282,4 @@ def test_a_billion_examples_train_at_once() -> None:
         def __getitem__(self, i: int) -> Any:
             return EXAMPLES[i % 22]
 
-    assert int(fit(linear_state(), Lazy(), step_fn=counting_step, num_steps=3).step) == 3
+    assert int(fit(linear_state(), Lazy(), optimizer=COUNTING, num_steps=3).step) == 3

@@ -6,9 +6,10 @@ import pathlib
 import pickle
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import EXAMPLES, Rows, counting_step, fit_with_history, linear_state, spoiled
+from fit_helpers import COUNTING, EXAMPLES, Rows, errors_of, fit_with_history, linear_state, spoiled
 
 import redco_eqx as rx
 
@@ -96,7 +97,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 
 
 def test_runs_in_one_directory_have_their_own_rows(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"step_fn": counting_step, "checkpoints": tmp_path, "log_every": 1}
+    arguments: Any = {"optimizer": COUNTING, "checkpoints": tmp_path, "log_every": 1}
     state, first = fit_with_history(linear_state(), EXAMPLES, num_steps=3, **arguments)
     _, second = fit_with_history(state, EXAMPLES, num_steps=2, **arguments)
     assert [row["step"] for row in first.rows] == [1, 2, 3]
@@ -104,17 +105,13 @@ def test_runs_in_one_directory_have_their_own_rows(tmp_path: pathlib.Path) -> No
 
 
 def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:
-    def step(state: Any, batch: Any) -> Any:
-        state, metrics = counting_step(state, batch)
-        return state, {
-            **metrics,
-            "odd": metrics["loss"] * np.inf - np.inf,
-            "large": metrics["loss"] * 0 + np.inf,
-        }
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        value = jnp.mean(errors_of(model, batch))
+        return value, {"odd": value * jnp.nan, "large": value + jnp.inf}
 
     for _ in range(2):
         _, history = fit_with_history(
-            linear_state(), EXAMPLES, num_steps=2, log_every=1, checkpoints=tmp_path, step_fn=step
+            linear_state(), EXAMPLES, num_steps=2, log_every=1, checkpoints=tmp_path, loss_fn=loss
         )
         assert np.isnan(history["train/odd"]).all()
         assert history["train/large"] == [np.inf, np.inf]
@@ -122,7 +119,7 @@ def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:
 
 def test_checkpoints_do_not_grow_by_rows(tmp_path: pathlib.Path) -> None:
     fit_with_history(
-        linear_state(), EXAMPLES, num_steps=60, log_every=1, step_fn=counting_step,
+        linear_state(), EXAMPLES, num_steps=60, log_every=1, optimizer=COUNTING,
         checkpoints=rx.Checkpoints(tmp_path, every_steps=20, keep_last=None),
     )  # fmt: skip
     first, *_, last = (

@@ -48,6 +48,7 @@ class Epochs:
             break
     ```
 
+    - `batch_size`: number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
     - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
     - `positions`: where a stream begins, for the same.
@@ -66,7 +67,7 @@ class Epochs:
         Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
         """
         self._data, self._collate_fn = as_data(examples), collate_fn
-        self._batch_size, self._mesh = batch_size, mesh
+        self.batch_size, self._mesh = batch_size, mesh
         self._last: tuple[int, Examples] | None = None
         self.num_batches: int | None = None
         self.num_examples: int | None = None
@@ -87,18 +88,23 @@ class Epochs:
 
     def __str__(self) -> str:
         if isinstance(self._data, Stream) and self.positions is not None:
-            return f"{stream_facts(self._data, self.positions[0])}, steps of {self._batch_size}"
+            return f"{stream_facts(self._data, self.positions[0])}, steps of {self.batch_size}"
         assert self.num_examples is not None
         assert self.num_batches is not None
-        num_dropped = self.num_examples - self.num_batches * self._batch_size
+        num_dropped = self.num_examples - self.num_batches * self.batch_size
         return (
-            f"{self.num_examples} examples, {self.num_batches} steps of {self._batch_size} per epoch, "
+            f"{self.num_examples} examples, {self.num_batches} steps of {self.batch_size} per epoch, "
             f"{num_dropped} dropped from each"
         )
 
     def num_steps(self, num_epochs: int) -> int | None:
-        """The number of steps of so many epochs, if that is known now."""
-        if self.num_batches is None or (isinstance(self._data, Data) and callable(self._data.examples)):
+        """The number of steps of so many epochs, if that is known now. Raises `ValueError` for a stream."""
+        if self.num_batches is None:
+            raise ValueError(
+                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long "
+                "it is: say num_steps= instead."
+            )
+        if isinstance(self._data, Data) and callable(self._data.examples):
             return None
         return self.num_batches * num_epochs
 
@@ -106,7 +112,7 @@ class Epochs:
         """The place after so many whole epochs and batches of another, at most all of them."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
-        num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
+        num_batches = len(batch_sizes(self._of(self._data, epoch), self.batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(
@@ -141,7 +147,7 @@ class Epochs:
             made = data_batches(
                 dataclasses.replace(data, examples=self._of(data, epoch)),
                 collate_fn,
-                batch_size=self._batch_size,
+                batch_size=self.batch_size,
                 mesh=self._mesh,
                 key=key,
                 epoch=epoch,
@@ -163,16 +169,16 @@ class Epochs:
         verify: bool,
         say: Callable[[str], object],
     ) -> Generator[tuple[Batch, Place]]:
-        begin = first_position(stream, self._batch_size, self._mesh)
+        begin = first_position(stream, self.batch_size, self._mesh)
         if positions is None:
-            position = begin._replace(num_items=batch * items_per_batch(stream, begin, self._batch_size))
+            position = begin._replace(num_items=batch * items_per_batch(stream, begin, self.batch_size))
         else:
             position = _of_shard(begin, positions)
         while not (stream.is_once and epoch > 0):
             made = stream_batches(
                 stream,
                 collate_fn,
-                batch_size=self._batch_size,
+                batch_size=self.batch_size,
                 mesh=self._mesh,
                 epoch=epoch,
                 position=position,
@@ -189,7 +195,7 @@ class Epochs:
                         yield x, Place(epoch, batch, None, (after,))
             if batch == 0:
                 raise ValueError(
-                    f"Stream: epoch {epoch} has not one whole batch of {self._batch_size}. A function of the "
+                    f"Stream: epoch {epoch} has not one whole batch of {self.batch_size}. A function of the "
                     "epoch must give a new iterable each time."
                 )
             epoch, batch, position = epoch + 1, 0, begin

@@ -106,8 +106,8 @@ class Reporter:
         self._num_untimed = 0
         self.metrics: dict[str, float] = {}
         self.rows: list[Row] = []
-        is_kept = directory is not None and jax.process_index() == 0
-        self._file = JSONLLogger(directory / FILE) if is_kept else None
+        is_first = jax.process_index() == 0
+        self._file = JSONLLogger(directory / FILE) if directory is not None and is_first else None
         for logger in [*self._loggers, *filter(None, [self._file])]:
             if set_run := getattr(logger, "set_run", None):
                 set_run(run.id)

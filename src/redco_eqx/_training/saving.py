@@ -46,14 +46,12 @@ class Saver:
         self._since = time.monotonic()
         self.began_before = False
 
-    def resume(
-        self, state: TrainState, run: RunRecord, *, release: bool
-    ) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
+    def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
         """The newest state of the run that began with `state`, laid out like it; its place; its checkpoint.
 
         `state` itself, at the run's beginning, if that run has no checkpoint; `began_before` says whether there
-        is one, or an attempt that ended without. With `release` the arrays of `state` are deleted before those
-        of the checkpoint are read, so that there is no need of memory for both.
+        is one, or an attempt that ended without. The arrays of `state` are deleted before those of the
+        checkpoint are read, so that there is no need of memory for both.
 
         **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
         have changed; `CheckpointError` if all are damaged.
@@ -76,8 +74,7 @@ class Saver:
             info = together(lambda: read_record(path), CheckpointError)
             chosen = select(info, like)
             _check_same(info, run, allow_changes=config.allow_changes)
-            if release:
-                jax.tree.map(lambda x: x.delete(), state)
+            jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info
 
         (restored, info), damaged = first_good(paths, load)
