@@ -2,10 +2,12 @@
 
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
+from redco_eqx._data.batches import Batches
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._sharding.explain import Explanation
 from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.jit import JittedStep
+from redco_eqx._step.window import StepFn
 from redco_eqx._training.evaluation import MetricFn
 from redco_eqx._training.history import History
 from redco_eqx._training.hook import Hook
@@ -13,6 +15,7 @@ from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Me
 
 __all__ = [
     "Batch",
+    "Batches",
     "CheckpointInfo",
     "CheckpointWriter",
     "CollateFn",
@@ -31,4 +34,5 @@ __all__ = [
     "OutputFn",
     "PredictFn",
     "RunRecord",
+    "StepFn",
 ]

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils  # noqa: E402
 
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._data import streams  # noqa: E402
+from redco_eqx._data.epochs import Epochs  # noqa: E402
 
 streams.PROOF = 4  # so that the states of short epochs are used
 
@@ -76,7 +77,7 @@ for name, axes in MESHES.items():
         "whole": rx.Stream(whole, sharded=False),
         "sharded": rx.Stream(part, sharded=True),
     }.items():
-        epochs = rx.loop.Epochs(stream, lambda x: np.asarray(x, np.float32), batch_size=BATCH_SIZE, mesh=mesh)
+        epochs = Epochs(stream, lambda x: np.asarray(x, np.float32), batch_size=BATCH_SIZE, mesh=mesh)
         seen, places = [], []
         made = epochs.after(0, 0, key=jax.random.key(0))
         for batch, place in made:
@@ -103,17 +104,17 @@ for how, stream in {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stre
     results[f"steps {how}"] = int(state.step)
 try:
     unlike = rx.Stream(lambda epoch: range(100 * process, 200), sharded=False)
-    epochs = rx.loop.Epochs(unlike, np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
+    epochs = Epochs(unlike, np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
     next(epochs.after(0, 0, key=jax.random.key(0)))
 except ValueError as error:
     results["unlike"] = str(error)
 try:
-    rx.loop.Epochs(rx.Stream(whole), np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
+    Epochs(rx.Stream(whole), np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
 except ValueError as error:
     results["unsaid"] = str(error)
 interleaved = rx.make_mesh(data=8, devices=[jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)])
 try:
-    rx.loop.Epochs(rx.Stream(part, sharded=True), np.asarray, batch_size=BATCH_SIZE, mesh=interleaved)
+    Epochs(rx.Stream(part, sharded=True), np.asarray, batch_size=BATCH_SIZE, mesh=interleaved)
     results["interleaved"] = None
 except ValueError as error:
     results["interleaved"] = str(error)

@@ -10,6 +10,7 @@ from fit_helpers import COUNTING, fit, linear_state, no_threads_left
 from helpers import run_two_processes
 
 import redco_eqx as rx
+from redco_eqx._data.epochs import Epochs
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
     assert run is not None
     assert run.positions is not None
     assert (run.epoch, run.batch, run.positions[0][:4]) == (2, 1, (0, 1, 8, None))
-    epochs = rx.loop.Epochs(
+    epochs = Epochs(
         rx.Stream(lambda epoch: range(1000 * epoch, 1000 * epoch + 29)),
         np.asarray,
         batch_size=8,

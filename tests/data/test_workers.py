@@ -14,6 +14,7 @@ import pytest
 from fit_helpers import no_threads_left
 
 import redco_eqx as rx
+from redco_eqx._data.epochs import Epochs
 from redco_eqx._data.workers import work_in_hand
 
 OPTIONS: Any = {"batch_size": 8}
@@ -229,7 +230,7 @@ def test_processes_see_the_cpu_only_and_ignore_ctrl_c():
 
 def test_processes_live_through_all_epochs():
     data = rx.Data(range(16), num_workers=2, processes=True)
-    epochs = rx.loop.Epochs(data, uneven, batch_size=8, mesh=rx.make_mesh())
+    epochs = Epochs(data, uneven, batch_size=8, mesh=rx.make_mesh())
     pids = set()
     made = epochs.after(0, 0, key=jax.random.key(0))
     for batch, place in made:

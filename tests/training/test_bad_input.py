@@ -27,7 +27,6 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._step.window import empty_window
 
 EXAMPLES = make_examples(12)
 ADAM = optax.adam(1e-2)
@@ -82,11 +81,12 @@ def stepping(**changed: Any) -> Callable[[], Any]:
         state, metrics = counting_step(state, batch)
         return dataclasses.replace(state, **changed), metrics
 
-    return lambda: empty_window(step, linear_state(), collate(EXAMPLES[:4]))
+    return lambda: rx.skip_nonfinite(step)(linear_state(), collate(EXAMPLES[:4]))
 
 
 def reporting(metrics: Any) -> Callable[[], Any]:
-    return lambda: empty_window(lambda state, batch: (state, metrics), linear_state(), collate(EXAMPLES[:4]))
+    step = rx.skip_nonfinite(lambda state, batch: (state, metrics))
+    return lambda: step(linear_state(), collate(EXAMPLES[:4]))
 
 
 def deleted_state() -> Any:
@@ -324,8 +324,8 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("a row of losses", reporting({"loss": np.ones(2)}), ValueError, r"the metric 'loss' must be a scalar"),
     (
         "no state",
-        lambda: empty_window(
-            lambda state, batch: (state.params, {"loss": 1.0}), linear_state(), collate(EXAMPLES[:4])
+        lambda: rx.skip_nonfinite(lambda state, batch: (state.params, {"loss": 1.0}))(
+            linear_state(), collate(EXAMPLES[:4])
         ),
         ValueError,
         r"step_fn must return \(state, metrics\), but the state is a dict",

@@ -679,7 +679,8 @@ def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.
     assert spy.num_calls == 0
 
 
-def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("log_every", [50, 1])
+def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path: pathlib.Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
@@ -687,7 +688,7 @@ def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -
 
     try:
         with pytest.raises(rx.errors.CheckpointError, match="could not be written") as caught:
-            counted(linear_state(), tmp_path, collate_fn=Collate(7, fill))
+            counted(linear_state(), tmp_path, collate_fn=Collate(7, fill), log_every=log_every)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]

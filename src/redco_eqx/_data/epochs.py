@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from redco_eqx._data.batches import SHUFFLED, batch_sizes, check_batch_size, data_batches, stream_batches
 from redco_eqx._data.data import Data, Stream, as_data
-from redco_eqx._data.streams import Position, first_position, items_per_batch, stream_facts
+from redco_eqx._data.streams import Position, first_position, position_at, stream_facts
 from redco_eqx._data.workers import closed_after, collator
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key
@@ -39,14 +39,6 @@ class Place(NamedTuple):
 
 class Epochs:
     """The training batches of a run, without end: each epoch in an order of its own, its ragged tail left out.
-
-    ```python
-    epochs = rx.loop.Epochs(examples, collate_fn, batch_size=64, mesh=mesh)
-    for batch, place in epochs.after(0, 0, key=jax.random.key(2)):
-        state, metrics = step(state, batch)
-        if place.epoch == 3:
-            break
-    ```
 
     - `batch_size`: number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
@@ -170,10 +162,7 @@ class Epochs:
         say: Callable[[str], object],
     ) -> Generator[tuple[Batch, Place]]:
         begin = first_position(stream, self.batch_size, self._mesh)
-        if positions is None:
-            position = begin._replace(num_items=batch * items_per_batch(stream, begin, self.batch_size))
-        else:
-            position = _of_shard(begin, positions)
+        position = position_at(stream, begin, batch, positions, self.batch_size)
         while not (stream.is_once and epoch > 0):
             made = stream_batches(
                 stream,
@@ -206,18 +195,6 @@ class Epochs:
         if self._last is None or self._last[0] != epoch:
             self._last = epoch, data.examples(epoch)
         return self._last[1]
-
-
-def _of_shard(begin: Position, positions: Sequence[Sequence[Any]]) -> Position:
-    """The position of this process among those of all shards."""
-    found = {position.shard: position for position in (Position(*fields) for fields in positions)}
-    num_shards = {position.num_shards for position in found.values()}
-    if num_shards != {begin.num_shards} or begin.shard not in found:
-        raise ValueError(
-            f"Stream: it was read in {max(num_shards)} shards, and is now read in {begin.num_shards}, so that "
-            "no process can go on where one was. Go on with as many processes."
-        )
-    return found[begin.shard]
 
 
 def _with_ends(

@@ -18,7 +18,7 @@ from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, layout_of, state_mesh
 from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import StepFn, Window, empty_window, guarded
+from redco_eqx._step.window import StepFn, Window, accumulated, empty_window
 from redco_eqx._types import Batch, LossFn
 
 # The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand.
@@ -75,14 +75,13 @@ class TrainProgram(NamedTuple):
 def train_program(step_fn: StepFn, state: TrainState, batch: Batch) -> TrainProgram:
     """Traces `step_fn` once, and compiles it for states that lie as this one does.
 
-    Raises `ValueError` as `guarded` and `empty_window` do, and what `step_fn` raises.
+    Raises `ValueError` as `accumulated` does, and what `step_fn` raises.
     """
     program = trace(step_fn, state, batch)
     everywhere = replicated(state_mesh(state))
     window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
-    # Without it a step that forgets the layout would return another one, which the program does not take.
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(guarded(program), donate_argnums=0, out_shardings=layout)
+    body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
     digest = ""
     if jax.process_count() > 1:  # without addresses in memory

@@ -112,8 +112,7 @@ def fit(
     Mesh and layout are read from the arrays of `state`. Each call starts its own epochs, whose order
     depends on the key of `state` and on the step at which the call begins. Training drops the ragged tail
     of an epoch (other examples each time). The compiled step is kept: a next call with the same functions,
-    which close over the same values, and the same shapes compiles nothing. `redco_eqx.loop` has the pieces
-    that this is made of.
+    which close over the same values, and the same shapes compiles nothing.
 
     ```python
     state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from redco_eqx._checkpoint.record import Row, RunRecord
+from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, Progress
@@ -172,21 +172,29 @@ class Reporter:
             return False
         row = window_row(window)
         self.metrics = dict(row)
-        kept = {**row, "train/epoch": pending.epoch}
-        self.rows.append({"step": pending.step, **kept})
-        if self._file is not None:
-            self._file(pending.step, kept)
+        self._keep(pending.step, {**row, "train/epoch": pending.epoch})
         if num_timed and elapsed > 0:
             rate = num_timed / elapsed
             row["train/examples_per_second"] = rate * self._batch_size
-            num_taken = int(window.num_steps - window.num_skipped)
-            weight = float(window.metrics["loss"].weight)
-            if weight > num_taken * self._batch_size:  # a Mean over tokens, not over examples
-                row["train/tokens_per_second"] = rate * weight / num_taken
+            num_steps, weight = int(window.num_steps), float(window.metrics["loss"].weight)
+            if weight > num_steps * self._batch_size:  # a Mean over tokens, not over examples
+                row["train/tokens_per_second"] = rate * weight / num_steps
         row["train/epoch"] = pending.epoch
         self._bar.set_metrics({name: row[name] for name in ("train/loss",) if name in row})
         self.row(pending.step, row)
         return True
+
+    def _keep(self, step: int, row: Mapping[str, float]) -> None:
+        self.rows.append({"step": step, **row})
+        if self._file is None:
+            return
+        try:
+            with self._file:  # closed after each row: a file system that is to be unmounted is not held up
+                self._file(step, row)
+        except OSError as error:
+            raise CheckpointError(
+                f"the row of step {step} could not be written beside the checkpoints: {error}"
+            ) from error
 
     def row(self, step: int, row: Mapping[str, float]) -> None:
         """Hands a row to every logger."""
@@ -194,7 +202,5 @@ class Reporter:
             logger(step, row)
 
     def close(self) -> None:
-        """Ends the progress bar, and closes the file. The loggers belong to the caller, or to `fit`."""
+        """Ends the progress bar. The loggers belong to the caller, or to `fit`."""
         self._bar.close()
-        if self._file is not None:
-            self._file.close()

@@ -161,13 +161,22 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         # A second Ctrl-C waits for nothing. Nor does an error on one of many processes: a save is complete when
         # all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
-        if self._writer is not None:
-            self._writer.close() if waits else self._writer.release()
+        if self._writer is None:
+            return
+        if not waits:
+            self._writer.release()
+            return
+        try:
+            self._writer.close()
+        except CheckpointError as problem:
+            if error is None:
+                raise
+            error.add_note(f"fit: {problem}")  # in its place it would take the state away
 
 
 def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Checkpoints | None:
