@@ -32,7 +32,7 @@ def my_loop(state: Any, examples: Any, directory: Any, *, num_epochs: int, stop_
     mesh, key = state.step.sharding.mesh, order_key(state, 0)
     layout = {path: x.sharding for path, x in state.params.items()}
     step = rx.jit_step(functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER, shardings=layout))
-    place = {"epoch": 0, "start": 0}
+    place: dict[str, Any] = {"epoch": 0, "start": 0}
     if saved := rx.list_checkpoints(directory) if directory.exists() else []:
         state, place = rx.restore(directory, state), saved[-1].extras["place"]
     with rx.Checkpoints(directory).open() as writer:
