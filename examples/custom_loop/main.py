@@ -186,10 +186,10 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
             train, collate_fn, batch_size=args.batch_size, mesh=mesh, key=jax.random.key(2), **place
         )
         for batch in batches:
-            state, metrics = step(state, batch)
+            state, _ = step(state, batch)
         place = batches.place  # at its end: the beginning of the next epoch
         scores = [*scores, evaluation(state)["eval/accuracy"]]
-        print(f"epoch {place['epoch']}: loss {float(metrics['loss']):.3f}, accuracy {scores[-1]:.3f}")
+        print(f"epoch {place['epoch']}: accuracy {scores[-1]:.3f}")
         if directory:
             rx.save(directory, state, extras={"place": place, "scores": scores})
     return scores

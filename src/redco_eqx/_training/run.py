@@ -115,10 +115,11 @@ class Training:
             self._empty = program.window
             if self._window is None or not is_like(self._window, program.window):  # saved by another program
                 self._window, self._num_in_window = program.window, 0
-        self.state, self._window = program.compiled(self.state, self._window, batch)
+        self.state, window = program.compiled(self.state, self._window, batch)
+        self._window = window
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        self._ahead.append((batch, self._window))
+        self._ahead.append((batch, window))
         # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
         num_ahead = 0 if _is_debugging() else NUM_AHEAD
         if len(self._ahead) > num_ahead:
