@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     # A progress bar on a terminal, and a row of numbers each hundred steps.
     start = time.perf_counter()
-    state = rx.fit(
+    state, _ = rx.fit(
         state,
         train,
         collate_fn=collate_fn,

@@ -43,7 +43,8 @@ def predict_fn(model: Any, batch: Any, key: Any) -> Any:
 
 def fit(state: Any = STATE, examples: Any = EXAMPLES, **changed: Any) -> Any:
     right = {"collate_fn": collate, "loss_fn": loss_fn, "optimizer": ADAM, "batch_size": 4, "num_steps": 2}
-    return rx.fit(state, examples, donate=False, **{**right, **changed})
+    state = jax.tree.map(jnp.copy, state) if isinstance(state, rx.TrainState) else state
+    return rx.fit(state, examples, **{**right, **changed})[0]
 
 
 def evaluate(state: Any = STATE, examples: Any = EXAMPLES, **changed: Any) -> Any:

@@ -79,7 +79,22 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
 
 
 def fit(state: Any, examples: Any, *, call: Any = rx.fit, prefetch: int | None = None, **arguments: Any) -> Any:
-    """`rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as they say."""
+    """The state of `rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as
+    they say."""
+    return fit_with_history(state, examples, call=call, prefetch=prefetch, **arguments)[0]
+
+
+def fit_with_history(
+    state: Any,
+    examples: Any,
+    *,
+    call: Any = rx.fit,
+    prefetch: int | None = None,
+    donate: bool = True,
+    **arguments: Any,
+) -> Any:
+    """The same with the history; or of a copy of the state."""
+    state = state if donate else jax.tree.map(jnp.copy, state)
     if prefetch is not None:
         examples = rx.Data(examples, prefetch=prefetch)
         evaluation = arguments.get("evaluation")
@@ -163,8 +178,12 @@ def state_after(num_steps: int, state: Any = None, examples: Any = None, **argum
     return next(itertools.islice(steps, num_steps - 1, None))[0] if num_steps else state
 
 
+COUNTING = optax.chain(optax.identity(), optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads)))
+"""Adds one to every parameter. Its state is that of `SGD`."""
+
+
 def counting_step(state: Any, batch: Any) -> Any:
-    """A step that compiles in no time: adds one to every parameter."""
+    """The same as a step that compiles in no time."""
     params = jax.tree.map(lambda p: p + 1, state.params)
     return dataclasses.replace(state, params=params, step=state.step + 1), {"loss": jnp.mean(batch["weight"])}
 

@@ -27,7 +27,7 @@ def main() -> None:
     examples = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
     functions = {"collate_fn": np.stack, "loss_fn": loss_fn, "batch_size": 32}
     before = rx.evaluate(state, examples, **functions)["loss"]
-    state = rx.fit(state, examples, **functions, optimizer=optimizer, num_epochs=4)
+    state, _ = rx.fit(state, examples, **functions, optimizer=optimizer, num_epochs=4)
     assert rx.evaluate(state, examples, **functions)["loss"] < before / 2
 
 

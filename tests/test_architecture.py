@@ -28,7 +28,7 @@ ROOMS = rooms()
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # What only re-exports, by name.
 FACES = [pathlib.Path(name) for name in (
-    "__init__.py", "errors.py", "layers.py", "loop.py", "types.py", "models/__init__.py",
+    "__init__.py", "errors.py", "layers.py", "types.py", "models/__init__.py",
 )]  # fmt: skip
 
 

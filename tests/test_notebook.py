@@ -38,7 +38,7 @@ SETUP = """
     def fit(state):
         return rx.fit(state, rx.Data(examples, prefetch=0), collate_fn=collate_fn, loss_fn=loss_fn,
                       optimizer=optimizer,
-                      batch_size=4, num_steps=20, loggers=())
+                      batch_size=4, num_steps=20, loggers=())[0]
 """
 CELLS = [SETUP, "state = fit(state)", "state = sys.last_value.state\nstate", "fit(state)", "explanation"]
 

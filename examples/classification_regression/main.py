@@ -132,9 +132,8 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
     num_epochs = args.epochs or EPOCHS[task]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, num_steps), weight_decay=0.05)
-    scores = []
     print(f"{task}: {len(train)} examples, {len(held_out)} held out")
-    state = rx.fit(
+    _, history = rx.fit(
         rx.init_state(model, optimizer, key=state_key),
         train,
         **functions,
@@ -142,10 +141,8 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
         num_epochs=num_epochs,
         evaluation=evaluation,
         checkpoints=args.checkpoints and args.checkpoints / task,
-        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
     )
-    scores = [score for score in scores if score is not None]  # none if its checkpoints say it is over
-    return scores or [evaluation(state)["eval/score"]], table_data.linear_score(train, held_out)
+    return history["eval/score"], table_data.linear_score(train, held_out)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:

@@ -5,22 +5,24 @@
 
 An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it; learning rate and weight decay
 are tuned by `grad` through whole runs of training; and a vision transformer of equimo, a package that knows
-nothing of this library, is laid out on the mesh and trained unchanged. The pieces of `fit` make a loop with an
-end of its own.
+nothing of this library, is laid out on the mesh and trained unchanged. Steps, `batches` and checkpoints make a
+loop with an end of its own.
 """
 
+import argparse
 import functools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Key
 from sklearn.linear_model import LogisticRegression
 from tqdm import tqdm
 
@@ -30,8 +32,11 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import digits_data
 
+Examples: TypeAlias = list[tuple[np.ndarray, int]]
+"""Images of digits, and which digits they are."""
 
-def make_model(key: Any) -> eqx.nn.MLP:
+
+def make_model(key: Key[Array, ""]) -> eqx.nn.MLP:
     """From the pixels of a digit to the logits of its class."""
     return eqx.nn.MLP(64, 10, 256, depth=2, activation=jax.nn.gelu, key=key)
 
@@ -42,18 +47,20 @@ def collate_fn(examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, np.ndarr
     return {"x": np.stack(x), "y": np.array(y)}
 
 
-def predict_fn(model: eqx.nn.MLP, batch: Any, key: Any) -> Float[Array, "batch 10"]:
+def predict_fn(model: eqx.nn.MLP, batch: dict[str, Array], key: Key[Array, ""]) -> Float[Array, "batch 10"]:
     """The logits of each digit."""
     return jax.vmap(lambda x: model(x.ravel()))(batch["x"])
 
 
-def predict_by_vit(model: Any, batch: Any, key: Any) -> Float[Array, "batch 10"]:
+def predict_by_vit(model: Any, batch: dict[str, Array], key: Key[Array, ""]) -> Float[Array, "batch 10"]:
     """The same of a vision transformer, which takes images with channels, and a key for its dropout."""
     keys = jax.random.split(key, len(batch["y"]))
     return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
 
 
-def loss_fn(model: Any, batch: Any, key: Any, *, predict_fn: rx.types.PredictFn = predict_fn) -> Array:
+def loss_fn(
+    model: Any, batch: dict[str, Array], key: Key[Array, ""], *, predict_fn: rx.types.PredictFn = predict_fn
+) -> Array:
     """The cross-entropy."""
     logits = predict_fn(model, batch, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
@@ -98,7 +105,7 @@ def loss_after_training(
     return rx.eval_step(state, held_out, loss_fn=loss_fn)["loss"].value
 
 
-def ensemble(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> tuple[float, float]:
+def ensemble(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> tuple[float, float]:
     """The accuracy of the members' mean, and the mean of their accuracies."""
     optimizer = optax.adamw(1e-3)
     keys = jax.random.split(jax.random.key(args.seed), 8)
@@ -120,7 +127,7 @@ def ensemble(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> tup
     return accuracy(held_out, jax.nn.softmax(logits).mean(axis=0))["accuracy"], float(np.mean(members))
 
 
-def tune(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> dict[str, Any]:
+def tune(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> dict[str, Any]:
     """The loss while hyperparameters are tuned, and before; a hypergradient and its finite difference."""
     data = collate_fn(train), collate_fn(held_out)
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), loss_fn=loss_fn, batch=data[0])
@@ -146,18 +153,12 @@ def tune(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> dict[st
     return {"tuned loss": (losses, float(first)), "hypergradient": (float(gradient["log_rate"]), slope)}
 
 
-def stop_early(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> list[float]:
-    """The accuracy after each epoch, until it has not grown three times: `fit` with an end of its own.
-
-    Of `fit`'s pieces: a step that leaves out what is not finite, the epochs, what is due, an evaluation.
-    """
+def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
+    """The accuracy after each epoch, until three epochs have not raised it."""
     optimizer = optax.adamw(1e-3)
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), **program)
-    shardings = rx.shard_rules(model, mesh, **program)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
-    step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    step = rx.jit_step(rx.loop.guarded(step_fn, skip_nonfinite=True))
     evaluation = rx.Evaluation(
         held_out,
         collate_fn=collate_fn,
@@ -166,31 +167,40 @@ def stop_early(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> l
         metric_fn=accuracy,
         batch_size=32,
     )
-    epochs = rx.loop.Epochs(train, collate_fn, batch_size=args.batch_size, mesh=mesh)
-    plan = rx.loop.Plan(num_epochs=args.epochs, evaluate=rx.loop.Every(epochs=1))
-    run = rx.types.RunRecord.begin_at(0, batch_size=args.batch_size, num_examples=len(train))
-    logger, scores, window, empty = rx.ConsoleLogger(), [], None, None
-    for batch, place in epochs.after(0, 0, key=rx.loop.order_key(state, run.begin)):
-        if empty is None:
-            window = empty = rx.loop.empty_window(step_fn, state, batch)
-        state, window = step(state, window, batch)
-        run = run.advanced(place.epoch, place.batch)
-        is_late = len(scores) > 3 and max(scores[-3:]) <= max(scores[:-3])
-        due = rx.loop.due(plan, run, stop=is_late)
-        if due.log:
-            logger(run.step, rx.loop.window_row(jax.device_get(window)))
-            window = rx.loop.next_window(empty, window)
-        if due.evaluate:
-            row = evaluation(state)
-            logger(run.step, row)
-            run = run.evaluated(row)
-            scores.append(row["eval/accuracy"])
-        if due.finish:
-            break
+
+    # The layout is said once, to the step. A step whose loss or gradient is not finite is left out.
+    shardings = rx.shard_rules(model, mesh, **program)
+    step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    step = rx.jit_step(rx.skip_nonfinite(step_fn))
+
+    # A run that was stopped goes on where it was: the state is in its checkpoint, all else in the `extras`.
+    directory = args.checkpoints and args.checkpoints / "until it grows no more"
+    saved = rx.list_checkpoints(directory) if directory else []
+    extras: Any = saved[-1].extras if saved else {"place": {"epoch": 0, "start": 0}, "scores": []}
+    state = rx.restore(directory, state) if saved else state
+    place, scores = extras["place"], extras["scores"]
+
+    while place["epoch"] < args.epochs and not has_stopped_growing(scores):
+        # Each epoch has its own order, which follows from the key and the number of the epoch.
+        batches = rx.batches(
+            train, collate_fn, batch_size=args.batch_size, mesh=mesh, key=jax.random.key(2), **place
+        )
+        for batch in batches:
+            state, _ = step(state, batch)
+        place = batches.place  # at its end: the beginning of the next epoch
+        scores = [*scores, evaluation(state)["eval/accuracy"]]
+        print(f"epoch {place['epoch']}: accuracy {scores[-1]:.3f}")
+        if directory:
+            rx.save(directory, state, extras={"place": place, "scores": scores})
     return scores
 
 
-def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> list[float]:
+def has_stopped_growing(scores: Sequence[float]) -> bool:
+    """Says whether none of the last three scores is above all before."""
+    return len(scores) > 3 and max(scores[-3:]) <= max(scores[:-3])
+
+
+def third_party(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
     """The accuracy, after each epoch, of a published model that was written without a thought of sharding."""
     from equimo.models.vit import VisionTransformer  # its import makes a key, and with it the devices
 
@@ -203,8 +213,7 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
     print(rx.explain(model, mesh, **program), end="\n\n")
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     optimizer = optax.adamw(optax.cosine_decay_schedule(2e-3, num_steps))
-    scores = []
-    state = rx.fit(
+    _, history = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(1)),
         train,
         collate_fn=collate_fn,
@@ -216,13 +225,8 @@ def third_party(args: Any, mesh: Any, train: list[Any], held_out: list[Any]) -> 
             held_out, predict_fn=predict_by_vit, metric_fn=accuracy, predictions_directory=args.output
         ),
         checkpoints=args.checkpoints,
-        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/accuracy"))],
     )
-    if scores == []:  # its checkpoints say that the run is over
-        size = mesh.size
-        logits = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_by_vit, batch_size=size)
-        scores.append(accuracy(held_out, logits)["accuracy"])
-    return [score for score in scores if score is not None]
+    return history["eval/accuracy"]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from dp_accounting.rdp import RdpAccountant
 from jaxtyping import Array, Float
+from tqdm import tqdm
 
 import redco_eqx as rx
 
@@ -122,31 +123,30 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     print(f"{num_steps} samples at rate {rate:.3f}, with noise {noise:.3f} for {args.epsilon=}, {args.delta=}")
 
     def accuracies(clip: float, noise: float) -> list[float]:
-        size, optimizer, found = train[0][0].size, optax.sgd(1.0, momentum=0.5), []
+        size, optimizer = train[0][0].size, optax.sgd(1.0, momentum=0.5)
         make_model = functools.partial(eqx.nn.MLP, size, 10, 64, depth=1, activation=jnp.tanh)
         program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[:places])}
         model = rx.init_model(lambda key: make_model(key=key), mesh, key=jax.random.key(args.seed), **program)
-        rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
-        name, functions = f"noise-{noise:.3f}", {"collate_fn": collate_fn, "loss_fn": loss_fn}
+        state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1))
+        name, reached = f"noise-{noise:.3f}", []
         evaluation = rx.Evaluation(
-            held_out, **functions, every_steps=20, predict_fn=predict_fn, metric_fn=metric_fn,
-            batch_size=places, predictions_directory=args.output and args.output / name,
+            held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=places, predict_fn=predict_fn,
+            metric_fn=metric_fn, predictions_directory=args.output and args.output / name,
         )  # fmt: skip
-        state = rx.fit(
-            rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
-            functools.partial(poisson_sample, examples=train, rate=rate, places=places, seed=args.seed),
-            **functions,
-            step_fn=functools.partial(private_step, optimizer=optimizer, **rule),
-            optimizer=optimizer,
-            batch_size=places,
-            num_steps=num_steps,
-            evaluation=evaluation,
-            checkpoints=args.checkpoints and args.checkpoints / name,
-            loggers=[rx.ConsoleLogger(), lambda _, row: found.append(row.get("eval/accuracy"))],
-        )
-        if found == []:  # its checkpoints say that the run is over
-            found.append(evaluation(state)["eval/accuracy"])
-        return [accuracy for accuracy in found if accuracy is not None]
+        directory = args.checkpoints and args.checkpoints / name
+        if directory and rx.list_checkpoints(directory):  # the accuracies on the way are kept beside the state
+            reached = rx.list_checkpoints(directory)[-1].extras["accuracies"]
+            state = rx.restore(directory, state)
+        rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}
+        step = rx.jit_step(functools.partial(private_step, optimizer=optimizer, **rule))
+        for i in tqdm(range(int(state.step), num_steps), desc=name, disable=None):
+            sample = poisson_sample(i, examples=train, rate=rate, places=places, seed=args.seed)
+            state, _ = step(state, collate_fn(sample))
+            if (i + 1) % 20 == 0 or i + 1 == num_steps:
+                reached.append(evaluation(state)["eval/accuracy"])
+                if directory:
+                    rx.save(directory, state, extras={"accuracies": reached})
+        return reached
 
     private, plain = accuracies(args.clip, noise), accuracies(1e9, 0.0)
     print(f"accuracy {private[-1]:.3f} at epsilon {args.epsilon}, and {plain[-1]:.3f} without privacy")

@@ -114,10 +114,11 @@ def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arg
     """The same round, client by client. `fit` compiles once: it keeps the step from call to call."""
     total = jax.tree.map(jnp.zeros_like, state.params)
     for client, batches in enumerate(rows):
-        own = dataclasses.replace(state, key=jax.random.fold_in(state.key, client))
+        own = jax.tree.map(jnp.copy, state)  # `fit` takes over what it is given
+        own = dataclasses.replace(own, key=jax.random.fold_in(state.key, client))
         examples = rx.Data([train[i] for i in batches.ravel()], shuffle=False, prefetch=0)
-        fit: Any = {"batch_size": rows.shape[2], "num_epochs": 1, "donate": False, "loggers": ()}
-        total = jax.tree.map(jnp.add, total, rx.fit(own, examples, **fit, **arguments).params)
+        fit: Any = {"batch_size": rows.shape[2], "num_epochs": 1, "loggers": ()}
+        total = jax.tree.map(jnp.add, total, rx.fit(own, examples, **fit, **arguments)[0].params)
     return averaged(state, rows.shape[1], jax.tree.map(lambda x: x / len(rows), total))
 
 
@@ -158,9 +159,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
         logits = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=256)
         return float(np.mean(np.argmax(logits, axis=1) == [y for _, y in held_out]))
 
-    central = accuracy(
-        rx.fit(state, train, **functions, batch_size=32, num_epochs=args.epochs, donate=False, log_every=200)
-    )
+    copy = jax.tree.map(jnp.copy, state)
+    trained, _ = rx.fit(copy, train, **functions, batch_size=32, num_epochs=args.epochs)
+    central = accuracy(trained)
     dealt = {name: deal(labels, args.clients, iid=name == "IID", seed=args.seed) for name in ("IID", "not IID")}
     server, results = state, dict[str, tuple[Any, float]]()
     for i in tqdm(range(args.fit_rounds), desc="a fit for each client", disable=None):

@@ -65,13 +65,12 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: Any, **options: Any) -> Any:
-    """The state after training, and the scores on the way."""
+    """The state after training, and the numbers on the way."""
     num_epochs, rate = options["num_epochs"], options["rate"]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, num_steps // 10, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
-    scores = []
-    state = rx.fit(
+    return rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
         train,
         collate_fn=collate_fn,
@@ -81,9 +80,7 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
         num_epochs=num_epochs,
         evaluation=evaluation,
         checkpoints=args.checkpoints and args.checkpoints / name,
-        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/score"))],
     )
-    return state, [score for score in scores if score is not None]
 
 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
@@ -158,11 +155,11 @@ def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float],
         predictions_directory=args.output and args.output / task,
     )
     rates = {"num_epochs": args.epochs, "rate": args.rate}
-    state, scores = fit(args, task, model, train, loss_fn, evaluation, **rates)
+    state, history = fit(args, task, model, train, loss_fn, evaluation, **rates)
     if args.output:
         models.save_pretrained(state.model, args.output / task)
         tokenizer.save_pretrained(args.output / task)
-    return scores or [evaluation(state)["eval/score"]], reference  # none if its checkpoints say it is over
+    return history["eval/score"], reference
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:

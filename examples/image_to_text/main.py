@@ -169,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         predictions_directory=args.output,
         **functions,
     )
-    rows: list[Any] = []
-    state = rx.fit(
+    state, history = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
         rx.Data(train, num_workers=4),
         **functions,
@@ -178,16 +177,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         num_epochs=args.epochs,
         evaluation=evaluation,
         checkpoints=args.checkpoints and rx.Checkpoints(args.checkpoints, keep_best={"eval/bleu": "max"}),
-        loggers=[rx.ConsoleLogger(), lambda _, row: rows.append(row)],
     )
     if args.output:
         models.save_pretrained(state.model, args.output)
         tokenizer.save_pretrained(args.output)
     results = {}
-    rows = [row for row in rows if "eval/loss" in row] or [evaluation(state)]  # which the last run ended with
     for name, score in {"exact match": "exact", "BLEU": "bleu"}.items():
-        results[name] = [row[f"eval/{score}"] for row in rows], baseline[score]
-        print(f"{name}: {rows[-1][f'eval/{score}']:.3f}, and {baseline[score]:.3f} by {frequent!r}")
+        reached = history[f"eval/{score}"]
+        results[name] = reached, baseline[score]
+        print(f"{name}: {reached[-1]:.3f}, and {baseline[score]:.3f} by {frequent!r}")
     return results
 
 

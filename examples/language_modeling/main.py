@@ -68,8 +68,8 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1), **options)
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": args.batch_size}
-    scores: list[Any] = [rx.evaluate(state, test, **functions)["loss"]]
-    state = rx.fit(
+    before = rx.evaluate(state, test, **functions)["loss"]
+    state, history = rx.fit(
         state,
         train,
         **functions,
@@ -78,11 +78,8 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
         evaluation=rx.Evaluation(test, every_steps=num_steps // 5 + 1),
         checkpoints=args.checkpoints and args.checkpoints / name,
         log_every=100,
-        loggers=[rx.ConsoleLogger(), lambda _, row: scores.append(row.get("eval/loss"))],
     )
-    scores = [score for score in scores if score is not None]
-    if len(scores) == 1:  # its checkpoints say that the run is over
-        scores.append(rx.evaluate(state, test, **functions)["loss"])
+    scores = [before, *history["eval/loss"]]
     return state, (scores, code_data.bigram_bits(train, test, model.config.vocab_size))
 
 

@@ -61,7 +61,7 @@ def main():
     optimizer = optax.sgd(0.1, momentum=0.9)
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
     functions = {"collate_fn": collate_fn, "loss_fn": loss_fn}
-    state = rx.fit(
+    state, _ = rx.fit(
         state,
         examples,
         optimizer=optimizer,

@@ -166,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list
         state = rx.init_state(rx.init_model(make, mesh, key=key), optimizer, key=key)
         run: Any = {"optimizer": optimizer, "checkpoints": args.checkpoints and args.checkpoints / name}
         run |= {"collate_fn": collate, "loss_fn": partial(loss_fn, **rule), "num_epochs": args.epochs}
-        return rx.fit(state, lambda i: range(i * num, (i + 1) * num), batch_size=args.batch_size, **run).model
+        state, _ = rx.fit(state, lambda i: range(i * num, (i + 1) * num), batch_size=args.batch_size, **run)
+        return state.model
 
     def scores(model: Model, collate: Any, *rates: float) -> list[float]:
         run: Any = {"collate_fn": collate, "predict_fn": partial(predict_fn, rates=rates)}

@@ -141,7 +141,7 @@ def read_folder(args: Any) -> list[tuple[Any, str, float]]:
 
 def tune(
     model: Any, examples: Any, args: Any, parts: Sequence[str], rate: float, num_epochs: int, **options: Any
-) -> rx.TrainState:
+) -> tuple[rx.TrainState, rx.types.History]:
     """Trains some parts of the model on these examples, by Adam with a falling rate."""
     num_steps = rx.num_train_steps(len(examples), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, num_steps // 20, num_steps)
@@ -182,22 +182,20 @@ def learn_digits(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str
         digits = [WORDS.index(text.split()[-1]) for _, text, _ in ordered]
         return {"accuracy": classifier.score(grey, digits)}
 
-    options: Any = {"collate_fn": collate, "batch_size": args.batch_size, "loggers": [rx.ConsoleLogger()]}
-    num_epochs, accuracies = (5 if args.quick else args.epochs), []
-    model = tune(
+    options: Any = {"collate_fn": collate, "batch_size": args.batch_size}
+    num_epochs = 5 if args.quick else args.epochs
+    state, _ = tune(
         model, examples, args, ["vae"], 2e-3, -(-num_epochs // 2), loss_fn=autoencoder_loss, **options
-    ).model
-    options["loggers"].append(lambda _, row: accuracies.append(row.get("eval/accuracy")))
+    )
     evaluation = rx.Evaluation(
         orders, every_steps=5 * num_epochs, batch_size=len(orders), collate_fn=collate, predict_fn=predict,
         metric_fn=metric_fn,
     )  # fmt: skip
-    state = tune(
-        model, examples, args, ["text_encoder", "unet"], 1e-3, num_epochs, evaluation=evaluation,
+    state, history = tune(
+        state.model, examples, args, ["text_encoder", "unet"], 1e-3, num_epochs, evaluation=evaluation,
         loss_fn=partial(loss_fn, empty_rate=0.1), **options,
     )  # fmt: skip
-    accuracies = [x for x in accuracies if x is not None] or [evaluation(state)["eval/accuracy"]]
-    return state.model, tokenizer, {"digits": (accuracies, known)}
+    return state.model, tokenizer, {"digits": (history["eval/accuracy"], known)}
 
 
 def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -222,7 +220,7 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
         own = models.to_uint8(np.stack(draw(state, [args.class_prompt] * args.class_images)))
         pictures = examples * -(-len(own) // len(examples))
         pictures += [(Image.fromarray(x), args.class_prompt, args.prior_weight) for x in own]
-    state = tune(model, pictures, args, ["unet"], args.rate, args.epochs, loss_fn=loss, **options)
+    state, _ = tune(model, pictures, args, ["unet"], args.rate, args.epochs, loss_fn=loss, **options)
     after = rx.evaluate(state, examples, loss_fn=loss, **options)["loss"]
     grid(draw(state, args.sample or [args.prompt]), args.picture, num_columns=1, scale=1)
     return state.model, tokenizer, {"loss": (after, before)}

@@ -149,8 +149,8 @@ def load_or_make(family: str, args: Any, mesh: Any, train: Sequence[Any]) -> tup
     return rx.init_model(lambda key: make(key=key), mesh, key=key, loss_fn=loss_fn, batch=batch), tokenizer
 
 
-def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Sequence[Any]) -> Sequence[Any]:
-    """The scores after each epoch."""
+def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Sequence[Any]) -> rx.types.History:
+    """The numbers of training a model of this family."""
     model, tokenizer = load_or_make(family, args, mesh, train)
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     rate = args.rate or (2e-5 if args.model else RATES[family])
@@ -166,8 +166,7 @@ def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Seq
         predictions_directory=args.output and args.output / family,
         **functions,
     )
-    rows: list[Any] = []
-    state = rx.fit(
+    state, history = rx.fit(
         rx.init_state(model, optimizer, key=jax.random.key(args.seed + 1)),
         train,
         **functions,
@@ -175,12 +174,11 @@ def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Seq
         num_epochs=args.epochs,
         evaluation=evaluation,
         checkpoints=args.checkpoints and rx.Checkpoints(args.checkpoints / family, keep_best=BEST),
-        loggers=[rx.ConsoleLogger(), lambda _, row: rows.append(row)],
     )
     if args.output:
         models.save_pretrained(state.model, args.output / family)
         tokenizer.save_pretrained(args.output / family)
-    return [row for row in rows if "eval/loss" in row] or [evaluation(state)]  # which the last run ended with
+    return history
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
@@ -199,10 +197,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         train, held_out = read(args.data, "train"), read(args.data, "validation")
     baseline, results = lead(held_out), {}
     for family in [args.model.name] if args.model else args.family:
-        rows = learn(family, args, mesh, train, held_out)
+        history = learn(family, args, mesh, train, held_out)
         for name, score in {"ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}.items():
-            results[f"{family}, {name}"] = [row[f"eval/{score}"] for row in rows], baseline[score]
-            print(f"{family}, {name}: {rows[-1][f'eval/{score}']:.3f}, and {baseline[score]:.3f} by the lead")
+            reached = history[f"eval/{score}"]
+            results[f"{family}, {name}"] = reached, baseline[score]
+            print(f"{family}, {name}: {reached[-1]:.3f}, and {baseline[score]:.3f} by the lead")
     return results
 
 

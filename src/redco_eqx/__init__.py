@@ -1,6 +1,6 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
-from redco_eqx import errors, layers, loop, types
+from redco_eqx import errors, layers, types
 from redco_eqx._birth.init_model import init_model
 from redco_eqx._checkpoint.checkpoints import Checkpoints, save
 from redco_eqx._checkpoint.record import list_checkpoints
@@ -16,6 +16,7 @@ from redco_eqx._step.init import init_state
 from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.steps import eval_step, predict_step, train_step
+from redco_eqx._step.window import skip_nonfinite
 from redco_eqx._training.evaluation import Evaluation, evaluate, predict
 from redco_eqx._training.fit import fit, num_train_steps
 from redco_eqx._training.hook import Change
@@ -51,7 +52,6 @@ __all__ = [
     "jit_step",
     "layers",
     "list_checkpoints",
-    "loop",
     "make_mesh",
     "num_train_steps",
     "plan",
@@ -60,6 +60,7 @@ __all__ = [
     "restore",
     "save",
     "shard_rules",
+    "skip_nonfinite",
     "to_arrays",
     "train_step",
     "types",

@@ -2,21 +2,26 @@
 
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
+from redco_eqx._data.batches import Batches
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._sharding.rules import Decision, Explanation
 from redco_eqx._step.jit import JittedStep
+from redco_eqx._step.window import StepFn
 from redco_eqx._training.evaluation import MetricFn
+from redco_eqx._training.history import History
 from redco_eqx._training.hook import Hook
 from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 __all__ = [
     "Batch",
+    "Batches",
     "CheckpointInfo",
     "CheckpointWriter",
     "CollateFn",
     "Decision",
     "Examples",
     "Explanation",
+    "History",
     "Hook",
     "JittedStep",
     "Key",
@@ -28,4 +33,5 @@ __all__ = [
     "OutputFn",
     "PredictFn",
     "RunRecord",
+    "StepFn",
 ]

@@ -27,6 +27,7 @@ from stream_sources import (
 
 import redco_eqx as rx
 from redco_eqx._data import streams
+from redco_eqx._data.epochs import Epochs
 from redco_eqx._data.streams import Position, checksum, state_from_text, state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
@@ -50,12 +51,12 @@ def ids(batch: Any) -> list[int]:
     return np.asarray(batch).tolist()
 
 
-def epochs_of(stream: Any, collate_fn: Any = np.asarray) -> rx.loop.Epochs:
-    return rx.loop.Epochs(stream, collate_fn, batch_size=BATCH_SIZE, mesh=rx.make_mesh())
+def epochs_of(stream: Any, collate_fn: Any = np.asarray) -> Epochs:
+    return Epochs(stream, collate_fn, batch_size=BATCH_SIZE, mesh=rx.make_mesh())
 
 
 def taken(
-    epochs: rx.loop.Epochs, num: int, epoch: int = 0, batch: int = 0, positions: Any = None, **options: Any
+    epochs: Epochs, num: int, epoch: int = 0, batch: int = 0, positions: Any = None, **options: Any
 ) -> Any:
     """The first batches from a place on, and the places after them."""
     made = epochs.after(epoch, batch, key=KEY, positions=positions, **options)

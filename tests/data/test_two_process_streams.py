@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fit_helpers import counting_step, fit, linear_state, no_threads_left
+from fit_helpers import COUNTING, fit, linear_state, no_threads_left
 from helpers import run_two_processes
 
 import redco_eqx as rx
+from redco_eqx._data.epochs import Epochs
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_runs_go_on(results: list[Any], directory: pathlib.Path) -> None:
 
 def test_with_another_number_of_processes(results: list[Any], directory: pathlib.Path) -> None:
     """What was read whole goes on; what was read in two shards is refused."""
-    arguments: Any = {"step_fn": counting_step, "num_steps": 9, "batch_size": 8}
+    arguments: Any = {"optimizer": COUNTING, "num_steps": 9, "batch_size": 8}
     sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
     begin = linear_state()
     with pytest.raises(ValueError, match=r"read in 1 shards, but was in 2 .*Go on with as many processes"):
@@ -85,7 +86,7 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
     assert run is not None
     assert run.positions is not None
     assert (run.epoch, run.batch, run.positions[0][:4]) == (2, 1, (0, 1, 8, None))
-    epochs = rx.loop.Epochs(
+    epochs = Epochs(
         rx.Stream(lambda epoch: range(1000 * epoch, 1000 * epoch + 29)),
         np.asarray,
         batch_size=8,

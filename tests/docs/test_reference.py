@@ -13,7 +13,7 @@ SECTIONS = [
     for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
     if ":::" in section
 ]
-FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "loop", "models", "types"))]
+FACES = ["redco_eqx", *(f"redco_eqx.{face}" for face in ("errors", "layers", "models", "types"))]
 
 
 def listed(text: str) -> list[str]:

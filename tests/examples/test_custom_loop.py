@@ -177,24 +177,17 @@ def test_a_published_model_is_split_by_the_rules_and_its_loss_does_not_depend_on
     np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-6)  # means are float32
 
 
-def test_a_loop_of_pieces_ends_when_its_evaluations_grow_no_more(digits):
+def test_a_loop_ends_when_its_evaluations_grow_no_more_and_goes_on_where_it_was_stopped(digits, tmp_path):
     train, held_out = digits
-    args = types.SimpleNamespace(seed=0, epochs=40, batch_size=32)
-    scores = loops.stop_early(args, rx.make_mesh(tensor=2), train, held_out)
+
+    def run(epochs, checkpoints=None):
+        args = types.SimpleNamespace(seed=0, epochs=epochs, batch_size=32, checkpoints=checkpoints)
+        return loops.stop_early(args, rx.make_mesh(tensor=2), train, held_out)
+
+    scores = run(40)
     assert 4 <= len(scores) < 40
     assert max(scores[-3:]) <= max(scores[:-3])
     assert all(max(scores[i - 2 : i + 1]) > max(scores[: i - 2]) for i in range(3, len(scores) - 1))
-    # The same epochs by `fit`.
-    state = rx.init_state(
-        rx.init_model(loops.make_model, rx.make_mesh(tensor=2), key=jax.random.key(0)),
-        optax.adamw(1e-3),
-        key=jax.random.key(1),
-    )
-    by_fit: list[float] = []
-    rx.fit(
-        state, train, collate_fn=loops.collate_fn, loss_fn=loops.loss_fn, optimizer=optax.adamw(1e-3),
-        batch_size=32, num_epochs=len(scores),
-        loggers=[lambda _, row: by_fit.append(row.get("eval/accuracy", -1.0))],
-        evaluation=rx.Evaluation(held_out, predict_fn=loops.predict_fn, metric_fn=loops.accuracy),
-    )  # fmt: skip
-    assert [x for x in by_fit if x >= 0] == scores
+    assert run(2, tmp_path) == scores[:2]
+    assert run(40, tmp_path) == scores
+    assert run(40, tmp_path) == scores  # it is over

@@ -182,7 +182,7 @@ def test_a_short_training_already_adapts_better_than_it_starts():
     loss_fn = partial(maml.loss_fn, num_steps=1, rate=0.01)
     run = {"collate_fn": collate, "batch_size": 16, "loggers": ()}
     state = rx.init_state(model, optimizer, key=jax.random.key(0))
-    state = rx.fit(state, range(960), loss_fn=loss_fn, optimizer=optimizer, num_epochs=1, **run)
+    state, _ = rx.fit(state, range(960), loss_fn=loss_fn, optimizer=optimizer, num_epochs=1, **run)
     del run["loggers"]
     predict_fn = partial(maml.predict_fn, rates=(0.01,))
     errors = np.mean(rx.predict(state, maml.UNSEEN, predict_fn=predict_fn, **run), axis=0)[0]

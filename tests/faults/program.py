@@ -91,7 +91,7 @@ def main(options: dict[str, Any]) -> None:
     loggers = [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
     code, state = 0, None
     try:
-        state = rx.fit(
+        state, _ = rx.fit(
             mlp_state(optimizer, rx.make_mesh(**options["mesh"])),
             rx.Data(examples, prefetch=0),
             collate_fn=train_collate,

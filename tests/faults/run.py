@@ -36,7 +36,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import equinox as eqx  # noqa: E402
 import optax  # noqa: E402
-from fit_helpers import assert_same, collate, counting_step, linear_state, make_examples, mlp_state  # noqa: E402
+from fit_helpers import (  # noqa: E402
+    COUNTING,
+    assert_same,
+    collate,
+    linear_state,
+    loss_fn,
+    make_examples,
+    mlp_state,
+)
 
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._checkpoint.names import to_names  # noqa: E402
@@ -181,20 +189,19 @@ def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> Any:
     defaults: Any = {
-        "step_fn": counting_step,
+        "optimizer": COUNTING,
         "collate_fn": collate,
         "checkpoints": rx.Checkpoints(directory, every_steps=2),
     }
     return rx.fit(
         linear_state(),
         rx.Data(make_examples(22), prefetch=0),
-        loss_fn=lambda model, batch, key: 0.0,
-        optimizer=optax.sgd(0.05),
+        loss_fn=loss_fn,
         batch_size=4,
         num_steps=num_steps,
         loggers=(),
         **{**defaults, **arguments},
-    )
+    )[0]
 
 
 def damage(change: Callable[[pathlib.Path], None], only: str = "*") -> Callable[..., Iterator[str]]:

@@ -97,7 +97,7 @@ def equal(out, names):
     for name in names:
         state, optimizer = begin(name)
         rows = []
-        state = rx.fit(
+        state, _ = rx.fit(
             state,
             examples(NUM_TRAIN),
             collate_fn=collate,
@@ -175,7 +175,7 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
                 return None
             return rx.Change(state=dataclasses.replace(state, params=params))
 
-    state = rx.fit(
+    state, _ = rx.fit(
         state,
         rows,
         collate_fn=Faulty(out, fault, process),

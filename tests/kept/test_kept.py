@@ -354,7 +354,6 @@ def test_evaluation_is_never_stale() -> None:
     [
         {"optimizer": optax.sgd(0.06)},
         {"num_microbatches": 2},
-        {"on_nonfinite": "skip"},
         {"batch_size": 2},
         {"loss_fn": make_loss(1.0)},
     ],

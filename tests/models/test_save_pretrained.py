@@ -288,7 +288,7 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     (new / "LICENSE").write_text("another")
     model = load_pretrained(old)
     assert model.config.generation_tokens == {"eos_token_id": [5, 6], "pad_token_id": None}
-    changed = rx.fit(
+    state, _ = rx.fit(
         rx.init_state(model, optax.sgd(0.1), key=jax.random.key(0)),
         np.zeros((8, 4), np.int32),
         collate_fn=np.stack,
@@ -297,10 +297,10 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
         batch_size=8,
         num_steps=1,
         loggers=(),
-    ).model
+    )
     save_pretrained(load_pretrained(old), tmp_path / "same")
     model = load_pretrained(tmp_path / "same")
-    save_pretrained(changed, new)
+    save_pretrained(state.model, new)
     assert {file.name for file in new.iterdir()} == {*beside, SINGLE, "config.json"}
     assert (new / "LICENSE").read_text() == "another"
     assert json.loads((new / "generation_config.json").read_text()) == {

@@ -10,6 +10,7 @@ import pytest
 
 import redco_eqx as rx
 from redco_eqx._data import streams
+from redco_eqx._data.epochs import Epochs
 
 NUM, BATCH_SIZE = 29, 4  # seven batches, and one left over
 
@@ -133,7 +134,7 @@ SOURCES = {
 
 
 def taken(stream: rx.Stream, num: int, *place: Any, **options: Any) -> Any:
-    epochs = rx.loop.Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
+    epochs = Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
     made = epochs.after(*place or (0, 0), key=jax.random.key(0), **options)
     found = [(x.tolist(), place) for x, place in itertools.islice(made, num)]
     made.close()
@@ -190,7 +191,7 @@ def test_batches_of_a_loader() -> None:
 
     loader = torch.utils.data.DataLoader(range(NUM), batch_size=BATCH_SIZE, drop_last=True)
     stream = rx.Stream(loader, batched=True)
-    epochs = rx.loop.Epochs(stream, np.asarray, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
+    epochs = Epochs(stream, np.asarray, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
     made = epochs.after(0, 0, key=jax.random.key(0))
     assert [x.tolist() for x, _ in itertools.islice(made, 8)] == [
         [i % 7 * 4 + j for j in range(4)] for i in range(8)

@@ -165,7 +165,7 @@ def test_what_is_planned_trains() -> None:
     model = rx.init_model(functools.partial(make_mlp, width=32), mesh, key=jax.random.key(0))
     rng = np.random.default_rng(0)
     examples = [{name: rng.normal(size=16).astype(np.float32) for name in BATCH} for _ in range(32)]
-    state = rx.fit(
+    state, _ = rx.fit(
         rx.init_state(model, OPTIMIZER, key=jax.random.key(1)),
         examples,
         collate_fn=lambda rows: {name: np.stack([row[name] for row in rows]) for name in BATCH},

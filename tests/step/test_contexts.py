@@ -83,8 +83,9 @@ def everything(mesh: Any, directory: Any) -> dict[str, Any]:
     found["plan"] = rx.plan(model, **program, **optimizer, estimate=True).mesh
     found["restore"] = rx.restore(directory, state)
     evaluation = rx.Evaluation(EXAMPLES)
-    found["fit"] = rx.fit(
-        state, EXAMPLES, num_epochs=2, evaluation=evaluation, loggers=(), donate=False, **PIPELINE, **step
+    copy = jax.tree.map(jnp.copy, state)
+    found["fit"], _ = rx.fit(
+        copy, EXAMPLES, num_epochs=2, evaluation=evaluation, loggers=(), **PIPELINE, **step
     )
     return jax.tree.map(lambda x: helpers.host(x) if isinstance(x, jax.Array) else x, found)
 

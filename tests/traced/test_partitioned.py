@@ -242,7 +242,7 @@ def test_fit_mends_a_step_of_the_users_own():
             params = jax.tree.map(lambda p, g: p - g, state.params, grads)
             return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": value}
 
-        state = rx.fit(
+        state, _ = rx.fit(
             state,
             images(),
             collate_fn=np.stack,

@@ -81,11 +81,12 @@ def stepping(**changed: Any) -> Callable[[], Any]:
         state, metrics = counting_step(state, batch)
         return dataclasses.replace(state, **changed), metrics
 
-    return lambda: run(step_fn=step)
+    return lambda: rx.skip_nonfinite(step)(linear_state(), collate(EXAMPLES[:4]))
 
 
 def reporting(metrics: Any) -> Callable[[], Any]:
-    return lambda: run(step_fn=lambda state, batch: (state, metrics))
+    step = rx.skip_nonfinite(lambda state, batch: (state, metrics))
+    return lambda: step(linear_state(), collate(EXAMPLES[:4]))
 
 
 def deleted_state() -> Any:
@@ -132,7 +133,6 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no epochs", lambda: run(num_epochs=0), ValueError, r"num_epochs=0, but it must be positive"),
     ("no steps", lambda: run(num_epochs=None, num_steps=0), ValueError, r"num_steps=0, but it must be pos"),
     ("log_every", lambda: run(log_every=0), ValueError, r"log_every=0, but it must be positive"),
-    ("on_nonfinite", lambda: run(on_nonfinite="ignore"), ValueError, r'on_nonfinite=\'ignore\', .*"skip"'),
     (
         "epochs of a stream",
         lambda: run(examples=rx.Stream(EXAMPLES)),
@@ -179,12 +179,6 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"batch_size=8 must be a positive multiple of num_microbatches=2 times 8, the number of data shards",
     ),
     ("no microbatches", lambda: run(num_microbatches=0), ValueError, r"num_microbatches=0, but it must be"),
-    (
-        "microbatches of a step_fn",
-        lambda: run(step_fn=counting_step, num_microbatches=2),
-        ValueError,
-        r"num_microbatches is train_step's; with a step_fn it must be 1",
-    ),
     (
         "evaluation's batch over shards",
         lambda: on_eight(evaluation=rx.Evaluation(make_examples(48), batch_size=12)),
@@ -324,13 +318,15 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"opt_state\.0\.mu\.bias it keeps float32\[2\], but the state holds nothing.*given to init_state",
     ),
-    # step_fn
+    # A step of one's own
     ("no loss", reporting({"error": 1.0}), ValueError, r"metrics a dict that has a 'loss'.*\['error'\]"),
     ("no metrics", reporting(None), ValueError, r"step_fn must return \(state, metrics\).*NoneType"),
     ("a row of losses", reporting({"loss": np.ones(2)}), ValueError, r"the metric 'loss' must be a scalar"),
     (
         "no state",
-        lambda: run(step_fn=lambda state, batch: (state.params, {"loss": 1.0})),
+        lambda: rx.skip_nonfinite(lambda state, batch: (state.params, {"loss": 1.0}))(
+            linear_state(), collate(EXAMPLES[:4])
+        ),
         ValueError,
         r"step_fn must return \(state, metrics\), but the state is a dict",
     ),
@@ -389,17 +385,13 @@ def test_what_is_right_is_compiled() -> None:
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return plain(model, batch, key)
 
-    def step(state: Any, batch: Any) -> Any:  # of this test alone: programs are kept
-        return counting_step(state, batch)
-
     with Compilations() as compilations:
         fit(
             linear_state(),
             EXAMPLES,
             num_epochs=1,
-            step_fn=step,
             evaluation=rx.Evaluation(EXAMPLES),
-            loss_fn=plain,
+            loss_fn=loss,  # of this test alone: programs are kept
         )
     assert compilations.names.count(BODY) == 1
     assert compilations.names.count(STEP) == 1

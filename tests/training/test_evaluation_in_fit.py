@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from fit_helpers import (
     BODY,
+    COUNTING,
     EXAMPLES,
     STEP,
     Compilations,
     Rows,
     assert_same,
     collate,
-    counting_step,
     errors_of,
     fit,
     linear_state,
@@ -63,7 +63,7 @@ def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
     found = fit(
         linear_state(),
         examples,
-        step_fn=counting_step,
+        optimizer=COUNTING,
         loggers=[rows],
         evaluation=rx.Evaluation(
             EXAMPLES[:11], every_steps=every_steps, predict_fn=predict_fn, metric_fn=metric
@@ -134,7 +134,7 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
         EXAMPLES,
         collate_fn=without_extra,
         num_epochs=2,
-        step_fn=counting_step,
+        optimizer=COUNTING,
         evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=directory),
     )
     assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
@@ -171,7 +171,7 @@ def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path)
             EXAMPLES,
             collate_fn=without_extra,
             num_steps=1,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=tmp_path),
         )
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +204,7 @@ def test_prefetch_zero_keeps_all_to_one_thread() -> None:
         EXAMPLES,
         collate_fn=spying,
         num_epochs=1,
-        step_fn=counting_step,
+        optimizer=COUNTING,
         evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn),
         prefetch=0,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fit_helpers import (
+    COUNTING,
     Rows,
     assert_same,
     collate,
@@ -24,6 +25,8 @@ from fit_helpers import (
 from stream_sources import KINDS, WITH_STATE, Unlike, generate, order
 
 import redco_eqx as rx
+from redco_eqx._data.epochs import Epochs
+from redco_eqx._step.state import order_key
 
 EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
@@ -192,13 +195,13 @@ def test_a_loop_of_ones_own_saves_the_position(tmp_path: pathlib.Path) -> None:
     def run(num_steps: int) -> Any:
         state = linear_state()
         stream = KINDS["iterable with a state"](EXAMPLES)
-        epochs = rx.loop.Epochs(stream, collate, batch_size=4, mesh=state.step.sharding.mesh)
+        epochs = Epochs(stream, collate, batch_size=4, mesh=state.step.sharding.mesh)
         record = rx.types.RunRecord.begin_at(0, batch_size=4, num_examples=None, order=None)
         saved = rx.list_checkpoints(tmp_path)
         if saved:
             state, record = rx.restore(tmp_path, state), saved[-1].run
             assert record is not None
-        key = rx.loop.order_key(linear_state(), 0)
+        key = order_key(linear_state(), 0)
         seen = []
         with rx.Checkpoints(tmp_path).open() as writer:
             for batch, place in epochs.after(record.epoch, record.batch, key=key, positions=record.positions):
@@ -230,7 +233,7 @@ def old_record(directory: pathlib.Path, **changes: Any) -> None:
 
 
 def test_an_earlier_order_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"step_fn": counting_step, "num_steps": 6}
+    arguments: Any = {"optimizer": COUNTING, "num_steps": 6}
     fit(linear_state(), EXAMPLES, checkpoints=tmp_path, **arguments)
     old_record(tmp_path)
     begin = linear_state()
@@ -256,9 +259,9 @@ def test_an_earlier_order_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     ids=["not shuffled", "stream"],
 )
 def test_another_way_to_read_is_refused(examples: Any, message: str, tmp_path: pathlib.Path) -> None:
-    fit(linear_state(), EXAMPLES, checkpoints=tmp_path, step_fn=counting_step, num_steps=6)
+    fit(linear_state(), EXAMPLES, checkpoints=tmp_path, optimizer=COUNTING, num_steps=6)
     with pytest.raises(ValueError, match=message):
-        fit(linear_state(), examples, checkpoints=tmp_path, step_fn=counting_step, num_steps=8)
+        fit(linear_state(), examples, checkpoints=tmp_path, optimizer=COUNTING, num_steps=8)
 
 
 def test_not_shuffled_keeps_the_order() -> None:
@@ -269,7 +272,7 @@ def test_not_shuffled_keeps_the_order() -> None:
         return collate(examples)
 
     data = rx.Data(EXAMPLES, shuffle=False, prefetch=0)
-    fit(linear_state(), data, collate_fn=spying, step_fn=counting_step, num_epochs=2)
+    fit(linear_state(), data, collate_fn=spying, optimizer=COUNTING, num_epochs=2)
     assert seen == [*range(20)] * 2
 
 
@@ -281,4 +284,4 @@ def test_a_billion_examples_train_at_once() -> None:
         def __getitem__(self, i: int) -> Any:
             return EXAMPLES[i % 22]
 
-    assert int(fit(linear_state(), Lazy(), step_fn=counting_step, num_steps=3).step) == 3
+    assert int(fit(linear_state(), Lazy(), optimizer=COUNTING, num_steps=3).step) == 3

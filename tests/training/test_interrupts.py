@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fit_helpers import (
+    COUNTING,
     EXAMPLES,
     Rows,
     assert_counted,
     assert_same,
     collate,
-    counting_step,
     fit,
     linear_state,
     predict_fn,
@@ -82,7 +82,7 @@ def test_an_interrupt_while_a_batch_is_made(at: int) -> None:
             EXAMPLES,
             collate_fn=interrupting_collate(at),
             num_steps=9,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             prefetch=0,
             log_every=4,
             loggers=[rows],
@@ -98,7 +98,7 @@ def test_an_interrupt_from_the_thread_that_makes_batches() -> None:
             EXAMPLES,
             collate_fn=interrupting_collate(3),
             num_steps=10_000,
-            step_fn=counting_step,
+            optimizer=COUNTING,
         )
     assert_counted(caught.value.state, caught.value.step, linear_state())
 
@@ -116,7 +116,7 @@ def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
             linear_state(),
             EXAMPLES,
             num_steps=2,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn, metric_fn=metric_fn),
         )
     assert_counted(caught.value.state, 2, linear_state())
@@ -129,7 +129,7 @@ def test_a_second_interrupt_leaves_at_once() -> None:
             EXAMPLES,
             collate_fn=interrupting_collate(3, times=2),
             num_steps=9,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             prefetch=0,
         )
     assert type(caught.value) is KeyboardInterrupt
@@ -158,7 +158,7 @@ def test_the_programs_own_handler_stays() -> None:
             EXAMPLES,
             collate_fn=interrupting_collate(2),
             num_steps=3,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             prefetch=0,
         )
     finally:
@@ -171,7 +171,7 @@ def test_outside_the_main_thread_no_handler_is_needed() -> None:
     found: list[Any] = []
 
     def run() -> None:
-        found.append(fit(linear_state(), EXAMPLES, num_steps=3, step_fn=counting_step))
+        found.append(fit(linear_state(), EXAMPLES, num_steps=3, optimizer=COUNTING))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -189,10 +189,10 @@ def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
             os.open(sys.argv[1], os.O_RDWR)  # now the terminal that Ctrl-C is typed on is this program's
             sys.path.insert(0, {str(tests)!r})
             import jax
-            from fit_helpers import counting_step, fit, linear_state, make_examples
+            from fit_helpers import COUNTING, fit, linear_state, make_examples
             import redco_eqx as rx
 
-            examples, options = make_examples(20), dict(step_fn=counting_step, log_every=500)
+            examples, options = make_examples(20), dict(optimizer=COUNTING, log_every=500)
             try:
                 say = lambda step, row: print("step", step, file=sys.stdout, flush=True)
                 console = rx.ConsoleLogger(open(os.devnull, "w"), progress=True)

@@ -21,13 +21,13 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import (
+    COUNTING,
     EXAMPLES,
     SGD,
     Rows,
     assert_counted,
     assert_same,
     collate,
-    counting_step,
     errors_of,
     fit,
     linear_state,
@@ -67,7 +67,7 @@ def counted(state: Any, directory: Any, **arguments: Any) -> Any:
     checkpoints = directory
     if not isinstance(directory, rx.Checkpoints):
         checkpoints = rx.Checkpoints(directory, every_steps=EVERY)
-    defaults = {"step_fn": counting_step, "prefetch": 0, "num_steps": 12}
+    defaults = {"optimizer": COUNTING, "prefetch": 0, "num_steps": 12}
     if "num_epochs" in arguments:
         del defaults["num_steps"]
     return fit(state, EXAMPLES, checkpoints=checkpoints, **{**defaults, **arguments})
@@ -162,7 +162,7 @@ def test_a_crash_loses_no_row(tmp_path: pathlib.Path) -> None:
     with rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
         counted(linear_state(), tmp_path / "cut", loggers=[logger], **arguments)
     assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
-    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json"]
+    assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json", "history.jsonl"]
 
 
 class Killed(BaseException):
@@ -182,7 +182,7 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(at: int, tmp_path: pa
         defaults: Any = {"log_every": 1, "num_steps": 8, "checkpoints": checkpoints}
         with rx.JSONLLogger(log) as logger:
             return fit(
-                linear_state(), EXAMPLES, step_fn=counting_step, prefetch=0, loggers=[logger],
+                linear_state(), EXAMPLES, optimizer=COUNTING, prefetch=0, loggers=[logger],
                 collate_fn=Collate(kill, act), **{**defaults, **arguments},
             )  # fmt: skip
 
@@ -227,7 +227,7 @@ def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> No
 
 
 def test_a_row_that_straddles_a_checkpoint_is_whole(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": loss_fn, "step_fn": None}
+    arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": loss_fn, "optimizer": SGD}
     with rx.JSONLLogger(tmp_path / "whole.jsonl") as logger:
         counted(linear_state(), tmp_path / "whole", loggers=[logger], **arguments)
 
@@ -314,7 +314,7 @@ def reseeded(params: int | None = None, key: int | None = None, mesh: Any = None
 )
 def test_a_run_that_began_otherwise_is_refused(other: Any, what: str, tmp_path: pathlib.Path) -> None:
     examples = make_examples(16, dim=8)
-    arguments: Any = {"step_fn": counting_step, "batch_size": 8, "num_steps": 2, "prefetch": 0}
+    arguments: Any = {"optimizer": COUNTING, "batch_size": 8, "num_steps": 2, "prefetch": 0}
     expected = fit(reseeded(), examples, checkpoints=tmp_path, **arguments)
     state = reseeded(**other)
     with pytest.raises(ValueError, match=rf"is another one: it has {what}\. Pass another directory"):
@@ -413,7 +413,7 @@ def test_changed_numbers_are_refused_unless_allowed(change: Any, tmp_path: pathl
     with pytest.raises(rx.errors.TrainingInterrupted):
         counted(linear_state(), tmp_path, collate_fn=Collate(8))
     examples = change.get("examples", EXAMPLES)
-    arguments: Any = {"batch_size": change.get("batch_size", 4), "num_epochs": 3, "step_fn": counting_step}
+    arguments: Any = {"batch_size": change.get("batch_size", 4), "num_epochs": 3, "optimizer": COUNTING}
     now, was = ("2", "4") if "batch_size" in change else ("20", "22")
     with pytest.raises(ValueError, match=rf"is {now}, but was {was} when .*allow_changes=True"):
         fit(linear_state(), examples, checkpoints=tmp_path, **arguments)
@@ -607,13 +607,13 @@ def test_a_signal_saves_at_the_next_step(number: Any, tmp_path: pathlib.Path) ->
 def test_a_signal_in_compilation(tmp_path: pathlib.Path) -> None:
     traces = itertools.count()
 
-    def terminating_step(state: Any, batch: Any) -> Any:
+    def terminating_loss(model: Any, batch: Any, key: Any) -> Any:
         if next(traces) == 0:
             terminate()
-        return counting_step(state, batch)
+        return loss_fn(model, batch, key)
 
     with pytest.raises(rx.errors.TrainingInterrupted):
-        counted(linear_state(), tmp_path, step_fn=terminating_step)
+        counted(linear_state(), tmp_path, loss_fn=terminating_loss)
     assert steps_in(tmp_path) == [1]
 
 
@@ -637,7 +637,7 @@ def collate_fn(examples):
         for _ in range(int(sys.argv[3])):
             os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     return collate(examples)
-fit(linear_state(), make_examples(20), collate_fn=collate_fn, step_fn=counting_step, num_steps=9, prefetch=0,
+fit(linear_state(), make_examples(20), collate_fn=collate_fn, optimizer=COUNTING, num_steps=9, prefetch=0,
     checkpoints=sys.argv[1], loggers=None)
 """
 
@@ -663,7 +663,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.
     with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The one before it is used"):
         found = counted(linear_state(), tmp_path)
     assert_counted(found, 12, linear_state())
-    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json"]
+    assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json", "history.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:.*The one before it is used")
@@ -679,7 +679,8 @@ def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.
     assert spy.num_calls == 0
 
 
-def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("log_every", [50, 1])
+def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path: pathlib.Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
@@ -687,7 +688,7 @@ def test_a_full_disk_reaches_the_caller_with_the_state(tmp_path: pathlib.Path) -
 
     try:
         with pytest.raises(rx.errors.CheckpointError, match="could not be written") as caught:
-            counted(linear_state(), tmp_path, collate_fn=Collate(7, fill))
+            counted(linear_state(), tmp_path, collate_fn=Collate(7, fill), log_every=log_every)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
@@ -708,13 +709,12 @@ def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path
     assert_same(state, linear_state())
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_an_error_of_the_user_does_not_lose_the_state(donate: bool, tmp_path: pathlib.Path) -> None:
+def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) -> None:
     def fail() -> None:
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine") as caught:
-        counted(linear_state(), tmp_path, collate_fn=Collate(6, fail), donate=donate)
+        counted(linear_state(), tmp_path, collate_fn=Collate(6, fail))
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
     assert_counted(state, 5, linear_state())
     assert any(f"saved as {tmp_path / '5'}" in note for note in caught.value.__notes__)
@@ -729,7 +729,7 @@ def test_an_error_without_checkpoints_hands_the_state_over() -> None:
         fit(
             linear_state(),
             EXAMPLES,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             collate_fn=Collate(6, fail),
             num_steps=9,
             prefetch=0,
@@ -738,32 +738,21 @@ def test_an_error_without_checkpoints_hands_the_state_over() -> None:
 
 
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
-    def spoiling(state: Any, batch: Any) -> Any:
-        state, metrics = counting_step(state, batch)
-        bad = jnp.where(state.step >= 5, jnp.nan, 0.0)
-        return dataclasses.replace(state, params=jax.tree.map(lambda p: p + bad, state.params)), metrics
-
+    spoiling = optax.sgd(lambda step: jnp.where(step == 5, jnp.nan, 0.05))
     with pytest.raises(ValueError, match="step 6 is not saved, because model/bias, and 1 more"):
-        counted(linear_state(), tmp_path, step_fn=spoiling)
+        counted(linear_state(spoiling), tmp_path, optimizer=spoiling)
     assert steps_in(tmp_path) == [2, 4]
 
-    def infinite(state: Any, batch: Any) -> Any:
-        state = counting_step(state, batch)[0]
-        return state, {"loss": jnp.where(state.step == 6, jnp.inf, 1.0)}
+    limit = float(linear_state().params["bias"][0]) + 4.5  # which the sixth step has before it
+
+    def infinite(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.where(model.bias[0] > limit, jnp.inf, jnp.mean(errors_of(model, batch)))
 
     with pytest.raises(rx.errors.NonFiniteError) as caught:
-        counted(linear_state(), tmp_path / "loss", step_fn=infinite)
+        counted(linear_state(), tmp_path / "loss", loss_fn=infinite)
     assert caught.value.step == 5
     assert steps_in(tmp_path / "loss") == [2, 4]
     assert_counted(caught.value.state, 5, linear_state())
-
-
-def test_a_step_that_does_not_count_is_refused(tmp_path: pathlib.Path) -> None:
-    def still(state: Any, batch: Any) -> Any:
-        return state, {"loss": 1.0}
-
-    with pytest.raises(ValueError, match="step_fn must count: the step of the state is 0 after 2 steps from 0"):
-        counted(linear_state(), tmp_path, step_fn=still)
 
 
 def test_a_model_with_a_state_and_keys_is_resumed(tmp_path: pathlib.Path) -> None:
@@ -784,7 +773,7 @@ def test_a_model_with_a_state_and_keys_is_resumed(tmp_path: pathlib.Path) -> Non
         noise = jax.random.normal(jax.random.fold_in(model[0].key, 1), (2,))
         return jnp.mean((out - batch["y"] + noise) ** 2), {}, model_state
 
-    arguments: Any = {"loss_fn": loss, "step_fn": None, "num_steps": 6}
+    arguments: Any = {"loss_fn": loss, "optimizer": SGD, "num_steps": 6}
     expected = counted(make(), tmp_path / "whole", **arguments)
     with pytest.raises(rx.errors.TrainingInterrupted):
         counted(make(), tmp_path / "cut", collate_fn=Collate(3), **arguments)

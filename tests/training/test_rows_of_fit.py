@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import pytest
 from fit_helpers import (
+    COUNTING,
     EXAMPLES,
     Rows,
     collate,
-    counting_step,
     errors_of,
     fit,
     hand_loop,
@@ -27,7 +27,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._training.loggers import Reporter
+from redco_eqx._training.history import Reporter
 
 # Rows
 
@@ -101,7 +101,7 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
 
     # Devices that are always done with a window when the next step is dispatched.
     monkeypatch.setattr(Reporter, "advance", advance_when_done)
-    monkeypatch.setattr("redco_eqx._training.loggers.time", types.SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("redco_eqx._training.history.time", types.SimpleNamespace(perf_counter=clock))
     rows = Rows()
     examples = make_examples(100)
     for example in examples:
@@ -144,7 +144,7 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
             linear_state(),
             EXAMPLES,
             num_steps=4,
-            step_fn=counting_step,
+            optimizer=COUNTING,
             log_every=2,
             loggers=[logger, lambda step, row: rows(step, row)],
             evaluation=rx.Evaluation(EXAMPLES[:5]),
@@ -160,13 +160,13 @@ def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Pa
 
 
 def test_without_loggers_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments: Any = {"evaluation": rx.Evaluation(EXAMPLES[:5]), "step_fn": counting_step}
+    arguments: Any = {"evaluation": rx.Evaluation(EXAMPLES[:5]), "optimizer": COUNTING}
     fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=(), **arguments)
     assert capfd.readouterr() == ("", "")
 
 
 def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=None, step_fn=counting_step)
+    fit(linear_state(), EXAMPLES, num_steps=3, log_every=1, loggers=None, optimizer=COUNTING)
     out, err = capfd.readouterr()
     assert out == ""
     first, cost, *rest = err.splitlines()
@@ -179,7 +179,7 @@ def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture
 
 def test_a_bar_where_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     loggers = [rx.ConsoleLogger(progress=True)]
-    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=loggers, step_fn=counting_step)
+    fit(linear_state(), EXAMPLES, num_epochs=1, loggers=loggers, optimizer=COUNTING)
     err = capfd.readouterr().err
     assert "train: 100%" in err
     assert "5/5" in err

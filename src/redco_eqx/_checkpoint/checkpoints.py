@@ -284,8 +284,8 @@ class Checkpoints:
 
     ```python
     checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
-    state = rx.fit(state, examples, **pipeline, num_epochs=2, checkpoints=checkpoints,
-                   evaluation=rx.Evaluation(held_out))
+    state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, checkpoints=checkpoints,
+                      evaluation=rx.Evaluation(held_out))
     ```
 
     - `directory`: of this run, which all processes see. If there are checkpoints of it already, `fit` goes on

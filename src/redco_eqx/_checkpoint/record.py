@@ -74,7 +74,6 @@ class RunRecord:
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
     - `window`: metrics that were not logged yet.
     - `stopped`: whether a hook has ended it.
-    - `memory`: what its hook remembers, plain JSON.
     - `order`: how the order of an epoch follows from its key, see `Epochs`; `None` for that of the examples
         themselves. Records without one are of version 0.1, which sorted random numbers.
     - `positions`: where each shard of a stream was left: the fields of its `Position`.
@@ -92,7 +91,6 @@ class RunRecord:
     evaluations: tuple[Row, ...] = ()
     window: dict[str, Any] | None = None
     stopped: bool = False
-    memory: Any = None
     order: str | None = "sorted"
     positions: tuple[tuple[Any, ...], ...] | None = None
     identity: Identity | None = None
@@ -256,6 +254,8 @@ def _run(fields: Any) -> RunRecord:
     if isinstance(fields, dict) and "origin" in fields:  # format 1
         fields = {**fields, "identity": fields["origin"]}
         del fields["origin"]
+    if isinstance(fields, dict) and fields.get("memory", 0) is None:  # of the hook, in records of earlier days
+        fields = {name: x for name, x in fields.items() if name != "memory"}
     _check_fields(RunRecord, fields, "run.")
     evaluations, positions = tuple(fields["evaluations"]), fields.get("positions")
     if positions is not None:

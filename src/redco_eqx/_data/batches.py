@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,13 +23,14 @@ from redco_eqx._data.streams import (
     Reading,
     check_for_evaluation,
     first_position,
-    items_per_batch,
+    position_at,
     read_batches,
     stream_facts,
     tail_sizes,
 )
 from redco_eqx._data.workers import run_ahead, working
 from redco_eqx._distributed.agreement import Facts, entries_of
+from redco_eqx._distributed.consensus import from_all
 from redco_eqx._sharding.mesh import BATCH_AXES, check_mesh, num_batch_shards
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Examples, Key, check_function
@@ -107,6 +108,44 @@ J = TypeVar("J")
 B = TypeVar("B")
 
 
+class Batches(Iterator[Batch]):
+    """The batches of one epoch, and the place among them. Made by [`batches`][]."""
+
+    def __init__(self, made: Generator[tuple[Batch, Position | None]], epoch: int, start: int):
+        self._made = made
+        self._epoch, self._start = epoch, start
+        self._position: Position | None = None
+        self._is_over = False
+
+    def __next__(self) -> Batch:
+        try:
+            batch, self._position = next(self._made)
+        except StopIteration:
+            self._is_over = True
+            raise
+        self._start += 1
+        return batch
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The arguments of `batches` that go on after the last batch: plain JSON, for a checkpoint's `extras`.
+
+        After the last batch of an epoch the next epoch's, once the iterator has ended. Of a stream it is a
+        collective call, as each process knows its own shard.
+        """
+        if self._is_over:
+            return {"epoch": self._epoch + 1, "start": 0}
+        place: dict[str, Any] = {"epoch": self._epoch, "start": self._start}
+        if self._position is not None:
+            shards = {position[0]: list(position) for position in from_all(list(self._position))}
+            place["positions"] = list(shards.values())
+        return place
+
+    def close(self) -> None:
+        """Ends its threads and processes."""
+        self._made.close()
+
+
 def batches(
     examples: Examples | Data | Stream,
     collate_fn: CollateFn,
@@ -116,13 +155,22 @@ def batches(
     key: Key | None = None,
     epoch: int = 0,
     start: int = 0,
+    positions: Sequence[Sequence[Any]] | None = None,
     remainder: str = "drop",
-) -> Generator[Batch]:
+) -> Batches:
     """The batches of one epoch, placed on the mesh with their leading dim split over its data shards.
 
     ```python
     for batch in rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2)):
         state, metrics = step(state, batch)
+    ```
+
+    The iterator says its place, from which another one goes on, in another process, too:
+
+    ```python
+    iterator = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2))
+    batch = next(iterator)
+    rest = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2), **iterator.place)
     ```
 
     **Arguments:**
@@ -141,6 +189,8 @@ def batches(
     - `epoch`: each epoch has its own order.
     - `start`: index of the first batch to yield: `batches(start=k)` goes on where an epoch was left
         after `k` batches.
+    - `positions`: where the shards of a stream stand there, as `place` says it; without them the stream is
+        read again as far.
     - `remainder`: what becomes of the examples after the last whole batch. `"drop"` (training) leaves
         them out. `"split"` (evaluation) gives as many as divide over the data shards as one batch, and
         the rest as another that is replicated, both at their true size: no example is lost or counted
@@ -148,8 +198,8 @@ def batches(
 
     **Returns:**
 
-    A generator. Closing it, or dropping it, ends its threads. An exception in `examples` or
-    `collate_fn` is raised at the batch where it happened.
+    An iterator with a `place` (see [`Batches`][]). Closing it, or dropping it, ends its threads. An exception
+    in `examples` or `collate_fn` is raised at the batch where it happened.
 
     **Raises:**
 
@@ -161,16 +211,21 @@ def batches(
     data = as_data(examples)
     if isinstance(data, Stream):
         position = first_position(data, batch_size, mesh)
-        position = position._replace(num_items=start * items_per_batch(data, position, batch_size))
+        position = position_at(data, position, start, positions, batch_size)
         read = stream_batches(
             data, collate_fn, batch_size=batch_size, mesh=mesh, epoch=epoch, position=position, start=start,
             remainder=remainder,
         )  # fmt: skip
-        return (batch for batch, *_ in read)
-    return data_batches(
-        data, collate_fn, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
-        remainder=remainder,
-    )  # fmt: skip
+        made = _picked(read, lambda x: (x[0], x[1]))
+    elif positions is not None:
+        raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
+    else:
+        of_data = data_batches(
+            data, collate_fn, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
+            remainder=remainder,
+        )  # fmt: skip
+        made = _picked(of_data, lambda batch: (batch, None))
+    return Batches(made, epoch, start)
 
 
 def data_batches(
@@ -376,3 +431,10 @@ def _compared(
                 yield x
 
     return compared()
+
+
+def _picked(
+    made: Generator[B], pick: Callable[[B], tuple[Batch, Position | None]]
+) -> Generator[tuple[Batch, Position | None]]:
+    with contextlib.closing(made):
+        yield from map(pick, made)

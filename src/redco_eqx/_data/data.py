@@ -30,7 +30,7 @@ class Data:
     """Examples and how to read them, wherever examples are taken; alone they stand for all defaults.
 
     ```python
-    state = rx.fit(state, rx.Data(examples, num_workers=4), **pipeline, num_epochs=1)
+    state, _ = rx.fit(state, rx.Data(examples, num_workers=4), **pipeline, num_epochs=1)
     ```
 
     - `examples`: anything with `len(examples)` and `examples[int]`; for training also a function from the
@@ -73,7 +73,7 @@ class Stream:
     def rows(epoch):
         yield from np.random.default_rng(epoch).permutation(examples)
 
-    state = rx.fit(state, rx.Stream(rows), **pipeline, num_steps=20, checkpoints="run")
+    state, _ = rx.fit(state, rx.Stream(rows), **pipeline, num_steps=20, checkpoints="run")
     ```
 
     It is read by one thread, one batch further ahead than `prefetch` says (on several processes three), so

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from redco_eqx._data.batches import SHUFFLED, batch_sizes, check_batch_size, data_batches, stream_batches
 from redco_eqx._data.data import Data, Stream, as_data
-from redco_eqx._data.streams import Position, first_position, items_per_batch, stream_facts
+from redco_eqx._data.streams import Position, first_position, position_at, stream_facts
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._types import Batch, CollateFn, Examples, Key
 
@@ -39,14 +39,7 @@ class Place(NamedTuple):
 class Epochs:
     """The training batches of a run, without end: each epoch in an order of its own, its ragged tail left out.
 
-    ```python
-    epochs = rx.loop.Epochs(examples, collate_fn, batch_size=64, mesh=mesh)
-    for batch, place in epochs.after(0, 0, key=jax.random.key(2)):
-        state, metrics = step(state, batch)
-        if place.epoch == 3:
-            break
-    ```
-
+    - `batch_size`: number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
     - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
     - `positions`: where a stream begins, for the same.
@@ -65,7 +58,7 @@ class Epochs:
         Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
         """
         self._data, self._collate_fn = as_data(examples), collate_fn
-        self._batch_size, self._mesh = batch_size, mesh
+        self.batch_size, self._mesh = batch_size, mesh
         self._last: tuple[int, Examples] | None = None
         self.num_batches: int | None = None
         self.num_examples: int | None = None
@@ -86,18 +79,23 @@ class Epochs:
 
     def __str__(self) -> str:
         if isinstance(self._data, Stream) and self.positions is not None:
-            return f"{stream_facts(self._data, self.positions[0])}, steps of {self._batch_size}"
+            return f"{stream_facts(self._data, self.positions[0])}, steps of {self.batch_size}"
         assert self.num_examples is not None
         assert self.num_batches is not None
-        num_dropped = self.num_examples - self.num_batches * self._batch_size
+        num_dropped = self.num_examples - self.num_batches * self.batch_size
         return (
-            f"{self.num_examples} examples, {self.num_batches} steps of {self._batch_size} per epoch, "
+            f"{self.num_examples} examples, {self.num_batches} steps of {self.batch_size} per epoch, "
             f"{num_dropped} dropped from each"
         )
 
     def num_steps(self, num_epochs: int) -> int | None:
-        """The number of steps of so many epochs, if that is known now."""
-        if self.num_batches is None or (isinstance(self._data, Data) and callable(self._data.examples)):
+        """The number of steps of so many epochs, if that is known now. Raises `ValueError` for a stream."""
+        if self.num_batches is None:
+            raise ValueError(
+                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long "
+                "it is: say num_steps= instead."
+            )
+        if isinstance(self._data, Data) and callable(self._data.examples):
             return None
         return self.num_batches * num_epochs
 
@@ -105,7 +103,7 @@ class Epochs:
         """The place after so many whole epochs and batches of another, at most all of them."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
-        num_batches = len(batch_sizes(self._of(self._data, epoch), self._batch_size, "drop", self._mesh))
+        num_batches = len(batch_sizes(self._of(self._data, epoch), self.batch_size, "drop", self._mesh))
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(
@@ -136,7 +134,7 @@ class Epochs:
             made = data_batches(
                 dataclasses.replace(data, examples=self._of(data, epoch)),
                 self._collate_fn,
-                batch_size=self._batch_size,
+                batch_size=self.batch_size,
                 mesh=self._mesh,
                 key=key,
                 epoch=epoch,
@@ -157,16 +155,13 @@ class Epochs:
         verify: bool,
         say: Callable[[str], object],
     ) -> Generator[tuple[Batch, Place]]:
-        begin = first_position(stream, self._batch_size, self._mesh)
-        if positions is None:
-            position = begin._replace(num_items=batch * items_per_batch(stream, begin, self._batch_size))
-        else:
-            position = _of_shard(begin, positions)
+        begin = first_position(stream, self.batch_size, self._mesh)
+        position = position_at(stream, begin, batch, positions, self.batch_size)
         while not (stream.is_once and epoch > 0):
             made = stream_batches(
                 stream,
                 self._collate_fn,
-                batch_size=self._batch_size,
+                batch_size=self.batch_size,
                 mesh=self._mesh,
                 epoch=epoch,
                 position=position,
@@ -183,7 +178,7 @@ class Epochs:
                         yield x, Place(epoch, batch, None, (after,))
             if batch == 0:
                 raise ValueError(
-                    f"Stream: epoch {epoch} has not one whole batch of {self._batch_size}. A function of the "
+                    f"Stream: epoch {epoch} has not one whole batch of {self.batch_size}. A function of the "
                     "epoch must give a new iterable each time."
                 )
             epoch, batch, position = epoch + 1, 0, begin
@@ -194,18 +189,6 @@ class Epochs:
         if self._last is None or self._last[0] != epoch:
             self._last = epoch, data.examples(epoch)
         return self._last[1]
-
-
-def _of_shard(begin: Position, positions: Sequence[Sequence[Any]]) -> Position:
-    """The position of this process among those of all shards."""
-    found = {position.shard: position for position in (Position(*fields) for fields in positions)}
-    num_shards = {position.num_shards for position in found.values()}
-    if num_shards != {begin.num_shards} or begin.shard not in found:
-        raise ValueError(
-            f"Stream: it was read in {max(num_shards)} shards, and is now read in {begin.num_shards}, so that "
-            "no process can go on where one was. Go on with as many processes."
-        )
-    return found[begin.shard]
 
 
 def _with_ends(

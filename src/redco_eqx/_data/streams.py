@@ -9,7 +9,7 @@ import itertools
 import json
 import marshal
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -267,6 +267,25 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:
     """Count the items that this process reads for a batch."""
     return 1 if stream.batched else batch_size // position.num_shards
+
+
+def position_at(
+    stream: Stream, begin: Position, batch: int, positions: Sequence[Sequence[Any]] | None, batch_size: int
+) -> Position:
+    """The position of this process before the batch of this number: of those of all shards, or by counting.
+
+    Raises `ValueError` if it was read in another number of shards.
+    """
+    if positions is None:
+        return begin._replace(num_items=batch * items_per_batch(stream, begin, batch_size))
+    found = {position.shard: position for position in (Position(*fields) for fields in positions)}
+    num_shards = {position.num_shards for position in found.values()}
+    if num_shards != {begin.num_shards} or begin.shard not in found:
+        raise ValueError(
+            f"Stream: it was read in {max(num_shards)} shards, and is now read in {begin.num_shards}, so that "
+            "no process can go on where one was. Go on with as many processes."
+        )
+    return found[begin.shard]
 
 
 def stream_facts(stream: Stream, position: Position) -> str:

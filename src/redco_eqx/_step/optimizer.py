@@ -46,7 +46,7 @@ _UNSUPPORTED = {
     "HutchinsonState": "optax.contrib.sophia, by its default estimator, differentiates the loss forwards, "
     "which is not possible where weights are gathered. Give it another hessian_diagonal_fn.",
     "DifferentiallyPrivateAggregateState": "it needs the gradient of each example, but a step has their mean. "
-    "A step_fn can have them: see examples/differential_privacy.",
+    "A step of your own can have them: see examples/differential_privacy.",
 }
 
 

@@ -336,8 +336,8 @@ def check_alive(state: TrainState) -> None:
         lack = lack_of_value(x)
         if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} {lack}. Use what the step or fit returned, or call "
-                "fit(..., donate=False)."
+                f"state: its array {path} {lack}. Use what the step or fit returned, or give it a copy, "
+                "jax.tree.map(jnp.copy, state)."
             )
 
 

@@ -15,11 +15,10 @@ from jaxtyping import PyTree
 from redco_eqx._compiled.communication import cost
 from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.jit import on_its_mesh
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, layout_of, state_mesh
 from redco_eqx._step.steps import train_step
-from redco_eqx._step.window import StepFn, Window, empty_window, guarded
+from redco_eqx._step.window import StepFn, Window, accumulated, empty_window
 from redco_eqx._types import Batch, LossFn
 
 # The steps of `fit`, `evaluate` and `predict`, compiled for the state and the batches at hand.
@@ -73,17 +72,16 @@ class TrainProgram(NamedTuple):
     digest: str
 
 
-def train_program(step_fn: StepFn, state: TrainState, batch: Batch, *, skip_nonfinite: bool) -> TrainProgram:
+def train_program(step_fn: StepFn, state: TrainState, batch: Batch) -> TrainProgram:
     """Traces `step_fn` once, and compiles it for states that lie as this one does.
 
-    Raises `ValueError` as `guarded` and `empty_window` do, and what `step_fn` raises.
+    Raises `ValueError` as `accumulated` does, and what `step_fn` raises.
     """
     program = trace(step_fn, state, batch)
     everywhere = replicated(state_mesh(state))
     window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
-    # Without it a step that forgets the layout would return another one, which the program does not take.
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-    body = jax.jit(guarded(program, skip_nonfinite=skip_nonfinite), donate_argnums=0, out_shardings=layout)
+    body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
     digest = ""
     if jax.process_count() > 1:  # without addresses in memory
@@ -99,7 +97,6 @@ def train_programs(
     optimizer: optax.GradientTransformation,
     *,
     num_microbatches: int,
-    skip_nonfinite: bool,
 ) -> PerShape[TrainProgram]:
     """`train_step`, guarded, for states like this one, whose layout it takes."""
     step = functools.partial(
@@ -109,15 +106,8 @@ def train_programs(
         num_microbatches=num_microbatches,
         shardings=layout_of(state),
     )
-    make = functools.partial(train_program, step, skip_nonfinite=skip_nonfinite)
-    key = "train_step", num_microbatches, skip_nonfinite
-    return PerShape(make, functions=(loss_fn, optimizer), key=key, state=state)
-
-
-def step_programs(state: TrainState, step_fn: StepFn, *, skip_nonfinite: bool) -> PerShape[TrainProgram]:
-    """A step of the user's, guarded, for states like this one."""
-    make = functools.partial(train_program, on_its_mesh(step_fn), skip_nonfinite=skip_nonfinite)
-    return PerShape(make, functions=(step_fn,), key=("step_fn", skip_nonfinite), state=state)
+    make = functools.partial(train_program, step)
+    return PerShape(make, functions=(loss_fn, optimizer), key=("train_step", num_microbatches), state=state)
 
 
 def indexed(step: Callable[..., PyTree]) -> Callable[[TrainState, Batch], jax.stages.Compiled]:
@@ -138,18 +128,6 @@ def indexed(step: Callable[..., PyTree]) -> Callable[[TrainState, Batch], jax.st
 T = TypeVar("T")
 
 NUM_AHEAD = 4
-
-
-class Throttle:
-    """Waits, at each step, for the result of a few steps ago."""
-
-    def __init__(self) -> None:
-        self._behind: deque[Any] = deque()
-
-    def __call__(self, result: T) -> T | None:
-        """Takes what the newest step returned; it must not be donated. Returns that of a step that is done."""
-        self._behind.append(result)
-        return jax.block_until_ready(self._behind.popleft()) if len(self._behind) > NUM_AHEAD else None
 
 
 def lagging(results: Iterable[T], num_behind: int = NUM_AHEAD) -> Iterator[T]:

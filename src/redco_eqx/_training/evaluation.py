@@ -232,7 +232,7 @@ class Evaluation:
         return {"worst": np.max(np.abs(np.stack(outputs) - np.stack(examples)))}
 
     evaluation = rx.Evaluation(held_out, predict_fn=predict_fn, metric_fn=worst)
-    state = rx.fit(state, examples, **pipeline, num_epochs=1, evaluation=evaluation)
+    state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, evaluation=evaluation)
     row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
     ```
 

@@ -4,16 +4,15 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._checkpoint.record import RunRecord, local
 from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
@@ -21,17 +20,16 @@ from redco_eqx._distributed.agreement import is_shared
 from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
-from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
-from redco_eqx._step.window import StepFn
 from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_whole
-from redco_eqx._training.compile import step_programs, train_programs
+from redco_eqx._training.compile import train_programs
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.history import History, Reporter
 from redco_eqx._training.hook import Hook
-from redco_eqx._training.identity import identify, programs_of
+from redco_eqx._training.identity import identify
 from redco_eqx._training.interrupt import InterruptFlag, interruption
-from redco_eqx._training.loggers import ConsoleLogger, Reporter
+from redco_eqx._training.loggers import ConsoleLogger
 from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
@@ -47,13 +45,10 @@ def check_arguments(
     collate_fn: object,
     loss_fn: object,
     optimizer: Any,
-    num_microbatches: int,
-    step_fn: object | None,
     evaluation: object | None,
     hook: object | None,
     checkpoints: object | None,
     loggers: object | None,
-    on_nonfinite: object,
 ) -> None:
     """Raises `TypeError` for what is of another kind than it must be, and `ValueError` for what does not fit
     together. How long a run is, and the sizes of batches, are checked where they are used."""
@@ -63,23 +58,17 @@ def check_arguments(
         check_function("fit", "train_examples", train_examples, "epoch")
     check_function("fit", "collate_fn", collate_fn, "examples")
     check_function("fit", "loss_fn", loss_fn, "model", "batch", "key")
-    if step_fn is not None:
-        check_function("fit", "step_fn", step_fn, "state", "batch")
     if hook is not None:
         check_function("fit", "hook", hook, "run", "row", "state")
     _check_loggers(loggers)
     _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
     _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
-    if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(f'fit: on_nonfinite={on_nonfinite!r}, but it must be "raise" or "skip".')
     if not state.params:
         raise ValueError(
             "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
             "constants; jnp.asarray makes a parameter)."
         )
     check_optimizer("fit", state, optimizer)
-    if step_fn is not None and num_microbatches != 1:
-        raise ValueError("fit: num_microbatches is train_step's; with a step_fn it must be 1.")
 
 
 def _check_loggers(loggers: object | None) -> None:
@@ -111,33 +100,29 @@ def fit(
     num_epochs: int | None = None,
     num_steps: int | None = None,
     num_microbatches: int = 1,
-    step_fn: StepFn | None = None,
     evaluation: Evaluation | None = None,
     hook: Hook | None = None,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
-    on_nonfinite: Literal["raise", "skip"] = "raise",
-    donate: bool = True,
     step_timeout_seconds: float | None = None,
-) -> TrainState:
-    """Trains, and returns the new state.
+) -> tuple[TrainState, History]:
+    """Trains, and returns the new state and the numbers of the run.
 
     Mesh and layout are read from the arrays of `state`. Each call starts its own epochs, whose order
     depends on the key of `state` and on the step at which the call begins. Training drops the ragged tail
     of an epoch (other examples each time). The compiled step is kept: a next call with the same functions,
-    which close over the same values, and the same shapes compiles nothing. `redco_eqx.loop` has the pieces
-    that this is made of.
+    which close over the same values, and the same shapes compiles nothing.
 
     ```python
-    state = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
-                   batch_size=64, num_epochs=2, evaluation=rx.Evaluation(held_out), checkpoints="run")
+    state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
+                            batch_size=64, num_epochs=2, evaluation=rx.Evaluation(held_out), checkpoints="run")
     ```
 
     **Main arguments:**
 
-    - `state`: from `init_state`. With `donate=True` it is taken over: its arrays (and so the model's) are
-        deleted, and only the returned state lives on.
+    - `state`: from `init_state`. It is taken over: its arrays (and so the model's) are deleted, and only the
+        returned state lives on. To keep it, pass a copy: `jax.tree.map(jnp.copy, state)`.
     - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one; [`Data`][]
         also says how they are read. A [`Stream`][] has examples that come one after the other.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
@@ -148,7 +133,6 @@ def fit(
     **Other arguments:**
 
     - `num_microbatches`: see `train_step`.
-    - `step_fn`: `(state, batch) -> (state, metrics)` in place of `train_step`; `metrics` has a `"loss"`.
     - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
         end. Before anything is compiled for training, a batch of them goes through it.
     - `hook`: a [`Hook`][], called with the run, the row and the state after each row and each evaluation. It
@@ -161,28 +145,27 @@ def fit(
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
         bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
-    - `on_nonfinite`: what a loss or gradient norm that is not finite does: end the run, or be left out. Under
-        `jax_debug_nans` or `jax_debug_infs` what ends the run comes from the line of `loss_fn` that made it.
-    - `donate`: whether to take over the memory of `state`; otherwise it is copied once.
     - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
         long, be it of training, of evaluation, or the compilation of one; prints where each thread stands, and
         which worker is at which batch. Going on with a stream counts, which may have to be read again.
 
     **Returns:**
 
-    The state after the last step.
+    The state after the last step, and the [`History`][] of the whole run: its rows and its evaluations, with
+    those of earlier calls that this one goes on from.
 
     **Raises:**
 
     - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used.
-    - `NonFiniteError`, with the last good state.
+    - `NonFiniteError` for a loss or a gradient norm that is not finite, with the last good state. Under
+        `jax_debug_nans` or `jax_debug_infs` it comes from the line of `loss_fn` that made it.
     - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
         saved first if there are `checkpoints`; a second signal leaves at once.
     - `ImportError` if `checkpoints` are wanted and Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
-    An error that ends a run which has begun has the state after its last step as its attribute `state`; it is
-    saved too if there are `checkpoints`.
+    An error that ends a run which has begun has the state after its last step as its attribute `state`, and
+    the `history`; the state is saved too if there are `checkpoints`.
     """
     check_arguments(
         state,
@@ -190,16 +173,12 @@ def fit(
         collate_fn=collate_fn,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        num_microbatches=num_microbatches,
-        step_fn=step_fn,
         evaluation=evaluation,
         hook=hook,
         checkpoints=checkpoints,
         loggers=loggers,
-        on_nonfinite=on_nonfinite,
     )
-    mesh = state_mesh(state)
-    checkpoints = as_checkpoints(checkpoints)
+    mesh, checkpoints = state_mesh(state), as_checkpoints(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
         num_steps=num_steps,
@@ -207,113 +186,94 @@ def fit(
         evaluate=evaluation and evaluation.every,
         save=checkpoints and save_every(checkpoints),
     )
-    if evaluation is not None:
-        evaluation = evaluation.or_else(collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size)
+    functions: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn}
+    evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
     eval_batch_size = evaluation and evaluation.batch_size
     check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
     epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
-    if num_epochs is not None and epochs.num_batches is None:
-        raise ValueError(
-            f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long it "
-            "is: say num_steps= instead."
-        )
-    watchdog = Watchdog(step_timeout_seconds, work_in_hand)
-    if step_fn is None:
-        programs = train_programs(
-            state, loss_fn, optimizer, num_microbatches=num_microbatches, skip_nonfinite=on_nonfinite == "skip"
-        )
-    else:
-        programs = step_programs(state, step_fn, skip_nonfinite=on_nonfinite == "skip")
-
+    total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watchdog)
+        watchdog = stack.enter_context(Watchdog(step_timeout_seconds, work_in_hand))
         interrupt = stack.enter_context(InterruptFlag())
-        identity = None
-        if checkpoints is not None or is_shared(mesh):
-            arguments = {
-                "batch_size": batch_size,
-                "num_microbatches": num_microbatches,
-                "on_nonfinite": on_nonfinite,
-                "how long, and what is due": plan,
-                "len(train_examples)": epochs.num_examples,
-                "evaluation's batch_size": eval_batch_size,
-                "a step_fn": step_fn is not None,
-                "a hook": hook is not None,
-            }
-            identity = identify(
-                state,
-                epochs.first_examples,
-                {name: str(x) for name, x in arguments.items()},
-                collate_fn=collate_fn,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-            )
+        facts = {
+            "batch_size": batch_size,
+            "num_microbatches": num_microbatches,
+            "how long, and what is due": plan,
+            "len(train_examples)": epochs.num_examples,
+            "evaluation's batch_size": eval_batch_size,
+            "a hook": hook is not None,
+        }
+        needs_identity = checkpoints is not None or is_shared(mesh)
+        begin = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
         row = {} if evaluation is None else evaluation.rehearse(state)
         check_keep_best(checkpoints.keep_best if checkpoints else (), row)
         watchdog.beat()
         saver = stack.enter_context(Saver(checkpoints))
-        begin = RunRecord.begin_at(
-            step_of(state),
-            batch_size=batch_size,
-            num_examples=epochs.num_examples,
-            order=epochs.order,
-            positions=epochs.positions,
-            identity=identity,
-        )
-        state, run, source = saver.resume(state, begin, release=donate)
-        if source is None and not donate:
-            state = jax.tree.map(jnp.copy, state)
-        total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
+        state, run, source = saver.resume(state, begin)
+        run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
+            run,
+            directory=checkpoints and local(checkpoints.directory),
             num_steps=total,
-            batch_size=batch_size,
-            initial=run.num_steps,
+            is_again=saver.began_before,
         )
         stack.enter_context(contextlib.closing(reporter))
-        reporter.say(f"fit: {epochs}")
-        if identity is not None and identity["changing"]:
-            changing = " and ".join(identity["changing"])
-            reporter.say(f"fit: {changing} change from one reading to the next, so they are not compared")
+        _announce(reporter, epochs, run, source)
         places: Iterator[tuple[Batch | None, Place]] = epochs.after(
             run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions,
             verify=checkpoints is None or not checkpoints.allow_changes,
             say=lambda how: reporter.say(f"fit: {how}"),
         )  # fmt: skip
         stack.enter_context(contextlib.closing(places))
-        reporter.begin(run.id)
-        if saver.began_before:
-            reporter.rewind(run.step)
-        if source is not None:
-            run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
-            stopped = ", where its hook ended it" if run.stopped else ""
-            reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
+        if source is not None:  # what is due there may not have been done
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
-        debugs: Any = jax.config
-        is_asked = (debugs.jax_debug_nans or debugs.jax_debug_infs) and on_nonfinite == "raise"
         training = Training(
             state,
             run,
-            programs=programs,
+            programs=train_programs(state, loss_fn, optimizer, num_microbatches=num_microbatches),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
             reporter=reporter,
             saver=saver,
             watchdog=watchdog,
-            programs_of=partial(programs_of, loss_fn=loss_fn, optimizer=optimizer),
-            find_outside=partial(find_outside, loss_fn=loss_fn) if step_fn is None else None,
-            find_nonfinite=partial(find_nonfinite, loss_fn=loss_fn) if is_asked and step_fn is None else None,
         )
         del state  # `training` has it; a second name would keep the first one's memory
-        try:
+        with training:
             stop = _loop(training, places, plan, evaluation, hook, interrupt, Vote(mesh))
             path = saver.wait()
-        except Exception as error:
-            training.end_by(error)
-            raise
         if stop:
-            error = interruption(training.state, training.run.step, stop, path)
+            error = interruption(training.state, training.run.step, stop, path, training.history)
             reporter.say(f"fit: {error}")
             raise error
-        return training.state
+        return training.state, training.history
+
+
+def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
+    """The run that begins with `state`. Its identity is found out only for `facts`: see `identify`."""
+    identity = None
+    if facts is not None:
+        facts = {name: str(x) for name, x in facts.items()}
+        identity = identify(state, epochs.first_examples, facts, **functions)
+    return RunRecord.begin_at(
+        step_of(state),
+        batch_size=epochs.batch_size,
+        num_examples=epochs.num_examples,
+        order=epochs.order,
+        positions=epochs.positions,
+        identity=identity,
+    )
+
+
+def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: pathlib.Path | None) -> None:
+    """Says what a run reads, what of it is not compared, and from which checkpoint it goes on."""
+    reporter.say(f"fit: {epochs}")
+    if run.identity is not None and run.identity.get("changing"):
+        changing = " and ".join(run.identity["changing"])
+        reporter.say(f"fit: {changing} change from one reading to the next, so they are not compared")
+    if source is not None:
+        stopped = ", where its hook ended it" if run.stopped else ""
+        reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
 
 
 def _loop(

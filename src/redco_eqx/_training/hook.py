@@ -1,7 +1,6 @@
 """A function of the user's within `fit`, and what it may change in the run."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,30 +22,29 @@ class Change:
         losses = [evaluation["eval/loss"] for evaluation in run.evaluations]
         return rx.Change(stop=len(losses) > 3 and losses[-1] > losses[-4])
 
-    state = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=rx.Evaluation(held_out))
+    evaluation = rx.Evaluation(held_out)
+    state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
     ```
 
     - `stop`: whether the run ends here, as at its last step: with an evaluation if one is wanted, and a save.
     - `state`: the state to go on with, of the same structure, shapes and dtypes. It is laid out as the one
         that the hook was given, whose `key` and `step` it keeps.
-    - `memory`: plain JSON, which is `run.memory` when the hook is called next. It is saved with the run.
     """
 
     stop: bool = False
     state: TrainState | None = None
-    memory: Any = None
 
 
 @runtime_checkable
 class Hook(Protocol):
     """`(run, row, state) -> None`, or a [`Change`][]: called by `fit` after each row and each evaluation.
 
-    - `run`: where the run stands ([`RunRecord`][]), with all its `evaluations`, and `run.memory`.
+    - `run`: where the run stands ([`RunRecord`][]), with all its `evaluations`.
     - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
     - `state`: after the last step. The next step deletes its arrays: `jax.device_get` what is to be kept.
 
-    It is called on every process at the same steps. All of them must change the state alike; whether to stop,
-    and the memory, are what process 0 says. A resumed run is exact if the hook decides by its arguments alone:
+    It is called on every process at the same steps. All of them must change the state alike; whether to stop
+    is what process 0 says. A resumed run is exact if the hook decides by its arguments alone:
     what it keeps elsewhere is lost when the run ends.
     """
 
@@ -65,31 +63,15 @@ def apply_hook(
         raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")
     change = change or Change()
     has_state = change.state is not None
-    told = json.loads(from_first(lambda: _as_json(change)))
-    if has_state != told["has_state"]:
+    stop, is_changed = from_first(lambda: [bool(change.stop), change.state is not None])
+    if has_state != is_changed:
         returned = "returned a state" if has_state else "returned none"
         raise ValueError(
             f"hook: on process {jax.process_index()} it {returned}, unlike on process 0. All processes must "
             "change the state alike."
         )
-    memory = run.memory if told["memory"] is None else told["memory"]
-    run = dataclasses.replace(run, stopped=run.stopped or told["stop"], memory=memory)
+    run = dataclasses.replace(run, stopped=run.stopped or stop)
     return run, state if change.state is None else _changed(state, change.state)
-
-
-def _as_json(change: Change) -> str:
-    """All but the state itself, as text: what is remembered is a copy, and equal on all processes."""
-    memory = change.memory
-    try:
-        same = json.loads(json.dumps(memory, allow_nan=False)) == memory
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"hook: memory must be plain JSON, but {error}.") from error
-    if not same:
-        raise ValueError(
-            f"hook: memory must be plain JSON (dicts with strings as keys, lists), but {memory!r} would not "
-            "come back as it is."
-        )
-    return json.dumps({"stop": bool(change.stop), "memory": memory, "has_state": change.state is not None})
 
 
 def _changed(old: TrainState, new: TrainState) -> TrainState:

@@ -15,11 +15,14 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     - `state`: that after the last whole step.
     - `step`: its number.
+    - `history`: the rows and evaluations until then.
     - `signal`: which signal it was.
     - `checkpoint`: the directory where the state was saved, if `fit` was given one for checkpoints.
     """
 
-    def __init__(self, state: Any, step: int, signum: int = signal.SIGINT, checkpoint: Any = None):
+    def __init__(
+        self, state: Any, step: int, signum: int = signal.SIGINT, checkpoint: Any = None, history: Any = None
+    ):
         where = "" if checkpoint is None else f", and was saved as {checkpoint}"
         super().__init__(
             f"fit was interrupted by {signal.Signals(signum).name} after step {step}; the state is in this "
@@ -29,11 +32,12 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.step = step
         self.signal = signal.Signals(signum)
         self.checkpoint = checkpoint
+        self.history = history
         self.code = 128 + signum
 
-    def __reduce__(self) -> tuple[type["TrainingInterrupted"], tuple[Any, int, int, Any]]:
+    def __reduce__(self) -> tuple[type["TrainingInterrupted"], tuple[Any, int, int, Any, Any]]:
         """By its arguments, of which the message is none: how it goes from one process to another."""
-        return type(self), (self.state, self.step, self.signal, self.checkpoint)
+        return type(self), (self.state, self.step, self.signal, self.checkpoint, self.history)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows."""
@@ -44,12 +48,12 @@ class _Exiting(TrainingInterrupted, SystemExit):
     """The same as an exit: Python ends by its `code`, and prints no traceback."""
 
 
-def interruption(state: Any, step: int, signum: int, checkpoint: Any) -> TrainingInterrupted:
+def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
     """The error to raise: one that ends the program, but for Ctrl-C in IPython, which would say how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None
     kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
-    return kind(state, step, signum, checkpoint)
+    return kind(state, step, signum, checkpoint, history)
 
 
 class InterruptFlag:

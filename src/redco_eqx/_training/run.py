@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import optax
 
 from redco_eqx._checkpoint.checksum import unlike_replicas
 from redco_eqx._checkpoint.names import storable, to_names
@@ -14,21 +16,23 @@ from redco_eqx._data.epochs import Place
 from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.state import TrainState, state_mesh, step_of
 from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
 from redco_eqx._training.checks import BatchShapes
-from redco_eqx._training.compile import NUM_AHEAD, Throttle, TrainProgram
+from redco_eqx._training.compile import NUM_AHEAD, PerShape, TrainProgram
 from redco_eqx._training.evaluation import Evaluation
+from redco_eqx._training.history import History, Reporter
 from redco_eqx._training.hook import Hook, apply_hook
-from redco_eqx._training.identity import refuse_unlike
-from redco_eqx._training.loggers import Reporter
+from redco_eqx._training.identity import programs_of, refuse_unlike
 from redco_eqx._training.saving import Saver
 from redco_eqx._tree import lack_of_value
-from redco_eqx._types import Batch
+from redco_eqx._types import Batch, LossFn
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`.
+    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
+    the rows until then.
 
     It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
     that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
@@ -39,15 +43,16 @@ class NonFiniteError(ArithmeticError):
     ):
         super().__init__(
             f"the loss or the gradient norm was not finite at step {step} (counted from 0): {where}. The last "
-            'good state is in this error\'s `state`. fit(..., on_nonfinite="skip") leaves such steps out.'
+            "good state is in this error's `state`."
         )
         self.state = state
         self.step = step
+        self.history = History()
         self._where = where
 
-    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str]]:
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str], dict[str, History]]:
         """By its arguments, of which the message is none: how it goes from one process to another."""
-        return type(self), (self.state, self.step, self._where)
+        return type(self), (self.state, self.step, self._where), {"history": self.history}
 
 
 class Training:
@@ -63,28 +68,23 @@ class Training:
         state: TrainState,
         run: RunRecord,
         *,
-        programs: Callable[[TrainState, Batch], TrainProgram],
+        programs: PerShape[TrainProgram],
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
         reporter: Reporter,
         saver: Saver,
         watchdog: Watchdog,
-        programs_of: Callable[[TrainState, Batch], dict[str, str]],
-        find_outside: Callable[[TrainState, Batch], str | None] | None = None,
-        find_nonfinite: Callable[[TrainState, Batch], str] | None = None,
     ):
         """**Arguments:**
 
-        - `programs`: the compiled step for a state and a batch.
-        - `programs_of`: see `identity.py`.
+        - `programs`: the compiled step for a state and a batch, made of `loss_fn` and `optimizer`.
         - `watchdog`: is told of each step, of evaluations too.
-        - `find_outside`: says of a step that is not finite which index of the batch is outside.
-        - `find_nonfinite`: says of a step where it comes from that it is not finite. Each step is waited for.
         """
-        self._programs_of = programs_of
-        self._find_outside, self._find_nonfinite = find_outside, find_nonfinite
-        self._recent: deque[Batch] = deque(maxlen=NUM_AHEAD + 1)  # those of steps that may yet be not finite
         self.state, self.run = state, run
-        self._programs, self._reporter, self.saver = programs, reporter, saver
-        self._shapes, self._throttle, self._watchdog = BatchShapes(), Throttle(), watchdog
+        self._programs, self._loss_fn, self._optimizer = programs, loss_fn, optimizer
+        self._reporter, self.saver, self._watchdog = reporter, saver, watchdog
+        self._shapes = BatchShapes()
+        self._ahead: deque[tuple[Batch, Window]] = deque()  # steps that may not be done yet
         self._empty: Window | None = None  # not before the first step
         self._window: Window | None = None
         self._num_in_window = 0
@@ -95,12 +95,18 @@ class Training:
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), window_from_json(run.window))
             self._num_in_window = run.window["num_steps"]
 
+    @property
+    def history(self) -> History:
+        """The numbers of the run so far."""
+        return History(tuple(self._reporter.rows), self.run.evaluations)
+
     def step(self, batch: Batch, place: Place) -> None:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         self._shapes.check(batch)
         is_first = self._empty is None
         if is_first and self.saver.is_on:
-            self.run = self.saver.identified(self.run, self._programs_of(self.state, batch))
+            programs = programs_of(self.state, batch, loss_fn=self._loss_fn, optimizer=self._optimizer)
+            self.run = self.saver.identified(self.run, programs)
         program = self._programs(self.state, batch)
         if self._empty is not program.window:
             agree(
@@ -110,16 +116,18 @@ class Training:
             if self._window is None or not is_like(self._window, program.window):  # saved by another program
                 self._window, self._num_in_window = program.window, 0
         self.state, window = program.compiled(self.state, self._window, batch)
-        self._recent.append(batch)
         self._window = window
         self._num_in_window += 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        if self._find_nonfinite is not None:
-            self._require(bool(jax.device_get(window.ok)))
-        done = self._throttle(window)
-        if done is not None and not jax.device_get(done.ok):  # while its batch is at hand
-            self.check()
-            self._require(False)
+        self._ahead.append((batch, window))
+        # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
+        num_ahead = 0 if _is_debugging() else NUM_AHEAD
+        if len(self._ahead) > num_ahead:
+            is_ok = bool(jax.device_get(self._ahead[0][1].ok))
+            if not is_ok:  # said while its batch is at hand
+                self.check()
+            self._require(is_ok)
+            self._ahead.popleft()
         self._watchdog.beat()
         if is_first:
             self._reporter.say(f"fit: {program.cost}")
@@ -197,16 +205,18 @@ class Training:
         run = dataclasses.replace(self.run, finished=finished, window=window)
         if self.saver.is_saved(run):
             return
-        if step_of(self.state) != run.step:
-            raise ValueError(
-                f"step_fn must count: the step of the state is {step_of(self.state)} after {run.num_steps} "
-                f"steps from {run.begin}. Checkpoints are numbered by it."
-            )
         with self._reporter.paused():
             self.saver.save(self.state, run)
 
-    def end_by(self, error: Exception) -> None:
-        """Saves the state if an error has ended the run, and gives it to the error."""
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Saves the state if an error ends the run, and gives it to the error, and the history."""
+        if not isinstance(error, Exception):
+            return
+        with contextlib.suppress(AttributeError):
+            error.history = self.history  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(error, NonFiniteError):
             return
         state = self.state
@@ -232,9 +242,15 @@ class Training:
         step = step_of(self.state)
         behind = self.run.step - step
         where = None
-        if 0 < behind <= len(self._recent):
-            batch = self._recent[-behind]
+        if 0 < behind <= len(self._ahead):
+            batch, _ = self._ahead[-behind]
             with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
-                where = self._find_outside and self._find_outside(self.state, batch)
-            where = where or (self._find_nonfinite and self._find_nonfinite(self.state, batch))
+                where = find_outside(self.state, batch, loss_fn=self._loss_fn)
+            if where is None and _is_debugging():
+                where = find_nonfinite(self.state, batch, loss_fn=self._loss_fn)
         raise NonFiniteError(self.state, step, *([where] if where else []))
+
+
+def _is_debugging() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs

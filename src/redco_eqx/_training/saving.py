@@ -46,14 +46,12 @@ class Saver:
         self._since = time.monotonic()
         self.began_before = False
 
-    def resume(
-        self, state: TrainState, run: RunRecord, *, release: bool
-    ) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
+    def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
         """The newest state of the run that began with `state`, laid out like it; its place; its checkpoint.
 
         `state` itself, at the run's beginning, if that run has no checkpoint; `began_before` says whether there
-        is one, or an attempt that ended without. With `release` the arrays of `state` are deleted before those
-        of the checkpoint are read, so that there is no need of memory for both.
+        is one, or an attempt that ended without. The arrays of `state` are deleted before those of the
+        checkpoint are read, so that there is no need of memory for both.
 
         **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
         have changed; `CheckpointError` if all are damaged.
@@ -76,8 +74,7 @@ class Saver:
             info = together(lambda: read_record(path), CheckpointError)
             chosen = select(info, like)
             _check_same(info, run, allow_changes=config.allow_changes)
-            if release:
-                jax.tree.map(lambda x: x.delete(), state)
+            jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info
 
         (restored, info), damaged = first_good(paths, load)
@@ -164,13 +161,22 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         # A second Ctrl-C waits for nothing. Nor does an error on one of many processes: a save is complete when
         # all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
-        if self._writer is not None:
-            self._writer.close() if waits else self._writer.release()
+        if self._writer is None:
+            return
+        if not waits:
+            self._writer.release()
+            return
+        try:
+            self._writer.close()
+        except CheckpointError as problem:
+            if error is None:
+                raise
+            error.add_note(f"fit: {problem}")  # in its place it would take the state away
 
 
 def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Checkpoints | None:

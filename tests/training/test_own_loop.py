@@ -1,0 +1,123 @@
+"""A loop of one's own: steps, `batches` that say their place, and `Checkpoints.open`."""
+
+import functools
+import itertools
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import MESHES, SGD, assert_same, collate, fit, linear_state, loss_fn, make_examples, mlp_state
+
+import redco_eqx as rx
+from redco_eqx._step.state import order_key
+
+EXAMPLES = make_examples(44, dim=8)
+OPTIMIZER = optax.adam(1e-2)
+SOURCES: dict[str, Any] = {
+    "list": lambda: EXAMPLES,
+    "stream": lambda: rx.Stream(lambda epoch: iter(EXAMPLES)),
+    "stream of batches": lambda: rx.Stream(
+        lambda epoch: (EXAMPLES[i : i + 8] for i in range(0, 40, 8)), batched=True
+    ),
+}
+
+
+def my_loop(state: Any, examples: Any, directory: Any, *, num_epochs: int, stop_at: int | None = None) -> Any:
+    """Saves every third step, and goes on from what is saved there."""
+    mesh, key = state.step.sharding.mesh, order_key(state, 0)
+    layout = {path: x.sharding for path, x in state.params.items()}
+    step = rx.jit_step(functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER, shardings=layout))
+    place: dict[str, Any] = {"epoch": 0, "start": 0}
+    if saved := rx.list_checkpoints(directory) if directory.exists() else []:
+        state, place = rx.restore(directory, state), saved[-1].extras["place"]
+    with rx.Checkpoints(directory).open() as writer:
+        while place["epoch"] < num_epochs:
+            batches = rx.batches(examples, collate, batch_size=8, mesh=mesh, key=key, **place)
+            for batch in batches:
+                if int(state.step) == stop_at:
+                    return state
+                state, _ = step(state, batch)
+                if int(state.step) % 3 == 0:
+                    writer.save(state, extras={"place": batches.place})
+            place = batches.place
+    return state
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_it_takes_the_same_steps_as_fit(sizes: Any, tmp_path: pathlib.Path) -> None:
+    state = mlp_state(OPTIMIZER, rx.make_mesh(**sizes))
+    mine = my_loop(jax.tree.map(jnp.copy, state), EXAMPLES, tmp_path, num_epochs=2)
+    assert_same(mine, fit(state, EXAMPLES, optimizer=OPTIMIZER, batch_size=8, num_epochs=2))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("stop_at", [4, 5, 6, 8])
+def test_it_goes_on_from_the_place_that_was_saved(kind: str, stop_at: int, tmp_path: pathlib.Path) -> None:
+    """In the middle of an epoch of five batches, at its end, and in the next one."""
+
+    def run(name: str, stop_at: int | None = None) -> Any:
+        state = mlp_state(OPTIMIZER, rx.make_mesh(data=2))
+        return my_loop(state, SOURCES[kind](), tmp_path / name, num_epochs=2, stop_at=stop_at)
+
+    expected = run("whole")
+    assert int(expected.step) == 10
+    assert int(run("cut", stop_at).step) == stop_at
+    assert_same(run("cut"), expected)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_place_goes_on_after_each_batch(kind: str) -> None:
+    def batches(**place: Any) -> Any:
+        mesh, key = rx.make_mesh(data=1), jax.random.key(0)
+        return rx.batches(SOURCES[kind](), collate, batch_size=8, mesh=mesh, key=key, **place)
+
+    expected = [batch["id"].tolist() for batch in batches(epoch=1)]
+    assert len(expected) == 5
+    iterator = batches(epoch=1)
+    for num_done in range(6):
+        place = json.loads(json.dumps(iterator.place))
+        assert (place["epoch"], place["start"]) == (1, num_done)
+        assert [batch["id"].tolist() for batch in batches(**place)] == expected[num_done:]
+        next(iterator, None)
+    assert iterator.place == {"epoch": 2, "start": 0}
+    assert next(iterator, None) is None
+    assert iterator.place == {"epoch": 2, "start": 0}
+
+
+def test_a_stream_is_not_read_again_where_its_own_state_says_the_place() -> None:
+    """The place has the source's state, and a checksum by which other items are refused."""
+
+    def batches(source: Any, **place: Any) -> Any:
+        return rx.batches(rx.Stream(source), np.asarray, batch_size=4, mesh=rx.make_mesh(data=1), **place)
+
+    iterator = batches(lambda epoch: iter(range(40)))
+    for _ in itertools.islice(iterator, 3):
+        pass
+    place = iterator.place
+    iterator.close()
+    rest = batches(lambda epoch: iter(range(40)), **place)
+    assert [batch.tolist()[0] for batch in rest] == list(range(12, 40, 4))
+    with pytest.raises(ValueError, match="other"):
+        next(batches(lambda epoch: iter(range(1, 41)), **place))
+
+
+def test_positions_are_of_a_stream() -> None:
+    with pytest.raises(ValueError, match="positions are those of a Stream"):
+        rx.batches(EXAMPLES, collate, batch_size=8, mesh=rx.make_mesh(data=1), positions=[[0, 1]])
+
+
+def test_a_guarded_step_is_a_step() -> None:
+    """It takes the same steps where all is finite, also under a scan."""
+    state = linear_state()
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD)
+    batches = [collate(make_examples(22)[i : i + 4]) for i in range(0, 20, 4)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    expected, _ = jax.jit(lambda state, xs: jax.lax.scan(step, state, xs))(state, stacked)
+    found, metrics = jax.jit(lambda state, xs: jax.lax.scan(rx.skip_nonfinite(step), state, xs))(state, stacked)
+    assert_same(found, expected)
+    np.testing.assert_array_equal(metrics["skipped"].total, np.zeros(5))
