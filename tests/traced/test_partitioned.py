@@ -227,7 +227,7 @@ def test_a_shard_map_that_leaves_the_batch_to_the_compiler_is_refused_by_its_lin
         partitioned(jax.grad(f), mesh)(model, x)
 
 
-def test_fit_mends_a_step_of_the_users_own():
+def test_jit_step_mends_a_step_of_the_users_own():
     def run(name: str) -> Any:
         mesh = mesh_of(name)
         overrides = [("*", P())]
@@ -242,17 +242,8 @@ def test_fit_mends_a_step_of_the_users_own():
             params = jax.tree.map(lambda p, g: p - g, state.params, grads)
             return eqx.tree_at(lambda s: (s.params, s.step), state, (params, state.step + 1)), {"loss": value}
 
-        state, _ = rx.fit(
-            state,
-            images(),
-            collate_fn=np.stack,
-            loss_fn=whole_loss,
-            optimizer=SGD,
-            batch_size=16,
-            num_steps=1,
-            step_fn=step_fn,
-            loggers=(),
-        )
+        batch = jax.device_put(np.stack(images()[:16]), rx.batch_sharding(mesh))
+        state, _ = rx.jit_step(step_fn)(state, batch)
         return jax.tree.map(np.asarray, state.params)
 
     assert_close(run("data2xtensor4"), run("one"), **CLOSE)
