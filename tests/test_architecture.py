@@ -16,7 +16,7 @@ from redco_eqx import models
 
 PACKAGE = pathlib.Path(rx.__file__).parent
 
-PURE = ("_jaxprs", "_dataflow", "_sharding", "_parallel", "_program", "_step")
+PURE = ("_jaxprs", "_dataflow", "_sharding", "_parallel", "_step")
 EXCEPT = {
     pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
     pathlib.Path("_step/kept.py"): {"pathlib", "sys"},  # which modules are installed, and what is imported

@@ -18,8 +18,8 @@ import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._compiled.communication import Collective, communication
 from redco_eqx._jaxprs.program import trace
-from redco_eqx._program.gather import gather_where_used
 from redco_eqx._sharding.mesh import for_use, stored_axes
+from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.state import layout_of
 
 MESH = mesh_of("fsdp8")

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
-from redco_eqx._program.mends import partitioned
+from redco_eqx._step.mends import partitioned
 
 SGD = optax.sgd(1.0)
 SEVERAL = [name for name in MESHES if name != "one"]

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from redco_eqx._parallel.linear import traced_mesh
-from redco_eqx._program.mends import partitioned
 from redco_eqx._sharding.mesh import context_of
+from redco_eqx._step.mends import partitioned
 from redco_eqx._step.state import TrainState, check_alive, check_is_state
 
 R = TypeVar("R")

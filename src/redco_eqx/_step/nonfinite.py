@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from redco_eqx._jaxprs.program import trace
-from redco_eqx._program.lookups import Known, outside
+from redco_eqx._step.lookups import Known, outside
 from redco_eqx._step.state import TRAIN, TrainState, stream
 from redco_eqx._step.steps import unpack_loss
 from redco_eqx._step.traced import on_arrays

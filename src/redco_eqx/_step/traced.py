@@ -11,10 +11,10 @@ from jaxtyping import Array
 from redco_eqx._jaxprs.program import Program, trace, zero_outputs
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._parallel.scan import keep_products
-from redco_eqx._program.gather import gather_where_used
-from redco_eqx._program.mends import for_partitioner
 from redco_eqx._sharding.mesh import axes_of, for_use, stored_axes
+from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.layout import Layout
+from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._tree import first_few
 from redco_eqx._types import Batch, Key

@@ -1,1 +1,0 @@
-"""Traced programs: what is gathered in them, and what takes the place of operations that come out wrong."""
