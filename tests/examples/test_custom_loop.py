@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("equimo", exc_type=ImportError)
 pytest.importorskip("sklearn", exc_type=ImportError)
 
+import argparse
 import functools
-import types
 from typing import Any
 
 import digits_data
@@ -145,7 +145,7 @@ def test_the_hypergradient_is_the_finite_difference_of_a_loop_written_by_hand(di
 
 def test_an_ensemble_learns_as_much_as_logistic_regression(digits):
     train, held_out = digits
-    args = types.SimpleNamespace(seed=0, epochs=8, batch_size=32)
+    args = argparse.Namespace(seed=0, epochs=8, batch_size=32)
     together, alone = loops.ensemble(args, rx.make_mesh(tensor=2), train, held_out)
     x, y = (np.stack([x.ravel() for x, _ in train]), [y for _, y in train])
     linear = LogisticRegression(max_iter=300).fit(x, y)
@@ -181,7 +181,7 @@ def test_a_loop_ends_when_its_evaluations_grow_no_more_and_goes_on_where_it_was_
     train, held_out = digits
 
     def run(epochs, checkpoints=None):
-        args = types.SimpleNamespace(seed=0, epochs=epochs, batch_size=32, checkpoints=checkpoints)
+        args = argparse.Namespace(seed=0, epochs=epochs, batch_size=32, checkpoints=checkpoints)
         return loops.stop_early(args, rx.make_mesh(tensor=2), train, held_out)
 
     scores = run(40)

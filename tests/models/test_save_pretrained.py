@@ -309,7 +309,7 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     }
     assert load_pretrained(new).config == model.config  # wherever they come from
     shutil.rmtree(old)
-    save_pretrained(changed, tmp_path / "newer")  # what is gone is not missed
+    save_pretrained(state.model, tmp_path / "newer")  # what is gone is not missed
     assert load_pretrained(tmp_path / "newer").config == model.config
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -324,7 +324,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("a row of losses", reporting({"loss": np.ones(2)}), ValueError, r"the metric 'loss' must be a scalar"),
     (
         "no state",
-        lambda: rx.skip_nonfinite(lambda state, batch: (state.params, {"loss": 1.0}))(
+        lambda: rx.skip_nonfinite(cast(Any, lambda state, batch: (state.params, {"loss": 1.0})))(
             linear_state(), collate(EXAMPLES[:4])
         ),
         ValueError,
