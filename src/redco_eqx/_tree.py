@@ -25,12 +25,12 @@ AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array: of JAX, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
+    """True of an array: of JAX, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
     return isinstance(x, AnyArray)
 
 
 def is_trainable(x: object) -> bool:
-    """Whether `x` is a floating (or complex) JAX array, concrete or abstract.
+    """True of a floating (or complex) JAX array, concrete or abstract.
 
     NumPy arrays are constants: tables that weight decay must not shrink.
     """
@@ -39,7 +39,7 @@ def is_trainable(x: object) -> bool:
 
 @runtime_checkable
 class Shaped(Protocol):
-    """What has a shape and a dtype."""
+    """An object with a shape and a dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -219,7 +219,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
 
 
 def _is_gradient(function: object) -> bool:
-    """Whether JAX or Equinox has made it of another function, as its gradient."""
+    """True if JAX or Equinox has made it of another function, as its gradient."""
     while function is not None:
         of_jax = getattr(function, "__globals__", {}).get("__name__", "").startswith("jax.")
         if of_jax and (getattr(function, "__doc__", None) or "").startswith(_OF_GRADIENTS):

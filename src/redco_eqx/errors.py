@@ -1,4 +1,4 @@
-"""What is raised and warned of by name."""
+"""Errors and warnings that are raised by name."""
 
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointFormatError
 from redco_eqx._sharding.rules import ShardingWarning

@@ -47,7 +47,7 @@ Way: TypeAlias = Literal["given", "spread", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class Birth:
-    """How one array of the model is made.
+    """The making of one array of the model.
 
     - `leaf`: its variable in the traced program.
     - `way`: `"given"`: it is known once the small values are. `"spread"`: by a program that makes each shard
@@ -61,7 +61,7 @@ class Birth:
 
 
 def births_of(program: FlatProgram) -> list[Birth]:
-    """How each output of `program`, which has no effects, is made."""
+    """Plan how each output of `program`, which has no effects, is made."""
     ways = _ways(program)
     return [
         Birth(leaf, ways[leaf], cut_out(program, leaf, lambda var: ways[var] == "given"))
@@ -70,7 +70,7 @@ def births_of(program: FlatProgram) -> list[Birth]:
 
 
 def _ways(program: FlatProgram) -> dict[Var, Way]:
-    """How each value of the program is to be made, were it a leaf."""
+    """Decide for each value of the program how it would be made, were it a leaf."""
     ways: dict[Var, Way] = dict.fromkeys(program.values, "given")
     small = {var for var in program.values if is_small(var)}
     for equation in program.equations:
@@ -88,12 +88,12 @@ def _ways(program: FlatProgram) -> dict[Var, Way]:
 
 
 def is_small(var: Var) -> bool:
-    """Whether a value is computed as it comes, on one device, unless it is drawn."""
+    """True of a value that is computed as it comes, on one device, unless it is drawn."""
     return is_key(var) or math.prod(shape_of(var)) <= SMALL
 
 
 def _is_elementwise(equation: JaxprEqn) -> bool:
-    """Whether a shard of the result is made of the same shard of the operands, or of none."""
+    """True if a shard of the result is made of the same shard of the operands, or of none."""
     name, result = equation.primitive.name, equation.outvars[0]
     if name == "random_bits":
         config: Any = jax.config

@@ -276,7 +276,8 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where and when [`fit`][] saves, and what it keeps; `open` gives the same to a loop of one's own.
+    """The times and the place at which [`fit`][] saves, and what it keeps; `open` gives the same to your own
+    loop.
 
     `fit` saves in the background at the steps asked for, at its end, and when a signal ends it. Without any
     `every_...` it does so after each epoch. An evaluation that is due comes before, and its results are part of

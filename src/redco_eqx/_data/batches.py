@@ -65,7 +65,7 @@ class Permutation:
     keys: UInt64[np.ndarray, " num_rounds"]
 
     def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """What stands at `positions`, each of them below `num`. Costs microseconds for each."""
+        """Return the examples' numbers at `positions`, each below `num`. Costs microseconds for each."""
         numbers = self._once(positions.astype(np.uint64))
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])
@@ -341,7 +341,7 @@ class BatchSizes(Sequence[int]):
         return self._batch_size if index < self._num_whole else self._tail[index - self._num_whole]
 
     def offset(self, index: int) -> int:
-        """How many rows come before a batch."""
+        """Count the rows before a batch."""
         return min(index, self._num_whole) * self._batch_size + sum(
             self._tail[: max(index - self._num_whole, 0)]
         )

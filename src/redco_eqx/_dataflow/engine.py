@@ -49,7 +49,7 @@ def factors(dim: Dim) -> str:
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
-    """Where most is sent: `4.1 KiB in 2 operations for the sum of dot_general at model.py:41`."""
+    """Name the source of most bytes: `4.1 KiB in 2 operations for the sum of dot_general at model.py:41`."""
     groups: dict[tuple[str, str, str], list[tuple[Event, float]]] = {}
     for event, size in sent:
         key = (event.kind, event.equation.primitive.name, short_line(event.equation))

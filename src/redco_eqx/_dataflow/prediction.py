@@ -68,7 +68,8 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What one device sends in a step, predicted from the program; of collectives the size of the results.
+    """Bytes that one device sends in a step, predicted from the program; of collectives the size of the
+    results.
 
     - `num_bytes`: in all, by a compiler that adds the results of products before it sums them over devices,
         as those for TPU and GPU do.

@@ -1,1 +1,1 @@
-"""Whether a step fits, and on which mesh, by compiling it for devices that need not be there."""
+"""Plans: a step compiled for devices that need not be there, to see on which mesh it fits."""

@@ -1,4 +1,4 @@
-"""What a step takes of a device: operations, what its forward pass leaves for the backward one, memory."""
+"""The cost of a step on a device: operations, what the forward pass leaves for the backward one, memory."""
 
 import dataclasses
 import itertools
@@ -114,7 +114,7 @@ def remembered(program: Jaxpr) -> tuple[Buffer, ...]:
 
 
 def _most(forms: Iterable[_Form]) -> list[Buffer]:
-    """What is kept after the operation after which most is."""
+    """List what is kept after the operation after which most is."""
     changes: dict[int, list[_Form]] = {}
     for form in forms:
         changes.setdefault(form.first, []).append(form)
@@ -195,14 +195,14 @@ class Memory:
 
     @property
     def temporaries(self) -> int | None:
-        """What the program needs besides its arguments, which are there before and after a step."""
+        """Bytes that the program needs besides its arguments, which are there before and after a step."""
         if self.peak is None:
             return None
         return max(0, self.peak - self.parameters - self.optimizer_state - self.batch)
 
 
 def memory_of(state: TrainState, batch: PyTree) -> Memory:
-    """What the arguments of a step take, abstract ones too."""
+    """Add up the arguments of a step, abstract ones too."""
     return Memory(
         parameters=_bytes((state.params, state.frozen, state.model_state)),
         optimizer_state=_bytes(state.opt_state),
@@ -229,7 +229,7 @@ def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
 
 
 def _bytes(tree: PyTree) -> int:
-    """Of all arrays, on one device."""
+    """Add up all arrays, on one device."""
     total = 0
     for x in filter(is_array, jax.tree.leaves(tree)):
         shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape

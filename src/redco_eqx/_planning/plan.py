@@ -54,7 +54,7 @@ def plan(
     max_compilations: int = 6,
     progress: bool = True,
 ) -> MeshPlan:
-    """Whether a training step fits, and on which mesh, by the compiler of the devices it is for.
+    """Find a mesh on which a training step fits, by the compiler of the devices it is for.
 
     Nothing is allocated, and no device of the target is needed: the TPU compiler comes with
     `python -m pip install "jax[tpu]"`, that for GPUs with `"jax[cuda12]"`. All meshes that split the batch
@@ -220,7 +220,7 @@ class _Space:
         return self._laid_out(choice, self._explained(choice, mesh))
 
     def _candidates_of(self, choices: Sequence[Choice]) -> Iterator[Candidate]:
-        """Of choices that differ in the number of microbatches alone."""
+        """Yield candidates of choices that differ in the number of microbatches alone."""
         if not choices:
             return
         sizes = choices[0].mesh
@@ -258,7 +258,7 @@ class _Space:
         return self._models[key]
 
     def _analysis(self, options: Mapping[str, Option], tensor: int) -> Analysis:
-        """What the program says of a size of `tensor`: the sizes of the other axes change nothing in it."""
+        """Analyse the program for a size of `tensor`: the sizes of the other axes change nothing in it."""
         key = _key(options), tensor
         if key not in self._analyses:
             mesh = _abstract_mesh({"data": len(self._target.devices) // tensor, "fsdp": 1, "tensor": tensor})
@@ -318,7 +318,7 @@ def _sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def _share_split(decisions: Mapping[str, Decision], mesh: Mapping[str, int]) -> float:
-    """Which part of the model's bytes `tensor` splits for use: of the work about the same."""
+    """Return the part of the model's bytes that `tensor` splits for use: of the work about the same."""
     shards = {path: math.prod(mesh[axis] for axis in axes_of(d.spec)) for path, d in decisions.items()}
     whole = {path: d.bytes_per_device * shards[path] for path, d in decisions.items()}
     split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))

@@ -15,7 +15,7 @@ from redco_eqx._tree import table
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """Whether a step fits, and how. `str()` is a table.
+    """A mesh on which a step fits, or lacks least. `str()` is a table.
 
     - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
         `target.margin(mesh)` its margin: what others were measured to ask for.
@@ -29,12 +29,12 @@ class MeshPlan:
 
     @property
     def best(self) -> Trial:
-        """What fits best; if nothing does, what lacks least."""
+        """The trial that fits best; if nothing does, the one that lacks least."""
         return self.trials[0]
 
     @property
     def fits(self) -> bool:
-        """Whether anything does."""
+        """True if anything fits."""
         return self.best.fits is True
 
     @property
@@ -44,7 +44,7 @@ class MeshPlan:
 
     @property
     def options(self) -> dict[str, Option]:
-        """What to call the function that makes the model with."""
+        """The options to call the function with that makes the model."""
         return dict(self.best.candidate.choice.options)
 
     @property
@@ -58,7 +58,7 @@ class MeshPlan:
 
     @property
     def communication(self) -> Communication | None:
-        """What a step sends; `None` if it did not compile."""
+        """The communication of a step; `None` if it did not compile."""
         return self.best.communication
 
     def __str__(self) -> str:

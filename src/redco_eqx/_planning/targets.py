@@ -1,4 +1,4 @@
-"""Where a plan is for: this machine's devices, or those of a pod or a server that is not there."""
+"""Targets of a plan: this machine's devices, or those of a pod or a server that is not there."""
 
 import dataclasses
 import importlib.util
@@ -131,7 +131,7 @@ of what `benchmarks/applicability.py estimates-tpu estimates-gpu` measured (`ben
 
 @runtime_checkable
 class Device(Protocol):
-    """What JAX calls a device, as far as it is needed here."""
+    """A device of JAX, as far as it is needed here."""
 
     @property
     def platform(self) -> str: ...
@@ -160,7 +160,7 @@ class Target:
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def margin(self, mesh: Mapping[str, int]) -> tuple[float, float] | None:
-        """What the peak of an estimate is to be divided by, at least and at most; else `None`."""
+        """The least and the most that the peak of an estimate is to be divided by; else `None`."""
         return None if self.compiler != "cpu" else MARGINS["fsdp" if mesh.get("fsdp", 1) > 1 else ""]
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ def _stand_ins(name: str, count: int) -> tuple[Device, ...]:
 
 
 def _present(device: Device) -> Chip:
-    """What is known of a device of this machine."""
+    """Describe a device of this machine."""
     kind = device.device_kind.lower()
     named = next((chip for chip in GPUS.values() if chip.name.lower() == kind), _UNKNOWN)
     for name, chip in TPUS.items():

@@ -66,7 +66,8 @@ class Candidate:
 
     @property
     def least_bytes(self) -> int:
-        """What a device needs at least: the state, and a microbatch's memories, evenly spread over all."""
+        """Add up the least that a device needs: the state, and a microbatch's memories, evenly spread over
+        all."""
         shares = math.prod(self.choice.mesh.values()) * self.choice.num_microbatches
         return self.state_bytes + sum(value.num_bytes for value in self.remembered) // shares
 
@@ -86,7 +87,7 @@ def variants(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]
 
 
 def may_fit(candidate: Candidate, capacity: int, tried: Sequence[tuple[Candidate, int]]) -> bool:
-    """Whether a candidate can fit, after others took so many bytes.
+    """True if a candidate can fit, after others took so many bytes.
 
     At best its activations are those of another with the same options, evenly spread over all devices that
     share a microbatch.
@@ -106,7 +107,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What became of a candidate.
+    """The outcome of a candidate.
 
     - `fits`: whether it does; `None` if it was not compiled.
     - `verdict`: why it was taken or not, in words.

@@ -1,1 +1,1 @@
-"""Which array is split over which mesh axis: the mesh, the two rules, their reasons."""
+"""Layouts: the mesh, the two rules, and the reason for the split of each array."""

@@ -1,4 +1,4 @@
-"""Which matrices of a module follow one another, and how consecutive ones are split.
+"""Chains: the matrices of a module that follow one another, and how consecutive ones are split.
 
 A column split keeps its output split and needs a whole input; a row split takes a split input and sums
 its output. Of all ways to split every link, the one that sends the fewest bytes is taken: for a widening
@@ -14,7 +14,7 @@ from redco_eqx._sharding.matrices import Matrix, Node
 
 
 def named(names: str, name: str) -> bool:
-    """Whether a field's name is one of `names`, alone or as in `to_q`, `wq`, `q_proj`, `c_proj`, `fc_out`."""
+    """True if a field's name is one of `names`, alone or as in `to_q`, `wq`, `q_proj`, `c_proj`, `fc_out`."""
     return re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name) is not None
 
 
@@ -39,12 +39,12 @@ class Link:
     is_known: bool = True
 
     def feeds(self, after: "Link") -> bool:
-        """Whether the output fits the other's input, whole or as the two halves of a fused gate."""
+        """True if the output fits the other's input, whole or as the two halves of a fused gate."""
         return self.out_size in (after.in_size, 2 * after.in_size)
 
 
 def is_guess(chain: list[Link]) -> bool:
-    """Whether no name says which of its matrices follow one another: they could be an attention as well."""
+    """True if no name says which of its matrices follow one another: they could be an attention as well."""
     unknown = [matrix for link in chain if not link.is_known for matrix in link.members]
     return len(unknown) > 1 and not any(link.is_last for link in chain)
 
@@ -112,7 +112,7 @@ class Split(NamedTuple):
 
 
 def alternate(chain: list[Link], size: int) -> list[Split]:
-    """How each link of a chain (two or more) is split over `size` shards.
+    """Split the links of a chain (two or more) over `size` shards.
 
     Costs count the features of every activation that a collective returns, forward and backward.
     """

@@ -141,7 +141,7 @@ def _find_stacks(node: Node, stack: int) -> None:
 
 
 def _own_stack(node: Node) -> int | None:
-    """How many dims too many this module's weight has, if its type or its bias tells."""
+    """Count the dims that this module's weight has too many, if its type or its bias tells."""
     weight, bias = node.child("weight", "kernel"), node.child("bias")
     if weight is None or len(weight.shape) < 2:
         return None

@@ -230,7 +230,7 @@ def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -
 
 
 def for_use(spec: PartitionSpec) -> PartitionSpec:
-    """How an array lies that is gathered over its `stored_axes`."""
+    """The spec of an array that is gathered over its `stored_axes`."""
     stored = stored_axes(spec)
 
     def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

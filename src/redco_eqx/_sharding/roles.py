@@ -85,7 +85,8 @@ def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
 
 
 def _head_counts(scope: Node, query: Matrix, key: Matrix | None) -> tuple[int | None, int | None]:
-    """Of the query, and of key and value: numbers that a module here or further out says, and that divide."""
+    """Count the heads of the query, and of key and value: numbers that a module here or further out says, and
+    that divide."""
     node: Node | None = scope
     while node is not None:
         heads, kv_heads = node.attribute(*_HEADS), node.attribute(*_KV_HEADS)
@@ -181,7 +182,7 @@ class _Resolver:
             self._experts(node)
 
     def _experts(self, node: Node) -> None:
-        """Of experts that are stacked beside their router each shard holds some whole."""
+        """Split experts that are stacked beside their router: each shard holds some whole."""
         for router in (c.matrix for c in node.children if c.matrix and _ROUTER_NAMES.fullmatch(c.name)):
             count = router.out_size
             for child in node.children:
@@ -284,7 +285,7 @@ class _Resolver:
         return self._open(matrices)
 
     def _is_vocabulary(self, matrix: Matrix) -> bool:
-        """Whether this is a head over a vocabulary, by its name or by its shape, which is that of a table."""
+        """True of a head over a vocabulary, by its name or by its shape, which is that of a table."""
         is_table = (matrix.out_size, matrix.in_size) in self.vocabularies
         return is_table or _HEAD_NAMES.fullmatch(matrix.node.name) is not None
 
@@ -305,7 +306,7 @@ class _Resolver:
 
 
 def _is_residual(node: Node) -> bool:
-    """Whether this is like a block: several matrices and a norm, as wide where it ends as where it begins."""
+    """True of what is like a block: several matrices and a norm, as wide where it ends as where it begins."""
     matrices = node.matrices()
     is_one = len(matrices) > 1 and matrices[0].in_size == matrices[-1].out_size
     return is_one and any(below.is_norm for below in node.walk())

@@ -296,7 +296,7 @@ def analysis_of(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> Analysis | None:
-    """What the program says, if there is one, of the arrays that are not `chosen`."""
+    """Analyse the program, if there is one, for the arrays that are not `chosen`."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class JittedStep(Generic[R]):
-    """What `jit_step` returns: call it as the step, or look at the program by `lower(state, batch)`."""
+    """The result of `jit_step`: call it as the step, or look at the program by `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
         self._jitted = jax.jit(on_its_mesh(step), donate_argnums=0 if donate else ())

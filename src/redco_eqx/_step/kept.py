@@ -37,7 +37,7 @@ _entries: collections.OrderedDict[Hashable, tuple[Any, list[Any]]] = collections
 
 
 def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
-    """What `make()` returned before for the same functions and key, or returns now.
+    """Return what `make()` returned before for the same functions and key, or returns now.
 
     Functions are the same if they have the same code (that of one `def`, which is not run again in a notebook)
     and capture the same: what their closures, defaults and attributes hold, the globals that their code names,
@@ -64,7 +64,7 @@ def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
 
 
 def signature(tree: PyTree) -> Hashable:
-    """What a compiled program asks of its arguments: structure, shapes, dtypes and shardings."""
+    """The arguments that a compiled program asks for: structure, shapes, dtypes and shardings."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
 

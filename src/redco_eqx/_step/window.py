@@ -50,7 +50,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 
 @pytree_dataclass
 class Window:
-    """What happened since the last row of the log, still on the devices.
+    """Metrics since the last row of the log, still on the devices.
 
     - `metrics`: added up over the steps that were taken.
     - `num_steps`: number of steps.
@@ -122,7 +122,7 @@ def window_from_json(saved: dict[str, Any]) -> Window:
 
 
 def is_like(window: Window, other: Window) -> bool:
-    """Whether both hold the same metrics."""
+    """True if both hold the same metrics."""
     return jax.tree.structure(window) == jax.tree.structure(other) and (
         [x.dtype for x in jax.tree.leaves(window)] == [x.dtype for x in jax.tree.leaves(other)]
     )

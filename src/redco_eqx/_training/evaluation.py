@@ -106,7 +106,7 @@ def predict(
     output_fn: OutputFn | None = None,
     batch_size: int,
 ) -> list[Any]:
-    """What `predict_fn` gives for each example, in order, on every process.
+    """Compute `predict_fn` for each example, in order, on every process.
 
     The model is in inference mode. The last batch is filled up by repeating its last example, and what
     belongs to the repetitions is dropped.
@@ -190,7 +190,7 @@ def _outputs(
     remainder: str,
     stops: Callable[[], bool],
 ) -> Generator[PyTree[Array]]:
-    """What the program gives for each batch, dispatched as it is asked for, until `stops()`."""
+    """Yield the program's output for each batch, dispatched as it is asked for, until `stops()`."""
     mesh = state_mesh(state)
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
     with contextlib.closing(stream):
@@ -225,7 +225,8 @@ _CALLED_WITH = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What [`fit`][] evaluates, when, and how; called with a state, it does so at once.
+    """An evaluation that [`fit`][] makes: of which examples, when, and how; called with a state, it does so at
+    once.
 
     ```python
     def worst(examples, outputs):
@@ -276,7 +277,7 @@ class Evaluation:
 
     @property
     def every(self) -> Every:
-        """How often it is due."""
+        """The times at which it is due."""
         return Every(epochs=1) if self.every_steps is None else Every(steps=self.every_steps)
 
     def or_else(self, **defaults: Any) -> "Evaluation":

@@ -318,7 +318,7 @@ def _loop(
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
-    """How many steps `fit` takes, for learning-rate schedules.
+    """Count the steps that `fit` takes, for learning-rate schedules.
 
     ```python
     num_steps = rx.num_train_steps(len(examples), batch_size=64, num_epochs=3)

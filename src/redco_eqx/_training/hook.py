@@ -15,7 +15,7 @@ from redco_eqx._step.state import TrainState, check_is_state, first_change
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """What a [`Hook`][] changes in a run.
+    """A change that a [`Hook`][] makes in a run.
 
     ```python
     def patient(run, row, state):

@@ -40,7 +40,7 @@ class TrainingInterrupted(KeyboardInterrupt):
         return type(self), (self.state, self.step, self.signal, self.checkpoint, self.history)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows."""
+        """Show this in IPython."""
         return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
 
 
@@ -68,7 +68,7 @@ class InterruptFlag:
 
     @property
     def is_set(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self.signal != 0
 
     def __enter__(self) -> "InterruptFlag":

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: console, JSON lines, TensorBoard, and a progress bar.
+"""Loggers take the numbers of a run: console, JSON lines, TensorBoard, and a progress bar.
 
 A logger is anything that takes `logger(step, row)`; these are the ones that come along. They know nothing of
 processes: the caller uses them on one.
@@ -24,7 +24,7 @@ _num_event_files = itertools.count()
 
 @runtime_checkable
 class TextStream(Protocol):
-    """What is printed to: `sys.stderr`, an open file."""
+    """A stream to print to: `sys.stderr`, an open file."""
 
     def write(self, text: str, /) -> object:
         """Takes some text."""

@@ -1,4 +1,4 @@
-"""What is due at a step, as a pure function of where a run stands and of what was planned."""
+"""The schedule of a run: what is due at a step, as a pure function of where it stands and what was planned."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from redco_eqx._training.checks import check_positive
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """How often something is due: after so many steps, after so many epochs, or after either."""
+    """A period: so many steps, so many epochs, or either."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -17,7 +17,7 @@ class Every:
         check_positive("Every", steps=self.steps, epochs=self.epochs)
 
     def is_due(self, run: RunRecord) -> bool:
-        """Whether it is due where `run` stands."""
+        """True if it is due where `run` stands."""
         by_steps = self.steps is not None and run.num_steps % self.steps == 0
         by_epochs = self.epochs is not None and run.batch == 0 and run.epoch % self.epochs == 0
         return by_steps or by_epochs
@@ -25,7 +25,7 @@ class Every:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long a run lasts, and what it does on the way.
+    """The length of a run, and what it does on the way.
 
     - `num_epochs`, `num_steps`: how long; exactly one of them.
     - `log_every`: the number of steps that a row of the log covers.
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-    """What is due after a step: in this order.
+    """The things that are due after a step, in this order.
 
     - `log`: a row with the metrics since the last one.
     - `evaluate`: an evaluation, on a state that is known to be finite.
@@ -66,7 +66,7 @@ class Due:
 
 
 def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False, is_end: bool = False) -> Due:
-    """What is due where a run stands, after its last step or where it goes on.
+    """List what is due where a run stands, after its last step or where it goes on.
 
     **Arguments:**
 

@@ -105,23 +105,23 @@ class Saver:
 
     @property
     def is_on(self) -> bool:
-        """Whether the run has checkpoints."""
+        """True if the run has checkpoints."""
         return self._writer is not None
 
     @property
     def is_time(self) -> bool:
-        """Whether so many minutes have passed since the last save: process 0 decides."""
+        """True if so many minutes have passed since the last save: process 0 decides."""
         minutes = self._config and self._config.every_minutes
         if minutes is None or jax.process_index() != 0:
             return False
         return time.monotonic() - self._since >= 60 * minutes
 
     def is_stale(self, run: RunRecord) -> bool:
-        """Whether there was no save in the last few steps, of which a vote about `is_time` may still come."""
+        """True if there was no save in the last few steps, of which a vote about `is_time` may still come."""
         return self._saved is None or run.num_steps - self._saved[0] > Vote.NUM_BEHIND
 
     def is_best(self, run: RunRecord) -> bool:
-        """Whether the last evaluation is better than all before, by one of the metrics; process 0 decides."""
+        """True if the last evaluation is better than all before, by one of the metrics; process 0 decides."""
         config = self._config
         if config is None or not config.keep_best or not run.is_evaluated:
             return False
@@ -133,7 +133,7 @@ class Saver:
         )
 
     def is_saved(self, run: RunRecord) -> bool:
-        """Whether there is a checkpoint of this very moment already, with as much in it."""
+        """True if there is a checkpoint of this very moment already, with as much in it."""
         return self._saved == _saved(run)
 
     def save(self, state: TrainState, run: RunRecord) -> None:
@@ -187,14 +187,14 @@ def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> 
 
 
 def save_every(checkpoints: Checkpoints) -> Every:
-    """How often by number: each epoch if nothing else was said, not even minutes."""
+    """The period of saves by number: each epoch if nothing else was said, not even minutes."""
     said = (checkpoints.every_steps, checkpoints.every_epochs, checkpoints.every_minutes)
     epochs = 1 if said == (None, None, None) else checkpoints.every_epochs
     return Every(checkpoints.every_steps, epochs)
 
 
 def improves(values: Sequence[float], mode: str) -> bool:
-    """Whether the last value is better than all before; NaN never is."""
+    """True if the last value is better than all before; NaN never is."""
     sign = 1 if mode == "min" else -1
     *before, last = (sign * value for value in values)
     return last < min((x for x in before if not math.isnan(x)), default=math.inf)
