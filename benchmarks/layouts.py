@@ -31,7 +31,7 @@ from workloads import COMPILER_OPTIONS, FAMILIES, Sizes, family_case
 import redco_eqx as rx
 from redco_eqx._dataflow.engine import choose_layout, weigh
 from redco_eqx._dataflow.prediction import lower_bound
-from redco_eqx._dataflow.program import trace_step
+from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._sharding.rules import analysis_of, explain_by
 
 TENSOR = 4

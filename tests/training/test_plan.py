@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from redco_eqx._checkpoint.record import RunRecord
-from redco_eqx._training.plan import Due, Every, Plan, due
+from redco_eqx._training.schedule import Due, Every, Plan, due
 
 # Ten examples in batches of 2: five steps an epoch.
 STEPS = 5

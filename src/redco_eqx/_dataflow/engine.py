@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from redco_eqx._dataflow.program import TracedStep, trace_step
-from redco_eqx._dataflow.rules import rule_of
 from redco_eqx._dataflow.search import (
     Sent,
     SplitOfEach,
@@ -21,6 +19,8 @@ from redco_eqx._dataflow.search import (
     simulate,
     worth,
 )
+from redco_eqx._dataflow.table import rule_of
+from redco_eqx._dataflow.tracing import TracedStep, trace_step
 from redco_eqx._dataflow.values import (
     Dim,
     Event,

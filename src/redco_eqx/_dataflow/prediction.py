@@ -141,7 +141,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
     return total
 
 
-def predict(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
+def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """The bytes that the layout of `analysis` sends, those that gather what is `stored` split among them."""
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._dataflow.program import trace_step
+from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import memory_of, num_flops, remembered
 from redco_eqx._planning.report import MeshPlan
 from redco_eqx._planning.targets import Device, Target, find_target

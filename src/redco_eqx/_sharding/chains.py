@@ -104,14 +104,14 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     return list(links.values())
 
 
-class Split(NamedTuple):
+class LinkSplit(NamedTuple):
     """`name` is `column`, `row` or `whole`."""
 
     name: str
     reason: str
 
 
-def alternate(chain: list[Link], size: int) -> list[Split]:
+def alternate(chain: list[Link], size: int) -> list[LinkSplit]:
     """Split the links of a chain (two or more) over `size` shards.
 
     Costs count the features of every activation that a collective returns, forward and backward.
@@ -151,7 +151,7 @@ def alternate(chain: list[Link], size: int) -> list[Split]:
     last = chain[-1].out_size
     finished = [(w, c + (last if is_split else 0), names) for is_split, (w, c, names) in best.items()]
     _, _, names = min(finished)
-    return [Split(name, _reason(chain, names, i, size)) for i, name in enumerate(names)]
+    return [LinkSplit(name, _reason(chain, names, i, size)) for i, name in enumerate(names)]
 
 
 def _reason(chain: list[Link], names: list[str], i: int, size: int) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._dataflow.engine import Analysis, analyse
-from redco_eqx._dataflow.prediction import Prediction, Stored, predict
+from redco_eqx._dataflow.prediction import Prediction, Stored, predict_communication
 from redco_eqx._sharding.mesh import (
     STORED,
     axes_of,
@@ -94,7 +94,7 @@ class Explanation:
     def communication(self) -> Prediction | None:
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        return None if laid_out is None else predict(laid_out, self._stored)
+        return None if laid_out is None else predict_communication(laid_out, self._stored)
 
     @property
     def _stored(self) -> dict[str, Stored]:

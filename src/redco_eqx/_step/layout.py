@@ -25,7 +25,7 @@ Layout: TypeAlias = dict[str, NamedSharding]
 """The sharding of each array of the model, by path."""
 
 
-def layout_of(shardings: PyTree, state: TrainState) -> Layout:
+def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
     """A tree of shardings, by path; of a pair `(model, state)` those of the model.
 
     Raises `ValueError`, naming it, if a parameter has none.

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.layout import constrain, layout_of, mesh_of, microbatches, split_rows
+from redco_eqx._step.layout import constrain, mesh_of, microbatches, shardings_by_path, split_rows
 from redco_eqx._step.optimizer import check_optimizer, like_params, update
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_is_state, stream
 from redco_eqx._step.traced import gradient_program, on_arrays, program_of
@@ -119,7 +119,7 @@ def train_step(
     check_is_state(state, "train_step: state")
     check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
     check_optimizer("train_step", state, optimizer, exactly=False)
-    layout = None if shardings is None else layout_of(shardings, state)
+    layout = None if shardings is None else shardings_by_path(shardings, state)
     params, frozen = constrain(state.params, layout), state.frozen
     key = stream(state, TRAIN)
     mesh = mesh_of(layout, state)
@@ -281,7 +281,7 @@ def _infer(
     state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
 ) -> Any:
     """`use(model, batch, key)` with the model in inference mode."""
-    layout = None if shardings is None else layout_of(shardings, state)
+    layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
     def run(model: Any, batch: Batch, key: Key) -> Any:

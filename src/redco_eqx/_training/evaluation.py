@@ -22,7 +22,7 @@ from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_m
 from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.checks import check_positive, check_whole
 from redco_eqx._training.compile import PerShape, indexed, lagging
-from redco_eqx._training.plan import Every
+from redco_eqx._training.schedule import Every
 from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
 
 # `evaluate` and `predict`: a whole set of examples, none lost and none counted twice.

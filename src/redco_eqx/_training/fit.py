@@ -30,15 +30,15 @@ from redco_eqx._training.hook import Hook
 from redco_eqx._training.identity import identify
 from redco_eqx._training.interrupt import InterruptFlag, interruption
 from redco_eqx._training.loggers import ConsoleLogger
-from redco_eqx._training.plan import Plan, due
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, as_checkpoints, save_every
+from redco_eqx._training.schedule import Plan, due
 from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
 
 # The arguments of `fit`, looked at together before anything is compiled.
 
 
-def check_arguments(
+def check_fit(
     state: Any,
     train_examples: object,
     *,
@@ -167,7 +167,7 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`, and
     the `history`; the state is saved too if there are `checkpoints`.
     """
-    check_arguments(
+    check_fit(
         state,
         train_examples,
         collate_fn=collate_fn,

@@ -29,7 +29,7 @@ from redco_eqx._distributed.consensus import Vote, from_first, on_first, togethe
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.identity import what_differs
 from redco_eqx._training.interrupt import TrainingInterrupted
-from redco_eqx._training.plan import Every
+from redco_eqx._training.schedule import Every
 from redco_eqx._tree import first_few
 
 
