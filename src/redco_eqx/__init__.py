@@ -1,15 +1,16 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from redco_eqx import errors, layers, types
 from redco_eqx._birth.init_model import init_model
 from redco_eqx._checkpoint.checkpoints import Checkpoints, save
 from redco_eqx._checkpoint.record import list_checkpoints
 from redco_eqx._checkpoint.restore import restore
-from redco_eqx._compiled.communication import communication
 from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream
 from redco_eqx._distributed.initialize import initialize_distributed
-from redco_eqx._planning.plan import plan
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
 from redco_eqx._sharding.rules import explain, shard_rules
 from redco_eqx._step.init import init_state
@@ -23,6 +24,20 @@ from redco_eqx._training.hook import Change
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
 from redco_eqx._types import Mean
+
+if TYPE_CHECKING:
+    from redco_eqx._compiled.communication import communication
+    from redco_eqx._planning.plan import plan
+
+_ON_DEMAND = {"communication": "_compiled.communication", "plan": "_planning.plan"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what most programs do not need when it is asked for."""
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+
 
 __all__ = [
     "Change",

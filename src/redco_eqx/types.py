@@ -1,9 +1,10 @@
 """Types that results and annotations have: what is taken and returned, but not made by name."""
 
+from typing import TYPE_CHECKING, Any
+
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
 from redco_eqx._data.batches import Batches
-from redco_eqx._planning.report import MeshPlan
 from redco_eqx._sharding.rules import Decision, Explanation
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._step.window import StepFn
@@ -11,6 +12,9 @@ from redco_eqx._training.evaluation import MetricFn
 from redco_eqx._training.history import History
 from redco_eqx._training.hook import Hook
 from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
+
+if TYPE_CHECKING:
+    from redco_eqx._planning.report import MeshPlan
 
 __all__ = [
     "Batch",
@@ -35,3 +39,12 @@ __all__ = [
     "RunRecord",
     "StepFn",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the planner when its type is asked for."""
+    if name != "MeshPlan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from redco_eqx._planning.report import MeshPlan
+
+    return MeshPlan

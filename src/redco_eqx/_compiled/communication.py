@@ -138,7 +138,8 @@ class Collective:
         or the instruction's own name. What the compiler adds by itself has the operation of what it sends,
         and what it combined has that of one of them.
     - `source`: the line of that operation, `"/home/me/train.py:12"`: the innermost that is not in JAX,
-        Equinox, Optax or a building block of this library. Empty where the text does not tell.
+        Equinox, Optax or a building block of this library. Empty where the text does not tell. JAX's persistent
+        compilation cache gives a program with the lines of its first compilation.
     """
 
     kind: str

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from redco_eqx._compiled.communication import cost
 from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
@@ -62,13 +61,11 @@ class TrainProgram(NamedTuple):
 
     - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
     - `window`: an empty one, on the devices.
-    - `cost`: what it takes and sends, in a line.
     - `digest`: of its text before it was compiled, if there are other processes to compare it with.
     """
 
     compiled: jax.stages.Compiled
     window: Window
-    cost: str
     digest: str
 
 
@@ -88,7 +85,7 @@ def train_program(step_fn: StepFn, state: TrainState, batch: Batch) -> TrainProg
         text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     compiled = lowered.compile()
-    return TrainProgram(compiled, window, cost(compiled, state_mesh(state)), digest)
+    return TrainProgram(compiled, window, digest)
 
 
 def train_programs(

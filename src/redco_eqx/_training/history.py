@@ -124,6 +124,11 @@ class Reporter:
         self._file.rewind(run.step if run.window is None else run.step - 1)
         return self._file.rows()
 
+    @property
+    def has_console(self) -> bool:
+        """True if `say` is heard."""
+        return self._console is not None
+
     def say(self, message: str) -> None:
         """A line on the console, above the bar."""
         if self._console is not None:

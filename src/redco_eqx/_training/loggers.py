@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from tqdm import tqdm
-
 from redco_eqx._checkpoint.record import Row, from_json, to_json
 
 C = TypeVar("C")
@@ -76,6 +74,8 @@ class ConsoleLogger(_Closing):
 
     def say(self, message: str) -> None:
         """Prints a line, above a bar if there is one."""
+        from tqdm import tqdm  # here and below: importing it takes as long as a third of this package
+
         tqdm.write(message, file=self._stream or sys.stderr)
 
 
@@ -222,6 +222,8 @@ class Progress(_Closing):
             never.
         - `stream`: the text stream to draw on, `sys.stderr` by default.
         """
+        from tqdm import tqdm
+
         self._bar = tqdm(
             total=total,
             initial=initial,

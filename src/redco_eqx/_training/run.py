@@ -130,7 +130,12 @@ class Training:
             self._ahead.popleft()
         self._watchdog.beat()
         if is_first:
-            self._reporter.say(f"fit: {program.cost}")
+            if self._reporter.has_console:
+                from redco_eqx._compiled.communication import (
+                    cost,  # the reader of compiled text, if it is heard
+                )
+
+                self._reporter.say(f"fit: {cost(program.compiled, state_mesh(self.state))}")
             jax.block_until_ready(self._window)
             self._reporter.start_clock(self._num_in_window)
         self._reporter.advance()
