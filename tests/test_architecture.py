@@ -3,10 +3,12 @@
 import ast
 import graphlib
 import inspect
+import io
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 
 import pytest
 from house import rooms
@@ -101,3 +103,74 @@ def test_public_names_are_sorted_and_documented(module):
 def test_only_one_file_knows_what_jax_keeps_private():
     files = [path for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()]
     assert [path.stem for path in files] == ["jax_internals"]
+
+
+CORE = [path for path in FILES if path.parts[0] != "models"]
+CEILINGS = {"code lines": 11_500, "files": 90, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+"""Each issue that adds to the core takes from it as much, or says why it cannot."""
+
+
+def num_code_lines(text: str) -> int:
+    """Lines that are neither blank, nor a comment, nor in a docstring."""
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - strings)
+
+
+def test_the_house_is_no_larger_than_was_agreed():
+    functions = [
+        (node.end_lineno or 0) - body[0].lineno + 1
+        for path in CORE
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+        if isinstance(node, ast.FunctionDef)
+        if (body := node.body[1:] if ast.get_docstring(node) else node.body)
+    ]
+    found = {
+        "code lines": sum(num_code_lines((PACKAGE / path).read_text()) for path in CORE),
+        "files": len(CORE),
+        "rooms": len({path.parts[0] for path in CORE if len(path.parts) > 1}),
+        "parameters of fit": len(inspect.signature(rx.fit).parameters),
+        "lines of a function": max(functions),
+    }
+    assert {name: n for name, n in found.items() if n > CEILINGS[name]} == {}
+
+
+def test_no_name_of_the_core_means_two_things():
+    homes: dict[str, set[pathlib.Path]] = {}
+    for path in CORE:
+        tree = ast.parse((PACKAGE / path).read_text())
+        names = {
+            n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"
+        }
+        for name in names | ({path.name} if path.name != "__init__.py" else set()):
+            homes.setdefault(name, set()).add(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_docstrings_of_the_core_begin_with_a_verb_or_the_thing():
+    relative = [
+        f"{path}: {text.splitlines()[0]}"
+        for path in CORE
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+        if re.match(r"(What|Whether|How|Which|Where|Who|Of)\b", text := ast.get_docstring(node) or "")
+    ]
+    assert relative == []
