@@ -288,7 +288,7 @@ def test_fit_traces_the_loss_once_and_asks_no_rule(monkeypatch):
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("the rules were asked again")
 
-    monkeypatch.setattr("redco_eqx._sharding.rules.decide", refuse)
+    monkeypatch.setattr("redco_eqx._sharding.rules.explain_by", refuse)
     rows = np.random.default_rng(0).integers(0, 64, (24, 17)).astype(np.int32)
     rx.fit(
         state,
