@@ -1,6 +1,7 @@
 """`communication`: compiled programs whose collectives are known in closed form, totals, and the table."""
 
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx._compiled.communication import Collective, Communication, Total, communication
 from redco_eqx._sharding.mesh import AXES, make_mesh
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache() -> Iterator[None]:
+    """A program of the cache has the lines of the test that compiled it first."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
 
 X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes
 
