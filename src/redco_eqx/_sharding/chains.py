@@ -99,7 +99,8 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
         is_series = number is not None and _SERIES.fullmatch(number[1]) and 1 < series[number[1]] < 4
         key = (path[0] if is_list else "", *shape, name if is_alone else "")
         link = links.setdefault(key, Link(*shape, [], is_last))
-        link.is_known = is_list or not is_square or is_last or bool(is_series)
+        says_last = any(named(_LAST, part) for part in path)  # BERT's is at `output.dense`
+        link.is_known = is_list or not is_square or says_last or bool(is_series)
         link.members.append(matrix)
     return list(links.values())
 
