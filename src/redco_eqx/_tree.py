@@ -29,6 +29,12 @@ def is_array(x: object) -> bool:
     return isinstance(x, AnyArray)
 
 
+def is_key(x: object) -> bool:
+    """True of an array of typed PRNG keys: concrete, abstract, or the type of one in a traced program."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def is_trainable(x: object) -> bool:
     """True of a floating (or complex) JAX array, concrete or abstract.
 

@@ -26,11 +26,11 @@ from redco_eqx._birth.flat import (
 )
 from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._jaxprs.program import program_digest
-from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, is_key, shape_of
+from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, shape_of, type_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
-from redco_eqx._tree import is_array, leaves_with_paths
+from redco_eqx._tree import is_array, is_key, leaves_with_paths
 from redco_eqx._types import Key, as_key, check_function
 
 # The plan of a birth: which values of the traced program are computed where.
@@ -89,7 +89,7 @@ def _ways(program: FlatProgram) -> dict[Var, Way]:
 
 def is_small(var: Var) -> bool:
     """True of a value that is computed as it comes, on one device, unless it is drawn."""
-    return is_key(var) or math.prod(shape_of(var)) <= SMALL
+    return is_key(type_of(var)) or math.prod(shape_of(var)) <= SMALL
 
 
 def _is_elementwise(equation: JaxprEqn) -> bool:
@@ -104,7 +104,7 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
         before, after = shape_of(equation.invars[0]), shape_of(result)
         return [n for n in before if n != 1] == [n for n in after if n != 1]
     moves = ("broadcast_in_dim", "iota", "squeeze", "transpose")
-    return (name in ELEMENTWISE or name in moves) and not is_key(result)
+    return (name in ELEMENTWISE or name in moves) and not is_key(type_of(result))
 
 
 M = TypeVar("M")
@@ -240,7 +240,7 @@ def _check_apart(arrays: PyTree, outputs: Sequence[Var]) -> None:
 
 def _on_this_process(key: Key) -> Key:
     """A copy of `key` on the default device, wherever it lies."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_key(key):
         return jnp.asarray(np.array(key))
     data = jnp.asarray(np.array(jax.random.key_data(key)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
@@ -262,7 +262,7 @@ def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
     run_stepwise(program, [*inputs, *given], values.__setitem__)
     # One transfer for all. Programs take NumPy arrays: those are the same for every process, and lie nowhere.
     fetched = [var for var in inputs if is_small(var)]
-    data = [jax.random.key_data(values[var]) if is_key(var) else values[var] for var in fetched]
+    data = [jax.random.key_data(values[var]) if is_key(type_of(var)) else values[var] for var in fetched]
     return Small(values, {**values, **dict(zip(fetched, jax.device_get(data)))})
 
 
@@ -284,7 +284,7 @@ def operands(birth: Birth, small: Small) -> list[Value]:
 
 def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..., Array]:
     """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
-    impls = [jax.random.key_impl(small.values[x]) if is_key(x) else None for x in birth.program.invars]
+    impls = [jax.random.key_impl(small.values[x]) if is_key(type_of(x)) else None for x in birth.program.invars]
     return _jit(Canonical(birth.program), sharding if birth.way == "spread" else None, tuple(impls))
 
 

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from redco_eqx._checkpoint.record import ArrayInfo
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import leaves_with_paths, to_arrays
+from redco_eqx._tree import is_key, leaves_with_paths, to_arrays
 from redco_eqx._types import AnyArray
 
 MODEL = ("model/", "model_state/")
@@ -48,19 +47,14 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
     )
 
 
-def is_key_array(x: AnyArray) -> bool:
-    """True of an array of typed PRNG keys, concrete or abstract."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
     """The arrays as they are stored: of keys their data, and none that is empty."""
-    return {name: jax.random.key_data(x) if is_key_array(x) else x for name, x in arrays.items() if x.size > 0}
+    return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
 
 
 def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
     """Describe an array for the record."""
-    impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key_array(x) else None
+    impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
 

@@ -142,7 +142,7 @@ class Batches(Iterator[Batch]):
         return place
 
     def close(self) -> None:
-        """Ends its threads and processes."""
+        """Ends its threads."""
         self._made.close()
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from redco_eqx._jaxprs.read import Atom, type_of
+from redco_eqx._tree import is_key
 
 # A function of arrays as a program: traced once, looked at, changed, and run or differentiated.
 
@@ -61,8 +62,7 @@ def program_digest(closed: ClosedJaxpr) -> str:
     text = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode())
     for x in closed.consts:
         if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:  # what is read in no time
-            is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
-            text.update(np.asarray(jax.random.key_data(x) if is_key else x).tobytes())
+            text.update(np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes())
     return text.hexdigest()[:16]
 
 

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -70,11 +68,6 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 def dtype_of(atom: Atom) -> Any:
     """The dtype of a variable or literal: one of NumPy, or that of PRNG keys."""
     return type_of(atom).dtype
-
-
-def is_key(atom: Atom) -> bool:
-    """True of an array of PRNG keys."""
-    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key)
 
 
 def num_bytes(aval: Any) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
+
+from redco_eqx._tree import is_key
 
 # Threads for the virtual devices of a CPU.
 
@@ -277,7 +278,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_key(x):
         data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)

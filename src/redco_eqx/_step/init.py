@@ -13,7 +13,16 @@ from jax.sharding import NamedSharding
 from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
 from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
 from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
-from redco_eqx._tree import buffer_paths, is_array, is_trainable, lack_of_value, path_of, to_arrays, to_paths
+from redco_eqx._tree import (
+    buffer_paths,
+    is_array,
+    is_key,
+    is_trainable,
+    lack_of_value,
+    path_of,
+    to_arrays,
+    to_paths,
+)
 from redco_eqx._types import Key, as_key
 
 
@@ -189,6 +198,6 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
 
 def _buffers(x: jax.Array) -> list[Any]:
     """Identify the memory of an array: the address of each piece, and its device."""
-    if x.size == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if x.size == 0 or is_key(x):
         return [id(x)]
     return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]

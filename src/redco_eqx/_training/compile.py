@@ -118,8 +118,8 @@ def indexed(step: Callable[..., PyTree]) -> Callable[[TrainState, Batch], jax.st
 
 # A bound on how far a loop runs ahead of the devices.
 #
-# Dispatch stays ahead, but not without end: batches that wait hold memory, and the CPU client can deadlock
-# when computations that wait for each other take all of its threads (as in `_cpu`; no upstream issue known).
+# Dispatch stays ahead, but not without end: batches that wait hold memory, and the CPU client can deadlock when
+# computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known).
 
 
 T = TypeVar("T")

@@ -78,13 +78,7 @@ def losses(
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
-    check_is_state(state, "evaluate: state")
-    check_examples("evaluate: examples", examples)
-    check_function("evaluate", "collate_fn", collate_fn, "examples")
-    check_function("evaluate", "loss_fn", loss_fn, "model", "batch", "key")
-    check_whole("evaluate", batch_size=batch_size)
-    step = functools.partial(eval_step, loss_fn=loss_fn, shardings=layout_of(state))
-    programs = PerShape(indexed(step), functions=(loss_fn,), key="evaluate", state=state)
+    programs = _programs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn)
     totals: dict[str, tuple[float, float]] = {}
     outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", stops)
     with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
@@ -154,13 +148,9 @@ def predictions(
     stops: Callable[[], bool] = lambda: False,
 ) -> list[Any] | None:
     """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
-    check_is_state(state, "predict: state")
-    check_examples("predict: examples", examples)
-    check_function("predict", "collate_fn", collate_fn, "examples")
-    check_function("predict", "predict_fn", predict_fn, "model", "batch", "key")
-    check_whole("predict", batch_size=batch_size)
-    step = functools.partial(predict_step, predict_fn=predict_fn, shardings=layout_of(state))
-    programs = PerShape(indexed(step), functions=(predict_fn,), key="predict", state=state)
+    programs = _programs(
+        "predict", predict_step, state, examples, collate_fn, batch_size, predict_fn=predict_fn
+    )
     rows: list[Any] = []
     data = as_sequence(examples)
     outputs = _outputs(state, data, programs, collate_fn, batch_size, "pad", stops)
@@ -171,6 +161,26 @@ def predictions(
                 row = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
                 rows.append(row if output_fn is None else _output(output_fn, data.sequence, len(rows), row))
     return None if stops() else rows
+
+
+def _programs(
+    where: str,
+    step: Callable[..., Any],
+    state: TrainState,
+    examples: Examples | Data | Stream,
+    collate_fn: CollateFn,
+    batch_size: int,
+    **function: Callable[..., Any],
+) -> PerShape[jax.stages.Compiled]:
+    """Check the arguments of `where`, and return the programs of `step` with the one function of the user's."""
+    ((name, use),) = function.items()
+    check_is_state(state, f"{where}: state")
+    check_examples(f"{where}: examples", examples)
+    check_function(where, "collate_fn", collate_fn, "examples")
+    check_function(where, name, use, "model", "batch", "key")
+    check_whole(where, batch_size=batch_size)
+    step = functools.partial(step, shardings=layout_of(state), **function)
+    return PerShape(indexed(step), functions=(use,), key=where, state=state)
 
 
 def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyTree) -> Any:

@@ -131,9 +131,8 @@ class Training:
         self._watchdog.beat()
         if is_first:
             if self._reporter.has_console:
-                from redco_eqx._compiled.communication import (
-                    cost,  # the reader of compiled text, if it is heard
-                )
+                # Not at the head: the reader of compiled text is wanted only where it is heard.
+                from redco_eqx._compiled.communication import cost
 
                 self._reporter.say(f"fit: {cost(program.compiled, state_mesh(self.state))}")
             jax.block_until_ready(self._window)
