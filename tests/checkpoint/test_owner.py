@@ -1,8 +1,11 @@
 """Of two live writers in one directory the second is refused; a dead one is taken over."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -125,3 +128,32 @@ def test_a_writer_that_is_dropped_leaves_the_directory(tmp_path: pathlib.Path) -
         rx.Checkpoints(tmp_path).open()
     del writer
     rx.Checkpoints(tmp_path).open().close()
+
+
+def test_a_live_owner_holds_no_file_open_for_writing(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Or a file system could not be made read-only, nor unmounted once a run has failed on a full disk."""
+    owner = Owner(tmp_path)
+    try:
+        assert [flags & os.O_ACCMODE for flags in _open_files(tmp_path)] == [os.O_RDONLY]
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+        try:
+            owner.release()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not _open_files(tmp_path)
+        Owner(tmp_path).release()
+    finally:
+        owner.release()
+
+
+def _open_files(directory: pathlib.Path) -> list[int]:
+    """The flags with which this process has files of a directory open."""
+    flags = []
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(directory):
+                flags.append(fcntl.fcntl(int(link.name), fcntl.F_GETFL))
+    return flags

@@ -358,8 +358,10 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
             nonlocal num_calls
             num_calls += 1
             if num_calls == at:
+                until = time.monotonic() + 10  # a file may be open for writing, for a moment
                 while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
-                    time.sleep(0.01)  # a file is open for writing
+                    require(time.monotonic() < until, "a file is held open for writing")
+                    time.sleep(0.01)
             return collate(examples)
 
         with file_system(disk) as is_mounted:

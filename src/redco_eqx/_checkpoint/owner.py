@@ -40,7 +40,8 @@ class Owner:
         `waits` an owner on this host is taken for alive at once.
         """
         self._file = directory / BEGUN
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        # Only to be locked: a file open for writing would keep a file system from becoming read-only.
+        self._fd = os.open(self._file, os.O_RDONLY | os.O_CREAT, 0o644)
         self._lock = threading.Lock()
         self._done = threading.Event()
         try:
@@ -76,10 +77,11 @@ class Owner:
         with self._lock:
             if not self._done.is_set():
                 self._done.set()
-                if "id" in self.content:
-                    self._put({**self.content, "owner": None})
-                else:
-                    self._file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a full disk: the kernel's lock, or the count, tells others
+                    if "id" in self.content:
+                        self._put({**self.content, "owner": None})
+                    else:
+                        self._file.unlink(missing_ok=True)
                 os.close(self._fd)
 
     def _take(self, waits: bool) -> dict[str, Any]:
@@ -109,13 +111,13 @@ class Owner:
             return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except OSError as error:  # none is where a lock needs a file open for writing (NFS): the count decides
             return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._fd), self._file.stat()):
                 return True
         os.close(self._fd)  # of a file that the owner before has removed
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(self._file, os.O_RDONLY | os.O_CREAT, 0o644)
         return self._has_lock()
 
     def _write(self, **changes: Any) -> None:
@@ -125,11 +127,11 @@ class Owner:
                 self._put(self.content)
 
     def _put(self, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        os.write(self._fd, data)
-        os.ftruncate(self._fd, len(data))
-        os.fsync(self._fd)  # to where other hosts see it
+        with self._file.open("r+b") as file:
+            file.write(json.dumps(content).encode())
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())  # to where other hosts see it
 
     def count(self) -> None:
         """Show others that this process is alive."""
