@@ -99,10 +99,13 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style: ruff check and ruff format."""
+    """Style: ruff check and ruff format; and the workflows of GitHub, by their schema and what is unsafe."""
     session.install(*group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    workflows = sorted(str(path) for path in pathlib.Path(".github/workflows").glob("*.yml"))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("zizmor", "--offline", "--quiet", ".github")
 
 
 @nox.session
