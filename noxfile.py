@@ -1,5 +1,5 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
-faults, hosts, aot, docs, build, lint, types, bench, peers, gpu."""
+faults, hosts, aot, docs, build, lint, types, bench, mutants, peers, gpu."""
 
 import pathlib
 import shutil
@@ -159,6 +159,14 @@ def bench(session: nox.Session) -> None:
     session.install("google-parallax")  # another engine of layouts, to compare with
     for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Faults put into the core one at a time, and which of them the tests see: a table, in an hour or two."""
+    session.install("-e", ".[all]", *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
+    for part in session.posargs or ("measure", "run"):
+        session.run("python", "benchmarks/mutants.py", part)
 
 
 @nox.session

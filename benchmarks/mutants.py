@@ -1,0 +1,232 @@
+"""The detecting power of the tests: faults put into the core one at a time, and which of them a test sees.
+
+    python benchmarks/mutants.py sample     draw the mutants, into mutants.json
+    python benchmarks/mutants.py measure    which test runs which line, and how long it takes (once per code)
+    python benchmarks/mutants.py run        run each mutant against the tests of its room; prints a table
+
+cosmic-ray makes the mutants. A mutant is killed by a test that fails or hangs. The tests that run its line are
+tried, the quickest first; where none is known to (the line runs at import, or in a process that a test starts),
+all tests of its room.
+"""
+
+import collections
+import difflib
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+CORE = REPOSITORY / "src" / "redco_eqx"
+LIST = REPOSITORY / "benchmarks" / "mutants.json"
+MEASURED = pathlib.Path(tempfile.gettempdir()) / "redco_eqx_mutants"
+NUM_MUTANTS, SEED, AT_MOST_SECONDS = 130, 0, 900
+
+# Of each room of the core, the tests that answer for it. A file beside the rooms is ".".
+TESTS = {
+    ".": ["tests/test_tree.py", "tests/test_door.py", "tests/step", "tests/sharding"],
+    "_birth": ["tests/birth"],
+    "_checkpoint": ["tests/checkpoint", "tests/training"],
+    "_compiled": ["tests/compiled", "tests/planning"],
+    "_data": ["tests/data", "tests/training"],
+    "_dataflow": ["tests/dataflow"],
+    "_distributed": ["tests/distributed", "tests/training"],
+    "_jaxprs": ["tests/traced", "tests/kept", "tests/dataflow", "tests/birth"],
+    "_parallel": ["tests/parallel", "tests/models"],
+    "_planning": ["tests/planning"],
+    "_sharding": ["tests/sharding"],
+    "_step": ["tests/step", "tests/traced", "tests/kept"],
+    "_training": ["tests/training", "tests/logs"],
+}
+
+# Left out: `|` is mostly in annotations, and these fail at import wherever they are.
+TRIVIAL = ("BitOr_", "RemoveDecorator", "VariableReplacer", "VariableInserter")
+
+
+def room_of(path: pathlib.Path) -> str:
+    parts = path.relative_to(CORE).parts
+    return parts[0] if len(parts) > 1 else "."
+
+
+def operators() -> dict[str, Any]:
+    from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
+
+    names = sorted(name for name in plugins.operator_names() if not any(x in name for x in TRIVIAL))
+    return {name: plugins.get_operator(name)() for name in names}
+
+
+def sites(path: pathlib.Path, known: dict[str, Any]) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Every place of a file that can be mutated, with the operators that can and their occurrence."""
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
+
+    tree = get_ast(path.read_text())
+    places = collections.defaultdict(list)
+    for name, operator in known.items():
+        occurrence = 0
+        for node in ast_nodes(tree):
+            for start, _ in operator.mutation_positions(node):
+                places[start].append((name, occurrence))
+                occurrence += 1
+    return places
+
+
+def mutated(path: pathlib.Path, operator: Any, occurrence: int) -> str:
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
+
+    code = mutate_code(path.read_text(), operator, occurrence)
+    assert code is not None
+    return code
+
+
+def is_python(code: str) -> bool:
+    try:
+        compile(code, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def sample() -> list[dict[str, Any]]:
+    """So many sites of each room as it has code lines, files and sites at random; of each site one operator."""
+    known, draw = operators(), random.Random(SEED)
+    by_room: dict[str, list[Any]] = collections.defaultdict(list)
+    for path in sorted(CORE.rglob("*.py")):
+        if room_of(path) != "models":
+            places = sorted(sites(path, known).items())
+            by_room[room_of(path)] += [(path, place, made) for place, made in places]
+    total = sum(len(places) for places in by_room.values())
+    mutants = []
+    for places in by_room.values():
+        count = max(2, round(NUM_MUTANTS * len(places) / total))
+        for path, (line, _), made in draw.sample(places, count):
+            before = path.read_text()
+            valid = [x for x in made if is_python(mutated(path, known[x[0]], x[1]))]
+            if not valid:  # such as `**` before keywords: no program
+                continue
+            name, occurrence = draw.choice(valid)
+            after = mutated(path, known[name], occurrence)
+            changed = [
+                text
+                for text in difflib.ndiff(before.splitlines(), after.splitlines())
+                if text[:2] in ("- ", "+ ")
+            ]
+            file = str(path.relative_to(REPOSITORY))
+            mutants.append(
+                {"file": file, "line": line, "operator": name, "occurrence": occurrence, "change": changed}
+            )
+    return mutants
+
+
+def measure() -> None:
+    """Run the tests once under coverage; keep which test function runs which line, and its seconds."""
+    MEASURED.mkdir(exist_ok=True)
+    (MEASURED / "rc").write_text(
+        f"[run]\ndynamic_context = test_function\nsource = {CORE}\ndata_file = {MEASURED / 'data'}\n"
+    )
+    folders = sorted({folder for of_room in TESTS.values() for folder in of_room})
+    command = ["coverage", "run", f"--rcfile={MEASURED / 'rc'}", "-m", "pytest", "-q", *folders]
+    subprocess.run([sys.executable, "-m", *command, f"--junitxml={MEASURED / 'times.xml'}"], cwd=REPOSITORY)
+
+
+def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
+    """`{file: {line: test functions that run it}}`, and the seconds of each, as pytest names them."""
+    import coverage  # pyright: ignore[reportMissingImports]
+
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for case in xml.etree.ElementTree.parse(MEASURED / "times.xml").iter("testcase"):
+        name = case.get("name", "").partition("[")[0]
+        seconds[f"{case.get('classname')}.{name}"] += float(case.get("time", 0))
+    data = coverage.CoverageData(str(MEASURED / "data"))
+    data.read()
+    by_function = {name.removeprefix("tests."): name for name in seconds}
+    lines = {}
+    for file in data.measured_files():
+        contexts = data.contexts_by_lineno(file)
+        lines[str(pathlib.Path(file).relative_to(REPOSITORY))] = {
+            line: {by_function[c.removeprefix("tests.")] for c in cs if c.removeprefix("tests.") in by_function}
+            for line, cs in contexts.items()
+        }
+    return lines, seconds
+
+
+def node_of(name: str) -> str:
+    """`tests.step.test_state.test_x` as `tests/step/test_state.py::test_x`."""
+    module, _, function = name.rpartition(".")
+    return f"{module.replace('.', '/')}.py::{function}"
+
+
+def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """Run the tests on a copy of the package with the mutant in it."""
+    path = REPOSITORY / mutant["file"]
+    folders = TESTS[room_of(path)]
+    names = lines.get(mutant["file"], {}).get(mutant["line"], set())
+    nodes = [node_of(name) for name in sorted(names, key=lambda name: (seconds[name], name))]
+    nodes = [node for node in nodes if any(node.startswith(folder) for folder in folders)]
+    with tempfile.TemporaryDirectory() as base:
+        copy = pathlib.Path(base) / "src"
+        shutil.copytree(CORE, copy / "redco_eqx", ignore=shutil.ignore_patterns("__pycache__"))
+        target = copy / path.relative_to(REPOSITORY / "src")
+        target.write_text(mutated(path, known[mutant["operator"]], mutant["occurrence"]))
+        arguments = pathlib.Path(base) / "tests.txt"
+        arguments.write_text("\n".join(nodes or folders))
+        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{arguments}"]
+        began = time.monotonic()
+        try:
+            run = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=AT_MOST_SECONDS,
+            )
+            failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            by = failed[0].split(" - ")[0] if failed else f"status {run.returncode}" if run.returncode else ""
+        except subprocess.TimeoutExpired:
+            by = "a test that hangs"
+    taken = round(time.monotonic() - began)
+    return {**mutant, "killed": bool(by), "by": by, "tests": len(nodes) or "room", "seconds": taken}
+
+
+def run() -> None:
+    known, (lines, seconds) = operators(), tests_of()
+    mutants = json.loads(LIST.read_text())
+
+    def settle(mutant: dict[str, Any]) -> dict[str, Any]:
+        settled = fate(mutant, lines, seconds, known)
+        outcome = f"killed by {settled['by']}" if settled["killed"] else "SURVIVED"
+        print(f"{mutant['file']}:{mutant['line']} {outcome}, {settled['seconds']} s", flush=True)
+        return settled
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        settled = list(pool.map(settle, mutants))
+    LIST.write_text(json.dumps(settled, indent=1) + "\n")
+    counts = collections.Counter((room_of(REPOSITORY / m["file"]), m["killed"]) for m in settled)
+    print(f"{'room':<16}{'mutants':>8}{'killed':>8}")
+    for room in TESTS:
+        print(f"{room:<16}{counts[room, True] + counts[room, False]:>8}{counts[room, True]:>8}")
+    print(f"{'all':<16}{len(settled):>8}{sum(m['killed'] for m in settled):>8}")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["sample"]:
+        LIST.write_text(json.dumps(sample(), indent=1) + "\n")
+    elif sys.argv[1:] == ["measure"]:
+        measure()
+    elif sys.argv[1:] == ["run"]:
+        run()
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
