@@ -8,6 +8,20 @@ import jax
 import pytest
 from hosts import harness, program
 
+import redco_eqx as rx
+
+
+def test_replicas_that_differ_are_not_saved(tmp_path):
+    """Nor do they take the place of a checkpoint that can be read."""
+    processes = harness.start_loopback(tmp_path, "drift", 1, str(tmp_path / "checkpoints"), num_devices=2)
+    codes, _ = processes.leave(120)
+    assert codes == [1, 1], processes.text()
+    saved = [info.step for info in rx.list_checkpoints(tmp_path / "checkpoints")]
+    late = -(-program.FAULT_AT // program.SAVE_EVERY) * program.SAVE_EVERY
+    message = "head.bias should be the same on the devices of all processes, but differ. That was so at step"
+    assert f"{message} {late}" in processes.text()
+    assert max(saved) == late - program.SAVE_EVERY
+
 
 def test_two_processes_equal_one(tmp_path):
     names = ["microbatches", "tensor8"]  # 2 x 4 with two microbatches; and all rows on both processes

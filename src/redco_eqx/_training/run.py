@@ -198,7 +198,8 @@ class Training:
     def save(self, *, finished: bool) -> None:
         """Saves, unless just this is saved already.
 
-        Raises `NonFiniteError` if a step since the last row was not finite, and what `Saver.save` does.
+        Raises `NonFiniteError` if a step since the last row was not finite, `ValueError` if replicas differ
+        between processes, and what `Saver.save` does.
         """
         self.check()
         window = self.run.window
@@ -209,6 +210,8 @@ class Training:
         run = dataclasses.replace(self.run, finished=finished, window=window)
         if self.saver.is_saved(run):
             return
+        if is_shared(state_mesh(self.state)):  # or it would take the place of one that can be read
+            refuse_unlike(unlike_replicas(storable(to_names(self.state)))(), f"That was so at step {run.step}")
         with self._reporter.paused():
             self.saver.save(self.state, run)
 
