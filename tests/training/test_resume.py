@@ -189,7 +189,7 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(at: int, tmp_path: pa
     run("finished")
     run("unsaved", checkpoints=None)
     with pytest.raises(Killed):
-        run("killed", kill=5)
+        run("killed", kill=8)
     before = log.read_bytes()
     for _ in range(2):
         with pytest.raises(Killed):
@@ -198,7 +198,7 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(at: int, tmp_path: pa
     assert log.read_bytes().startswith(before)
     own = read_log(log)[-8:]
     assert [step for step, _ in own] == list(range(1, 9))
-    assert read_log(log) == own + own + own[:3] + own  # the last row of the killed one was on its way
+    assert read_log(log) == own + own + own[:3] + own  # four rows of the killed one were on their way
     run("killed")
     assert read_log(log) == own * 4
 

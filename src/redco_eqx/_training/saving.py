@@ -6,7 +6,6 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,9 +26,8 @@ from redco_eqx._checkpoint.record import (
 from redco_eqx._checkpoint.restore import first_good, read, select
 from redco_eqx._distributed.consensus import Vote, from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._training.endings import TrainingInterrupted
 from redco_eqx._training.identity import what_differs
-from redco_eqx._training.interrupt import TrainingInterrupted
-from redco_eqx._training.schedule import Every
 from redco_eqx._tree import first_few
 
 
@@ -125,12 +123,13 @@ class Saver:
         config = self._config
         if config is None or not config.keep_best or not run.is_evaluated:
             return False
-        return from_first(
-            lambda: any(
-                improves([row.get(name, math.nan) for row in run.evaluations], mode)
-                for name, mode in config.keep_best.items()
-            )
-        )
+
+        def improves(name: str, mode: str) -> bool:
+            sign = 1 if mode == "min" else -1
+            *before, last = (sign * row.get(name, math.nan) for row in run.evaluations)
+            return last < min((x for x in before if not math.isnan(x)), default=math.inf)
+
+        return from_first(lambda: any(improves(name, mode) for name, mode in config.keep_best.items()))
 
     def is_saved(self, run: RunRecord) -> bool:
         """True if there is a checkpoint of this very moment already, with as much in it."""
@@ -141,8 +140,8 @@ class Saver:
         if self._config is None or self._writer is None:
             return
         extras = self._config.extras() if callable(self._config.extras) else self._config.extras
-        last = dict(run.evaluations[-1]) if run.evaluations else {}
-        metrics = last if last.pop("step", None) == run.step else {}
+        last = run.evaluations[-1] if run.is_evaluated else {}
+        metrics = {name: x for name, x in last.items() if name != "step"}
         self._path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
         self._saved = _saved(run)
         self._since = time.monotonic()
@@ -168,11 +167,8 @@ class Saver:
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
         if self._writer is None:
             return
-        if not waits:
-            self._writer.release()
-            return
         try:
-            self._writer.close()
+            (self._writer.close if waits else self._writer.release)()
         except CheckpointError as problem:
             if error is None:
                 raise
@@ -186,18 +182,10 @@ def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> 
     return Checkpoints(checkpoints)
 
 
-def save_every(checkpoints: Checkpoints) -> Every:
-    """The period of saves by number: each epoch if nothing else was said, not even minutes."""
+def save_every(checkpoints: Checkpoints) -> tuple[int | None, int | None]:
+    """The steps and the epochs between saves: each epoch if nothing else was said, not even minutes."""
     said = (checkpoints.every_steps, checkpoints.every_epochs, checkpoints.every_minutes)
-    epochs = 1 if said == (None, None, None) else checkpoints.every_epochs
-    return Every(checkpoints.every_steps, epochs)
-
-
-def improves(values: Sequence[float], mode: str) -> bool:
-    """True if the last value is better than all before; NaN never is."""
-    sign = 1 if mode == "min" else -1
-    *before, last = (sign * value for value in values)
-    return last < min((x for x in before if not math.isnan(x)), default=math.inf)
+    return (None, 1) if said == (None, None, None) else said[:2]
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
@@ -206,12 +194,11 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 def _begun(writer: CheckpointWriter, run: RunRecord) -> tuple[str, bool]:
     """The id of a run without checkpoints, and whether it began before; on process 0."""
-
-    def same(before: dict[str, Any]) -> bool:
-        return not what_differs(before.get("identity") or before.get("origin"), run.identity or {})
-
     assert writer.owner is not None
-    return writer.owner.begin(run.begin, same, identity=run.identity)
+    identity = run.identity or {}
+    return writer.owner.begin(
+        run.begin, lambda before: not what_differs(before.get("identity"), identity), identity=run.identity
+    )
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
