@@ -103,7 +103,8 @@ def test_tensorboard_scalars(tmp_path):
 
 
 def test_tensorboard_purges_once(tmp_path):
-    logger = TensorBoardLogger(tmp_path, purge_step=7)
+    logger = TensorBoardLogger(tmp_path)
+    logger.rewind(6)
     logger(7, {"a": 1.0})
     logger.close()
     starts = [e.step for e in events(tmp_path) if e.HasField("session_log")]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from redco_eqx._checkpoint.record import RunRecord
-from redco_eqx._training.run import Due, Plan, due
+from redco_eqx._training.course import Due, Plan, due
 
 # Ten examples in batches of 2: five steps an epoch.
 STEPS = 5
@@ -56,9 +56,6 @@ BARE = Plan(num_steps=3, log_every=2)
         # A hook that has ended the run.
         (BY_STEPS, at(1, stopped=True), {}, "log evaluate save finish"),
         (BY_STEPS, at(1, stopped=True, evaluated=True), {}, "log save finish"),
-        # The clock asks for a save only.
-        (BY_STEPS, at(1), {"is_time": True}, "save"),
-        (BARE, at(1), {"is_time": True}, ""),
     ],
 )
 def test_what_is_due(plan: Plan, run: RunRecord, options: Any, expected: str) -> None:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import types
 from typing import Any
 
 import equinox as eqx
@@ -469,19 +468,6 @@ def test_when_to_save(options: Any, arguments: Any, expected: list[int], tmp_pat
     assert [info.run and info.run.finished for info in infos] == [False] * (len(expected) - 1) + [True]
 
 
-def test_every_minutes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def wait() -> None:
-        nonlocal now
-        now += 130
-
-    monkeypatch.setattr("redco_eqx._training.saving.time", types.SimpleNamespace(monotonic=lambda: now))
-    checkpoints = rx.Checkpoints(tmp_path, every_minutes=2, keep_last=None)
-    counted(linear_state(), checkpoints, collate_fn=Collate(3, wait), num_steps=7)
-    assert steps_in(tmp_path) == [3, 7]
-
-
 def scores(values: list[float]) -> Any:
     remaining = iter([0.0, *values])  # the rehearsal comes first
 
@@ -529,7 +515,7 @@ def test_a_metric_that_there_is_not_is_told_before_training(tmp_path: pathlib.Pa
     assert steps_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_minutes": -1.0}, {"keep_last": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_epochs": -1}, {"keep_last": 0}], ids=str)
 def test_wrong_options(options: Any) -> None:
     with pytest.raises(ValueError, match=rf"Checkpoints: {next(iter(options))}"):
         rx.Checkpoints("nowhere", **options)

@@ -96,22 +96,17 @@ class InterruptFlag:
 
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
-            for number, default in (
-                (signal.SIGINT, signal.default_int_handler),
-                (signal.SIGTERM, signal.SIG_DFL),
-            ):
+            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            for number, default in defaults.items():
                 if signal.getsignal(number) is default:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signal = signum
         # Already now: the second one then also ends a program that is stuck outside Python.
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        self.__exit__()

@@ -19,13 +19,13 @@ from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
+from redco_eqx._training.course import Hook, Plan
 from redco_eqx._training.endings import InterruptFlag, interruption
 from redco_eqx._training.evaluation import Evaluation
-from redco_eqx._training.hook import Hook
 from redco_eqx._training.identity import identify
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
-from redco_eqx._training.run import Plan, Training
-from redco_eqx._training.saving import Saver, as_checkpoints, save_every
+from redco_eqx._training.run import Training
+from redco_eqx._training.saving import Saver, save_every
 from redco_eqx._types import (
     Batch,
     CollateFn,
@@ -123,8 +123,10 @@ def fit(
     check_examples("fit: train_examples", train_examples)
     if callable(train_examples):
         check_function("fit", "train_examples", train_examples, "epoch")
-    check_functions("fit", **functions, **({} if hook is None else {"hook": hook}))
-    _check_kind("loggers", loggers, Sequence, "One alone is loggers=[logger].")
+    check_functions("fit", **functions)
+    if hook is not None:
+        check_functions("fit", hook=hook)
+    _check_kind("loggers", loggers, Sequence, "A list of functions: one alone is loggers=[logger].")
     for logger in loggers or ():
         check_function("fit", "a logger", logger, "step", "row")
     _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
@@ -135,7 +137,9 @@ def fit(
             "constants; jnp.asarray makes a parameter)."
         )
     check_optimizer("fit", state, optimizer)
-    mesh, checkpoints = state_mesh(state), as_checkpoints(checkpoints)
+    mesh = state_mesh(state)
+    if isinstance(checkpoints, str | os.PathLike):
+        checkpoints = Checkpoints(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
         num_steps=num_steps,
@@ -163,15 +167,17 @@ def fit(
         begin = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
         _check_keep_best(checkpoints, {} if evaluation is None else evaluation.rehearse(state))
         watchdog.beat()
-        saver = stack.enter_context(Saver(checkpoints))
-        state, run, source = saver.resume(state, begin)
+        saver, run = None if checkpoints is None else stack.enter_context(Saver(checkpoints)), begin
+        if saver is not None:
+            state, run = saver.resume(state, begin)
+        source = saver and saver.path
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
             run,
             directory=checkpoints and local(checkpoints.directory),
             num_steps=total,
-            is_again=saver.began_before,
+            is_again=saver is not None and saver.began_before,
         )
         stack.enter_context(contextlib.closing(reporter))
         _announce(reporter, epochs, run, source)
@@ -191,7 +197,7 @@ def fit(
         del state  # `training` has it; a second name would keep the first one's memory
         with training:
             stop = training.loop(places)
-            path = saver.wait()
+            path = saver and saver.wait()
         if stop:
             error = interruption(training.state, training.run.step, stop, path, training.history)
             reporter.say(f"fit: {error}")
@@ -236,14 +242,8 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
     if facts is not None:
         facts = {name: str(x) for name, x in facts.items()}
         identity = identify(state, epochs.first_examples, facts, **functions)
-    return RunRecord.begin_at(
-        step_of(state),
-        batch_size=epochs.batch_size,
-        num_examples=epochs.num_examples,
-        order=epochs.order,
-        positions=epochs.positions,
-        identity=identity,
-    )
+    more: Any = {"order": epochs.order, "positions": epochs.positions, "identity": identity}
+    return RunRecord(step_of(state), 0, 0, 0, epochs.batch_size, epochs.num_examples, **more)
 
 
 def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object) -> None:

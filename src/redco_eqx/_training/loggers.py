@@ -91,9 +91,7 @@ class JSONLLogger(_Closing):
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         values = {name: to_json(float(value)) for name, value in row.items()}
-        about = {"step": int(step), "time": time.time()}
-        if self._run is not None:
-            about["run"] = self._run
+        about = {"step": int(step), "time": time.time(), **({"run": self._run} if self._run else {})}
         line = json.dumps({**about, **values}, allow_nan=False)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,12 +149,8 @@ class TensorBoardLogger(_Closing):
     ```
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None):
-        """**Arguments:**
-
-        - `directory`: the run's directory; made at the first row. `~` is expanded.
-        - `purge_step`: TensorBoard hides what earlier processes logged at this step and after. For a
-            run restored at step `n` it is `n + 1`.
+    def __init__(self, directory: str | os.PathLike[str]):
+        """**Arguments:** `directory`: the run's; made at the first row. `~` is expanded.
 
         Raises `ImportError` if tensorboardX is not installed.
         """
@@ -165,7 +159,7 @@ class TensorBoardLogger(_Closing):
         except ImportError as error:
             raise ImportError('TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"') from error
         self._make_writer = tensorboardX.SummaryWriter
-        self._arguments = {"logdir": os.path.expanduser(directory), "purge_step": purge_step}
+        self._arguments: dict[str, Any] = {"logdir": os.path.expanduser(directory)}
         self._writer: Any = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
@@ -187,7 +181,7 @@ class TensorBoardLogger(_Closing):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            self._arguments["purge_step"] = None  # what this process wrote itself stays
+            self._arguments.pop("purge_step", None)  # what this process wrote itself stays
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
@@ -244,6 +238,9 @@ class History:
         raise KeyError(f"{name!r} is in no row of the history; there are: {', '.join(names) or 'none'}.")
 
 
+def _ignore(_: object) -> None: ...
+
+
 class Reporter:
     """Keeps the rows of one run; feeds its loggers, its file and its progress bar, on process 0 only.
 
@@ -271,7 +268,8 @@ class Reporter:
         - `is_again`: whether the run began before. Its rows after `run` come again: they are cut off, also
             those of loggers that have a method `rewind`.
         """
-        self._loggers = list(loggers) if jax.process_index() == 0 else []
+        is_first = jax.process_index() == 0
+        self._loggers = list(loggers) if is_first else []
         self._console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
         show = False if self._console is None else self._console.progress
         self._bar = progress_bar(num_steps, initial=run.num_steps, show=show)
@@ -280,15 +278,12 @@ class Reporter:
         self._num_untimed = 0
         self.metrics: dict[str, float] = {}
         self.rows: list[Row] = []
-        is_first = jax.process_index() == 0
         self._file = JSONLLogger(directory / FILE) if directory is not None and is_first else None
-        for logger in [*self._loggers, *filter(None, [self._file])]:
-            if set_run := getattr(logger, "set_run", None):
-                set_run(run.id)
+        for logger in [*self._loggers, self._file]:
+            getattr(logger, "set_run", _ignore)(run.id)
         if is_again:
             for logger in self._loggers:
-                if rewind := getattr(logger, "rewind", None):
-                    rewind(run.step)
+                getattr(logger, "rewind", _ignore)(run.step)
             self.rows = from_first(lambda: self._kept_rows(run))
 
     def _kept_rows(self, run: RunRecord) -> list[Row]:

@@ -1,4 +1,4 @@
-"""A run of `fit` in progress: the loop, what is due after each step, and the metrics until they are logged."""
+"""A run of `fit` in progress: its steps, what is done after each, and the metrics until they are logged."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -36,90 +36,14 @@ from redco_eqx._step.window import (
     window_from_json,
     window_to_json,
 )
+from redco_eqx._training.course import Hook, Plan, apply_hook, due
 from redco_eqx._training.endings import InterruptFlag, NonFiniteError
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, before_batch, per_shape
-from redco_eqx._training.hook import Hook, apply_hook
 from redco_eqx._training.identity import programs_of, refuse_unlike
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
 from redco_eqx._tree import describe, lack_of_value, leaves_with_paths
-from redco_eqx._types import Batch, LossFn, check_positive
-
-# What is due at a step, as a pure function of where a run stands and what was planned.
-
-
-Period: TypeAlias = tuple[int | None, int | None]
-"""So many steps, so many epochs, or either."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The length of a run, and what it does on the way.
-
-    - `num_epochs`, `num_steps`: how long; exactly one of them.
-    - `log_every`: the number of steps that a row of the log covers.
-    - `evaluate`, `save`: how often; `None` for never. What is done at all is done at the end, too.
-
-    Raises `ValueError` for numbers that cannot be used.
-    """
-
-    num_epochs: int | None = None
-    num_steps: int | None = None
-    log_every: int = 50
-    evaluate: Period | None = None
-    save: Period | None = None
-
-    def __post_init__(self) -> None:
-        if (self.num_epochs is None) == (self.num_steps is None):
-            raise ValueError(
-                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but exactly one of them must "
-                "be given."
-            )
-        check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
-
-
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """The things that are due after a step, in this order.
-
-    - `log`: a row with the metrics since the last one.
-    - `evaluate`: an evaluation, on a state that is known to be finite.
-    - `save`: a checkpoint, which holds the results of the evaluation.
-    - `finish`: nothing more; the run is at its end.
-    """
-
-    log: bool
-    evaluate: bool
-    save: bool
-    finish: bool
-
-
-def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_time: bool = False, is_end: bool = False) -> Due:
-    """List what is due where a run stands, after its last step or where it goes on.
-
-    **Arguments:**
-
-    - `plan`: of the run.
-    - `run`: where it stands, with its evaluations so far: none is made twice at one step.
-    - `stop`: whether the run has been asked to stop: it saves and evaluates no more. What it saves holds the
-        metrics that are not logged yet; without a save they are logged.
-    - `is_time`: whether it is time to save by the clock.
-    - `is_end`: whether there are no more batches.
-    """
-    is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
-    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
-    evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
-    evaluate = evaluate and not stop and not run.is_evaluated
-    save = plan.save is not None and (is_end or stop or is_time or _is_due(plan.save, run))
-    log = not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
-    return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)
-
-
-def _is_due(period: Period, run: RunRecord) -> bool:
-    steps, epochs = period
-    by_epochs = epochs is not None and run.batch == 0 and run.epoch % epochs == 0
-    return by_epochs or (steps is not None and run.num_steps % steps == 0)
-
+from redco_eqx._types import Batch, LossFn
 
 # The compiled step.
 
@@ -221,7 +145,7 @@ class Training:
     evaluation: Evaluation | None
     hook: Hook | None
     reporter: Reporter
-    saver: Saver
+    saver: Saver | None
     watchdog: Watchdog
     interrupt: InterruptFlag
 
@@ -256,9 +180,8 @@ class Training:
         for batch, place in places:
             if batch is not None:
                 self._step(batch, place)
-            stop, is_time = vote(self.interrupt.signal, int(self.saver.is_time))
-            is_time = bool(is_time) and self.saver.is_stale(self.run)
-            what = functools.partial(due, self.plan, is_time=is_time, is_end=place.is_end)
+            (stop,) = vote(self.interrupt.signal)
+            what = functools.partial(due, self.plan, is_end=place.is_end)
             now, is_best = what(self.run, stop=stop != 0), False
             if now.log:
                 self._log(place, None if stop else self.hook)
@@ -267,10 +190,11 @@ class Training:
                 self._catch_up()
             if self.evaluation is not None and now.evaluate:
                 stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
-                now, is_best = what(self.run, stop=stop != 0), self.saver.is_best(self.run)
-            if now.save or is_best:
-                self._save(finished=now.finish and not stop)
-            else:
+                now = what(self.run, stop=stop != 0)
+                is_best = self.saver is not None and self.saver.is_best(self.run)
+            if self.saver is not None and (now.save or is_best):
+                self._save(self.saver, finished=now.finish and not stop)
+            elif self.saver is not None:
                 self.saver.check()
             if now.finish:
                 break
@@ -280,10 +204,8 @@ class Training:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         is_first, shapes = self._program is None, signature(batch)
         if shapes != self._shapes:
-            self._shapes = shapes
-            program = self._program_for(batch)
-        else:
-            program = self._program
+            self._shapes, self._program = shapes, self._program_for(batch)
+        program = self._program
         assert program is not None
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
@@ -308,13 +230,13 @@ class Training:
         described = describe_batch(batch)
         if self._program is None:
             self._first = described
-            if self.saver.is_on:
+            if self.saver is not None:
                 digests = programs_of(self.state, batch, loss_fn=self.loss_fn, optimizer=self.optimizer)
                 self.run = self.saver.identified(self.run, digests)
         elif self._first and described != self._first:
             warn_of_shapes(self._first, described)
             self._first = {}
-        self._program = program = self._programs(self.state, batch)
+        program = self._programs(self.state, batch)
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
         if self._window is None or not is_like(self._window, program.window):  # saved by another program
             self._window, self._num_in_window = program.window, 0
@@ -401,16 +323,13 @@ class Training:
             refuse_unlike(unlike(), "The hook has changed the state otherwise on another process")
         self.watchdog.beat()
 
-    def _save(self, *, finished: bool) -> None:
-        """Saves, unless just this is saved already. Raises as `_catch_up` and `Saver.save`."""
+    def _save(self, saver: Saver, *, finished: bool) -> None:
+        """Saves, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
         self._catch_up()
-        run = dataclasses.replace(self.run, finished=finished)
-        if self.saver.is_saved(run):
-            return
-        if self._num_in_window > 0 and self._window is not None:
-            run = dataclasses.replace(run, window=window_to_json(jax.device_get(self._window)))
+        has_metrics = self._num_in_window > 0 and self._window is not None
+        window = window_to_json(jax.device_get(self._window)) if has_metrics else None
         with self.reporter.paused():
-            self.saver.save(self.state, run)
+            saver.save(self.state, dataclasses.replace(self.run, finished=finished, window=window))
 
     def __enter__(self) -> "Training":
         return self
@@ -428,9 +347,9 @@ class Training:
             return
         where = ""
         # Not on many processes: the others know nothing of the error, and would not take part.
-        if self.saver.is_on and jax.process_count() == 1 and not isinstance(error, CheckpointError):
+        if self.saver is not None and jax.process_count() == 1 and not isinstance(error, CheckpointError):
             try:
-                self._save(finished=False)
+                self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
