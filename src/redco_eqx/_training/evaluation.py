@@ -316,17 +316,15 @@ class Evaluation:
         examples = as_sequence(self.examples)
         predicted = predict(state, examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common)
         if self.metric_fn is not None:
-            row |= _of_predictions(self.metric_fn, examples.sequence, predicted, taken=row)
+            row |= _as_row(self.metric_fn(examples.sequence, predicted), row)
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
             _write(path, examples.sequence, predicted)
         return row
 
 
-def _of_predictions(
-    metric_fn: MetricFn, examples: Examples, predicted: list[Any], *, taken: Mapping[str, float]
-) -> dict[str, float]:
-    metrics = metric_fn(examples, predicted)
+def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
+    """The row of what `metric_fn` has returned, beside what is `taken` by `loss_fn`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
@@ -338,12 +336,9 @@ def _of_predictions(
 
 
 def _number(name: str, x: Any) -> float:
-    if not isinstance(x, str | bytes):
-        try:
-            if np.shape(x) == ():
-                return float(x)
-        except (TypeError, ValueError):
-            pass
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(x, str | bytes) and np.shape(x) == ():
+            return float(x)
     raise ValueError(f"metric_fn: {name!r} is {x!r} ({type(x).__name__}), but a metric is one number.")
 
 
@@ -370,6 +365,4 @@ def _json(x: Any) -> str:
 
 def _plain(x: Any) -> Any:
     """Arrays as nested lists, and what else JSON has no form for by its `repr`."""
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        return np.asarray(x).tolist()
-    return repr(x)
+    return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)
