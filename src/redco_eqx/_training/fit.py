@@ -131,12 +131,7 @@ def fit(
         check_function("fit", "a logger", logger, "step", "row")
     _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
     _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
-    if not state.params:
-        raise ValueError(
-            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
-            "constants; jnp.asarray makes a parameter)."
-        )
-    check_optimizer("fit", state, optimizer)
+    _check_trainable(state, optimizer)
     mesh = state_mesh(state)
     if isinstance(checkpoints, str | os.PathLike):
         checkpoints = Checkpoints(checkpoints)
@@ -203,6 +198,15 @@ def fit(
             reporter.say(f"fit: {error}")
             raise error
         return training.state, training.history
+
+
+def _check_trainable(state: TrainState, optimizer: optax.GradientTransformation) -> None:
+    if not state.params:
+        raise ValueError(
+            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
+            "constants; jnp.asarray makes a parameter)."
+        )
+    check_optimizer("fit", state, optimizer)
 
 
 def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
