@@ -9,7 +9,7 @@ import pathlib
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -35,43 +35,12 @@ from redco_eqx._types import (
     check_whole,
 )
 
-# Programs by shape, and a bound on how far a loop runs ahead of the devices.
-
-
-P = TypeVar("P")
-
 NUM_AHEAD = 4
 """Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when
 computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known)."""
 
 before_batch: ContextVar[Callable[[], None]] = ContextVar("before_batch", default=lambda: None)
 """Called before each batch of an evaluation or prediction; what it raises ends that."""
-
-
-def per_shape(
-    make: Callable[[TrainState, Batch], P], *, functions: tuple[Any, ...], key: Hashable, state: TrainState
-) -> Callable[[TrainState, Batch], P]:
-    """A program for each shape of batches that comes, made once and kept from call to call (see `kept`).
-
-    **Arguments:**
-
-    - `make`: compiles the program for a state and a batch. It must depend on nothing but these, on `functions`,
-        which it must not hold on to, and on `key`.
-    - `state`: all states that the program is for are like this one.
-    """
-    programs: dict[Hashable, P] = {}
-    key = key, signature(state)
-
-    def program(state: TrainState, batch: Batch) -> P:
-        shapes = signature(batch)
-        if shapes not in programs:
-            programs[shapes] = kept(functions, (key, shapes), lambda: make(state, batch))
-        return programs[shapes]
-
-    return program
-
-
-# A whole set of examples.
 
 
 @in_own_context
@@ -187,13 +156,14 @@ def _outputs(
     dispatched."""
     step = functools.partial(step, shardings=layout_of(state), **function)
 
-    def compiled(state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    def compiled(batch: Batch) -> jax.stages.Compiled:
         def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
             return step(state, batch, index=index)
 
         return jax.jit(inference).lower(state, batch, np.int32(0)).compile()
 
-    programs = per_shape(compiled, functions=tuple(function.values()), key=where, state=state)
+    programs: dict[Hashable, jax.stages.Compiled] = {}
+    key = where, signature(state)
     # Predictions may be large. The last batch of an evaluation has its true size.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=state_mesh(state), remainder=remainder)
@@ -201,7 +171,11 @@ def _outputs(
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
             before_batch.get()()
-            ahead.append(programs(state, batch)(state, batch, np.int32(index)))
+            shapes = signature(batch)
+            if shapes not in programs:
+                make = functools.partial(compiled, batch)
+                programs[shapes] = kept(tuple(function.values()), (key, shapes), make)
+            ahead.append(programs[shapes](state, batch, np.int32(index)))
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
     yield from ahead

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 
@@ -21,8 +21,6 @@ from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord, from_j
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
 from redco_eqx._types import Logger
-
-C = TypeVar("C")
 
 _num_event_files = itertools.count()
 
@@ -33,7 +31,7 @@ class _Closing:
     def close(self) -> None:
         """Releases what is held. May be called twice."""
 
-    def __enter__(self: C) -> C:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,20 +84,19 @@ class JSONLLogger(_Closing):
     def __init__(self, path: str | os.PathLike[str]):
         """**Arguments:** `path`: the file; made, with its directories, at the first row. `~` is expanded."""
         self._path = pathlib.Path(path).expanduser()
-        self._file = None
         self._run: str | None = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         values = {name: to_json(float(value)) for name, value in row.items()}
         about = {"step": int(step), "time": time.time(), **({"run": self._run} if self._run else {})}
         line = json.dumps({**about, **values}, allow_nan=False)
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b", buffering=0)
-            if self._file.tell() > 0:  # a machine that went down can leave half a line
-                self._file.seek(-1, os.SEEK_END)
-                line = line if self._file.read(1) == b"\n" else "\n" + line
-        self._file.write((line + "\n").encode())
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Closed after each row: a file system that is to be unmounted is not held up.
+        with self._path.open("a+b", buffering=0) as file:
+            if file.tell() > 0:  # a machine that went down can leave half a line
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            file.write((line + "\n").encode())
 
     def set_run(self, run: str | None) -> None:
         """Marks the rows that come as those of a run, or of none."""
@@ -108,7 +105,6 @@ class JSONLLogger(_Closing):
     def rewind(self, step: int) -> None:
         """Drops the run's rows after `step`, and half a line: for a run that goes on from there. Rows of other
         runs stay."""
-        self.close()
         if not self._path.exists():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
@@ -125,19 +121,11 @@ class JSONLLogger(_Closing):
         return [{name: from_json(x) for name, x in row.items() if name not in ("time", "run")} for row in rows]
 
     def _stays(self, step: int, line: bytes) -> bool:
-        try:
+        with contextlib.suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            return False
-        if not line.endswith(b"\n") or not isinstance(row, dict) or "step" not in row:
-            return line.endswith(b"\n")
-        return row.get("run") != self._run or row["step"] <= step
-
-    def close(self) -> None:
-        """Closes the file. A later row opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            is_ours = isinstance(row, dict) and row.get("run") == self._run
+            return line.endswith(b"\n") and not (is_ours and row.get("step", step) > step)
+        return False
 
 
 class TensorBoardLogger(_Closing):
@@ -339,8 +327,7 @@ class Reporter:
         if self._file is None:
             return
         try:
-            with self._file:  # closed after each row: a file system that is to be unmounted is not held up
-                self._file(step, row)
+            self._file(step, row)
         except OSError as error:
             raise CheckpointError(
                 f"the row of step {step} could not be written beside the checkpoints: {error}"

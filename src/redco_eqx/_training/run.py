@@ -23,7 +23,7 @@ from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated
-from redco_eqx._step.kept import signature
+from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.state import TrainState, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import train_step
@@ -38,7 +38,7 @@ from redco_eqx._step.window import (
 )
 from redco_eqx._training.course import Hook, Plan, apply_hook, due
 from redco_eqx._training.endings import InterruptFlag, NonFiniteError
-from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, before_batch, per_shape
+from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, before_batch
 from redco_eqx._training.identity import programs_of, refuse_unlike
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
@@ -61,30 +61,23 @@ class TrainProgram(NamedTuple):
     digest: str
 
 
-def train_programs(
-    state: TrainState, loss_fn: LossFn, optimizer: optax.GradientTransformation, num_microbatches: int
-) -> Callable[[TrainState, Batch], TrainProgram]:
-    """`train_step`, guarded, for states like this one, whose layout it takes, and batches of any shape.
+def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
+    """`train_step` with these options, guarded, for states that lie as this one does and such batches.
 
-    What is returned raises `ValueError` as `accumulated` does, and what `loss_fn` and `optimizer` raise.
+    Raises `ValueError` as `accumulated` does, and what the functions of the user's raise.
     """
-    options: Any = {"loss_fn": loss_fn, "optimizer": optimizer, "num_microbatches": num_microbatches}
     step = functools.partial(train_step, **options, shardings=layout_of(state))
-
-    def make(state: TrainState, batch: Batch) -> TrainProgram:
-        program = trace(step, state, batch)
-        everywhere = replicated(state_mesh(state))
-        window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
-        layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
-        body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
-        lowered = body.lower(state, window, batch)
-        digest = ""
-        if jax.process_count() > 1:  # without addresses in memory
-            text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return TrainProgram(lowered.compile(), window, digest)
-
-    return per_shape(make, functions=(loss_fn, optimizer), key=("train_step", num_microbatches), state=state)
+    program = trace(step, state, batch)
+    everywhere = replicated(state_mesh(state))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
+    layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
+    body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
+    lowered = body.lower(state, window, batch)
+    digest = ""
+    if jax.process_count() > 1:  # without addresses in memory
+        text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return TrainProgram(lowered.compile(), window, digest)
 
 
 def describe_batch(batch: Batch) -> dict[str, str]:
@@ -151,7 +144,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._mesh = state_mesh(self.state)
-        self._programs = train_programs(self.state, self.loss_fn, self.optimizer, self.num_microbatches)
+        self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._program: TrainProgram | None = None  # not before the first step
         self._shapes: Hashable = None
         self._first: dict[str, str] = {}  # shapes of the first batch, until one has others
@@ -204,15 +197,16 @@ class Training:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         is_first, shapes = self._program is None, signature(batch)
         if shapes != self._shapes:
-            self._shapes, self._program = shapes, self._program_for(batch)
+            self._shapes = shapes
+            self._program = self._program_for(batch)
         program = self._program
         assert program is not None
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._ahead.append(_Step(self.run.step, batch, window))
-        # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
         self._look()
+        # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
         if is_first:
@@ -227,16 +221,21 @@ class Training:
 
     def _program_for(self, batch: Batch) -> TrainProgram:
         """The program for a batch of other shapes than the one before, with the window that it adds to."""
+        functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         described = describe_batch(batch)
         if self._program is None:
             self._first = described
             if self.saver is not None:
-                digests = programs_of(self.state, batch, loss_fn=self.loss_fn, optimizer=self.optimizer)
+                digests = programs_of(self.state, batch, **functions)
                 self.run = self.saver.identified(self.run, digests)
         elif self._first and described != self._first:
             warn_of_shapes(self._first, described)
             self._first = {}
-        program = self._programs(self.state, batch)
+        if self._shapes not in self._programs:
+            key = "train_step", self.num_microbatches, signature(self.state), self._shapes
+            make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
+            self._programs[self._shapes] = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
+        program = self._programs[self._shapes]
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
         if self._window is None or not is_like(self._window, program.window):  # saved by another program
             self._window, self._num_in_window = program.window, 0
