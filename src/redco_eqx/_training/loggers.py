@@ -291,7 +291,7 @@ class Reporter:
         if self._console is not None:
             self._console.say(message)
 
-    def start_clock(self, num_untimed: int = 1) -> None:
+    def start_clock(self, num_untimed: int) -> None:
         """Leaves the first steps of a window, of which the last one compiled, out of the rates."""
         self._since, self._num_untimed = time.perf_counter(), num_untimed
 
