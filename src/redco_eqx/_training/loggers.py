@@ -13,7 +13,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,6 +21,8 @@ from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord, from_j
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
 from redco_eqx._types import Logger
+
+C = TypeVar("C")
 
 _num_event_files = itertools.count()
 
@@ -31,7 +33,7 @@ class _Closing:
     def close(self) -> None:
         """Releases what is held. May be called twice."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, *_: object) -> None:
