@@ -39,8 +39,8 @@ NUM_AHEAD = 4
 """Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when
 computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known)."""
 
-before_batch: ContextVar[Callable[[], None]] = ContextVar("before_batch", default=lambda: None)
-"""Called before each batch of an evaluation or prediction; what it raises ends that."""
+at_each_batch: ContextVar[Callable[[], None]] = ContextVar("at_each_batch", default=lambda: None)
+"""Called before each batch of an evaluation or prediction, and at its end; what it raises ends that."""
 
 
 @in_own_context
@@ -170,7 +170,7 @@ def _outputs(
     ahead: deque[PyTree] = deque()
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
-            before_batch.get()()
+            at_each_batch.get()()
             shapes = signature(batch)
             if shapes not in programs:
                 make = functools.partial(compiled, batch)
@@ -179,6 +179,7 @@ def _outputs(
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
     yield from ahead
+    at_each_batch.get()()
 
 
 def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyTree) -> Any:

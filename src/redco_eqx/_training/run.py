@@ -38,7 +38,7 @@ from redco_eqx._step.window import (
 )
 from redco_eqx._training.course import Hook, Plan, apply_hook, due
 from redco_eqx._training.endings import InterruptFlag, NonFiniteError
-from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, before_batch
+from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, at_each_batch
 from redco_eqx._training.identity import programs_of, refuse_unlike
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
@@ -299,14 +299,14 @@ class Training:
             if self.interrupt.signal and jax.process_count() == 1:
                 raise _StoppedError
 
-        token = before_batch.set(watch)
+        token = at_each_batch.set(watch)
         try:
             with self.reporter.paused():
                 row = evaluation(self.state)
         except _StoppedError:
             return False
         finally:
-            before_batch.reset(token)
+            at_each_batch.reset(token)
         self.reporter.row(self.run.step, row)
         self.run = self.run.evaluated(row)
         if self.hook is not None:
