@@ -18,9 +18,9 @@ from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.steps import eval_step, predict_step, train_step
 from redco_eqx._step.window import skip_nonfinite
+from redco_eqx._training.course import Change
 from redco_eqx._training.evaluation import Evaluation, evaluate, predict
 from redco_eqx._training.fit import fit, num_train_steps
-from redco_eqx._training.hook import Change
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
 from redco_eqx._types import Mean

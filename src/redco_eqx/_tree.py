@@ -140,13 +140,10 @@ def _state_name(marker: object, default: str) -> str:
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Every leaf with its path, in JAX's order."""
-    flat = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, eqx.nn.State) and x is not tree
-    )[0]
-    if isinstance(tree, eqx.nn.State):
-        flat = [((), tree)]
     found = []
-    for keypath, leaf in flat:
+    for keypath, leaf in jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)
+    )[0]:
         if isinstance(leaf, eqx.nn.State):
             for name, child in children(leaf):
                 found += [(join(path_of(keypath), name, path), x) for path, x in leaves_with_paths(child)]

@@ -180,6 +180,16 @@ class Logger(Protocol):
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
+_CALLED_WITH = {
+    "collate_fn": ("examples",),
+    **dict.fromkeys(("loss_fn", "predict_fn"), ("model", "batch", "key")),
+    "state_fn": ("state",),
+    "output_fn": ("example", "prediction"),
+    "metric_fn": ("examples", "predictions"),
+    "hook": ("run", "row", "state"),
+}
+
+
 def as_key(where: str, key: object) -> Any:
     """One typed PRNG key; of raw words, such as `jax.random.PRNGKey` makes, the key that they are.
 
@@ -194,6 +204,31 @@ def as_key(where: str, key: object) -> Any:
     if key.shape != ():
         raise ValueError(f"{where}: key must be one PRNG key, but is {key.shape} of them. Pass one: keys[0].")
     return key
+
+
+def check_whole(where: str, **counts: object) -> None:
+    """Raises `TypeError` for what is no whole number."""
+    for name, x in counts.items():
+        if isinstance(x, bool) or not isinstance(x, int | np.integer):
+            many = hasattr(x, "__len__") and not isinstance(x, str)
+            value, hint = ("", " Pass its len().") if many else (f"={x!r}", "")
+            kind = type(x).__name__
+            raise TypeError(f"{where}: {name}{value} must be a whole number, but is a {kind}.{hint}")
+
+
+def check_positive(where: str, **counts: int | None) -> None:
+    """Raises `TypeError` for what is no whole number, `ValueError` for one below 1; `None` was not given."""
+    for name, value in counts.items():
+        if value is not None:
+            check_whole(where, **{name: value})
+            if value < 1:
+                raise ValueError(f"{where}: {name}={value}, but it must be positive.")
+
+
+def check_functions(where: str, **functions: object) -> None:
+    """Raises as `check_function` for functions by the names that they have everywhere."""
+    for name, function in functions.items():
+        check_function(where, name, function, *_CALLED_WITH[name])
 
 
 def check_function(where: str, name: str, function: object, *arguments: str) -> None:

@@ -2,8 +2,7 @@
 
 from redco_eqx._checkpoint.record import CheckpointError, CheckpointFormatError
 from redco_eqx._sharding.rules import ShardingWarning
-from redco_eqx._training.interrupt import TrainingInterrupted
-from redco_eqx._training.run import NonFiniteError
+from redco_eqx._training.endings import NonFiniteError, TrainingInterrupted
 
 __all__ = [
     "CheckpointError",

@@ -8,9 +8,9 @@ from redco_eqx._data.batches import Batches
 from redco_eqx._sharding.rules import Decision, Explanation
 from redco_eqx._step.jit import JittedStep
 from redco_eqx._step.window import StepFn
+from redco_eqx._training.course import Hook
 from redco_eqx._training.evaluation import MetricFn
-from redco_eqx._training.history import History
-from redco_eqx._training.hook import Hook
+from redco_eqx._training.loggers import History
 from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import events
 
-from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, Progress, TensorBoardLogger
+from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
 from redco_eqx._types import Logger
 
 
@@ -103,7 +103,8 @@ def test_tensorboard_scalars(tmp_path):
 
 
 def test_tensorboard_purges_once(tmp_path):
-    logger = TensorBoardLogger(tmp_path, purge_step=7)
+    logger = TensorBoardLogger(tmp_path)
+    logger.rewind(6)
     logger(7, {"a": 1.0})
     logger.close()
     starts = [e.step for e in events(tmp_path) if e.HasField("session_log")]
@@ -151,8 +152,8 @@ def test_console_goes_to_stderr(capsys):
 
 def test_console_does_not_tear_the_bar():
     stream = Terminal()
-    with Progress(10, stream=stream) as progress:
-        progress.advance()
+    with progress_bar(10, stream=stream) as bar:
+        bar.update()
         ConsoleLogger(stream)(1, {"loss": 1.0})
     # The bar is cleared before the line, which ends on its own.
     before, _, after = stream.getvalue().partition("step        1")
@@ -176,10 +177,8 @@ def test_console_does_not_tear_the_bar():
 )
 def test_progress_shows_on_terminals_only(stream, show, shown):
     stream = stream()
-    with Progress(20, initial=5, description="train", show=show, stream=stream) as progress:
-        progress.set_metrics({"train/loss": 2.34567, "train/grad_norm": 0.5})
-        progress.advance(15)
-    progress.close()
+    with progress_bar(20, initial=5, show=show, stream=stream) as bar:
+        bar.update(15)
     text = stream.getvalue()
     if not shown:
         assert text == ""
@@ -187,11 +186,10 @@ def test_progress_shows_on_terminals_only(stream, show, shown):
         assert "5/20" in text
         assert "20/20" in text
         assert "train:" in text
-        assert "loss 2.346  grad_norm 0.5" in text
 
 
 def test_progress_of_unknown_length():
     stream = io.StringIO()
-    with Progress(None, show=True, stream=stream) as progress:
-        progress.advance(3)
+    with progress_bar(None, show=True, stream=stream) as bar:
+        bar.update(3)
     assert "3it" in stream.getvalue()

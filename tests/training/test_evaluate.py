@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import redco_eqx as rx
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.state import TRAIN, stream
-from redco_eqx._training.compile import NUM_AHEAD
+from redco_eqx._training.evaluation import NUM_AHEAD
 
 # Sums of small integers are exact in float32: one example lost, or counted twice, shows.
 RNG = np.random.default_rng(0)

@@ -34,8 +34,8 @@ from fit_helpers import (
 from jax._src.array import ArrayImpl
 
 import redco_eqx as rx
-from redco_eqx._training.checks import BatchShapes
-from redco_eqx._training.compile import NUM_AHEAD
+from redco_eqx._training.evaluation import NUM_AHEAD
+from redco_eqx._training.run import Training, describe_batch, warn_of_shapes
 
 # The loop is the one that a reader would write
 
@@ -54,7 +54,7 @@ def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) ->
     layout = {path: x.sharding for path, x in state.params.items()}
     arguments: Any = {"batch_size": 16, "optimizer": optimizer}
     expected = state_after(6, state, examples, **arguments)
-    monkeypatch.setattr("redco_eqx._training.compile.train_step", spying)
+    monkeypatch.setattr("redco_eqx._training.run.train_step", spying)
     with Compilations() as compilations:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)
@@ -177,19 +177,14 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
     ],
 )
 def test_what_changed_in_a_batch_is_named(second: Any, message: str) -> None:
-    shapes = BatchShapes()
     first = {"x": np.zeros((2, 3)), "y": np.zeros(2)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shapes.check(first)
-        shapes.check(dict(first))
     with pytest.warns(UserWarning, match=message):
-        shapes.check(second)
+        warn_of_shapes(describe_batch(first), describe_batch(second))
 
 
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    get, check, value = jax.device_get, BatchShapes.check, ArrayImpl.__dict__["_value"]
+    get, step, value = jax.device_get, Training._step, ArrayImpl.__dict__["_value"]
     fetching = False
 
     def noted_get(tree: Any) -> Any:
@@ -203,9 +198,9 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             fetching = False
 
-    def noted_check(self: Any, batch: Any) -> None:
+    def noted_step(self: Any, batch: Any, place: Any) -> None:
         events.append("batch")
-        check(self, batch)
+        step(self, batch, place)
 
     def noted_value(self: Any) -> Any:
         if threading.current_thread() is threading.main_thread() and not fetching:
@@ -214,19 +209,18 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 
     state, rows = linear_state(), Rows()
     monkeypatch.setattr(jax, "device_get", noted_get)
-    monkeypatch.setattr(BatchShapes, "check", noted_check)
+    monkeypatch.setattr(Training, "_step", noted_step)
     monkeypatch.setattr(ArrayImpl, "_value", property(noted_value))
     assert float(jnp.ones(())) == 1  # the ears work
     assert events == ["value"]
     events.clear()
     fit(state, make_examples(48), num_epochs=1, log_every=5, loggers=[rows], optimizer=COUNTING)
-    # The window of steps 1-5 is fetched when step 10 is on its way, and the last one at the end.
+    # The window of steps 1-5 is fetched when step 9 is on its way, and the others at the end.
     loop = events[events.index("batch") :]
-    assert [event for event in loop if event != "flag"] == ["batch"] * 10 + ["get"] + ["batch"] * 2 + [
-        "get"
-    ] * 2
+    assert [event for event in loop if event != "flag"] == ["batch"] * 9 + ["get"] + ["batch"] * 3 + ["get"] * 2
     # And of the step four before, which is over, whether it was finite: while its batch is at hand.
-    assert loop.count("flag") == 12 - NUM_AHEAD
+    assert loop.count("flag") == 12
+    assert loop[: NUM_AHEAD + 2] == ["batch"] * (NUM_AHEAD + 1) + ["flag"]
     assert [step for step, _ in rows.rows] == [5, 10, 12]
 
 

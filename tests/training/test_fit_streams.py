@@ -196,7 +196,7 @@ def test_a_loop_of_ones_own_saves_the_position(tmp_path: pathlib.Path) -> None:
         state = linear_state()
         stream = KINDS["iterable with a state"](EXAMPLES)
         epochs = Epochs(stream, collate, batch_size=4, mesh=state.step.sharding.mesh)
-        record = rx.types.RunRecord.begin_at(0, batch_size=4, num_examples=None, order=None)
+        record = rx.types.RunRecord(0, 0, 0, 0, batch_size=4, num_examples=None, order=None)
         saved = rx.list_checkpoints(tmp_path)
         if saved:
             state, record = rx.restore(tmp_path, state), saved[-1].run

@@ -47,9 +47,9 @@ def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
 
     with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         fit(linear_state(), EXAMPLES, num_epochs=9, log_every=1, loggers=[logger])
-    # The row of step 2 is there when step 3 is on its way, and the next boundary is that of step 4.
+    # The row of step 2 is there when step 6 is on its way, whose boundary is the next one.
     stopped = caught.value.step
-    assert stopped == 4
+    assert stopped == 6
     assert isinstance(caught.value, KeyboardInterrupt)
     assert int(caught.value.state.step) == stopped
     assert [step for step, _ in rows.rows] == list(range(1, stopped + 1))  # no row is lost

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from redco_eqx._checkpoint.record import RunRecord
-from redco_eqx._training.schedule import Due, Every, Plan, due
+from redco_eqx._training.course import Due, Plan, due
 
 # Ten examples in batches of 2: five steps an epoch.
 STEPS = 5
@@ -23,9 +23,9 @@ def word(what: Due) -> str:
     return " ".join(name for name, is_due in dataclasses.asdict(what).items() if is_due)
 
 
-BY_STEPS = Plan(num_steps=12, log_every=4, evaluate=Every(steps=6), save=Every(steps=3))
-BY_EPOCHS = Plan(num_epochs=2, log_every=4, evaluate=Every(epochs=1), save=Every(epochs=2))
-EITHER = Plan(num_steps=30, log_every=100, save=Every(steps=4, epochs=1))
+BY_STEPS = Plan(num_steps=12, log_every=4, evaluate=(6, None), save=(3, None))
+BY_EPOCHS = Plan(num_epochs=2, log_every=4, evaluate=(None, 1), save=(None, 2))
+EITHER = Plan(num_steps=30, log_every=100, save=(4, 1))
 BARE = Plan(num_steps=3, log_every=2)
 
 
@@ -56,9 +56,6 @@ BARE = Plan(num_steps=3, log_every=2)
         # A hook that has ended the run.
         (BY_STEPS, at(1, stopped=True), {}, "log evaluate save finish"),
         (BY_STEPS, at(1, stopped=True, evaluated=True), {}, "log save finish"),
-        # The clock asks for a save only.
-        (BY_STEPS, at(1), {"is_time": True}, "save"),
-        (BARE, at(1), {"is_time": True}, ""),
     ],
 )
 def test_what_is_due(plan: Plan, run: RunRecord, options: Any, expected: str) -> None:
@@ -77,5 +74,3 @@ def test_what_is_due(plan: Plan, run: RunRecord, options: Any, expected: str) ->
 def test_plans_that_cannot_be(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**arguments)
-    with pytest.raises(ValueError, match="Every: steps=0"):
-        Every(steps=0)

@@ -27,7 +27,7 @@ from fit_helpers import (
 )
 
 import redco_eqx as rx
-from redco_eqx._training.history import Reporter
+from redco_eqx._training.run import Training
 
 # Rows
 
@@ -93,15 +93,16 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
         now += 3600.0 if now else 0.0
         return {}
 
-    advance = Reporter.advance
+    look = Training._look
 
-    def advance_when_done(self: Any) -> None:
-        jax.block_until_ready(self._pending and self._pending.window)
-        advance(self)
+    def look_when_done(self: Any) -> None:
+        jax.block_until_ready([step.window for step in self._ahead])
+        look(self)
 
     # Devices that are always done with a window when the next step is dispatched.
-    monkeypatch.setattr(Reporter, "advance", advance_when_done)
-    monkeypatch.setattr("redco_eqx._training.history.time", types.SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(Training, "_look", look_when_done)
+    for module in ("run", "loggers"):
+        monkeypatch.setattr(f"redco_eqx._training.{module}.time", types.SimpleNamespace(perf_counter=clock))
     rows = Rows()
     examples = make_examples(100)
     for example in examples:
@@ -182,4 +183,5 @@ def test_a_bar_where_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     fit(linear_state(), EXAMPLES, num_epochs=1, loggers=loggers, optimizer=COUNTING)
     err = capfd.readouterr().err
     assert "train: 100%" in err
+    assert "loss " in err
     assert "5/5" in err

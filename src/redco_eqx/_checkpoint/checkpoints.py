@@ -37,6 +37,7 @@ from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state, step_of
 from redco_eqx._tree import first_few, lack_of_value
+from redco_eqx._types import check_positive
 
 # A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
 #
@@ -292,7 +293,7 @@ class Checkpoints:
     - `directory`: of this run, which all processes see. If there are checkpoints of it already, `fit` goes on
         from the newest, provided that they are of a run that began with the same key, parameters and examples.
         `~` is the home directory.
-    - `every_steps`, `every_epochs`, `every_minutes`: how often; several can be given.
+    - `every_steps`, `every_epochs`: how often; both can be given.
     - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
         Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
     - `keep_best`: metrics of the evaluations with what is best, such as `{"eval/loss": "min"}`: the checkpoint
@@ -309,7 +310,6 @@ class Checkpoints:
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
     every_epochs: int | None = None
-    every_minutes: float | int | None = None
     keep_last: int | None = 2
     keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(default_factory=dict)
     extras: Json | Callable[[], Json] | None = None
@@ -317,10 +317,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         local(self.directory)
-        for name in ("every_steps", "every_epochs", "every_minutes", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"Checkpoints: {name}={value}, but it must be positive.")
+        counts = {name: getattr(self, name) for name in ("every_steps", "every_epochs", "keep_last")}
+        check_positive("Checkpoints", **counts)
         best = self.keep_best
         if not isinstance(best, Mapping) or any(mode not in ("min", "max") for mode in best.values()):
             raise ValueError(

@@ -96,21 +96,6 @@ class RunRecord:
     identity: Identity | None = None
     id: str | None = None
 
-    @classmethod
-    def begin_at(
-        cls,
-        step: int,
-        *,
-        batch_size: int,
-        num_examples: int | None,
-        order: str | None = "feistel",
-        positions: tuple[tuple[Any, ...], ...] | None = None,
-        identity: Identity | None = None,
-    ) -> "RunRecord":
-        """A run that begins at this step."""
-        more = {"order": order, "positions": positions, "identity": identity}
-        return cls(step, 0, 0, 0, batch_size, num_examples, **more)
-
     def advanced(
         self, epoch: int, batch: int, positions: tuple[tuple[Any, ...], ...] | None = None
     ) -> "RunRecord":

@@ -6,7 +6,9 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
@@ -18,16 +20,30 @@ from redco_eqx._data.batches import batch_sizes, batches
 from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.streams import as_sequence
 from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
-from redco_eqx._training.checks import check_positive, check_whole
-from redco_eqx._training.compile import PerShape, indexed, lagging
-from redco_eqx._training.schedule import Every
-from redco_eqx._types import CollateFn, Examples, LossFn, OutputFn, PredictFn, check_function
+from redco_eqx._types import (
+    Batch,
+    CollateFn,
+    Examples,
+    LossFn,
+    OutputFn,
+    PredictFn,
+    check_functions,
+    check_positive,
+    check_whole,
+)
 
-# `evaluate` and `predict`: a whole set of examples, none lost and none counted twice.
+NUM_AHEAD = 4
+"""Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when
+computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known)."""
+
+at_each_batch: ContextVar[Callable[[], None]] = ContextVar("at_each_batch", default=lambda: None)
+"""Called before each batch of an evaluation or prediction, and at its end; what it raises ends that."""
 
 
+@in_own_context
 def evaluate(
     state: TrainState,
     examples: Examples | Data | Stream,
@@ -62,35 +78,18 @@ def evaluate(
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
-    metrics = losses(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=batch_size)
-    assert metrics is not None
-    return metrics
-
-
-@in_own_context
-def losses(
-    state: TrainState,
-    examples: Examples | Data | Stream,
-    *,
-    collate_fn: CollateFn,
-    loss_fn: LossFn,
-    batch_size: int,
-    stops: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """`evaluate`, or `None` once `stops()`, which is asked before each batch, is true."""
-    programs = _programs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn)
+    _check("evaluate", state, examples, batch_size, collate_fn=collate_fn, loss_fn=loss_fn)
+    outputs = _outputs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn)
     totals: dict[str, tuple[float, float]] = {}
-    outputs = _outputs(state, examples, programs, collate_fn, batch_size, "split", stops)
     with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
-        for metrics in lagging(outputs):
+        for metrics in outputs:
             for name, mean in jax.device_get(metrics).items():
                 total, weight = totals.get(name, (0.0, 0.0))
                 totals[name] = (total + float(mean.total), weight + float(mean.weight))
-    if stops():
-        return None
     return {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
 
 
+@in_own_context
 def predict(
     state: TrainState,
     examples: Examples | Data | Stream,
@@ -124,46 +123,27 @@ def predict(
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
-    rows = predictions(
-        state,
-        examples,
-        collate_fn=collate_fn,
-        predict_fn=predict_fn,
-        output_fn=output_fn,
-        batch_size=batch_size,
-    )
-    assert rows is not None
-    return rows
-
-
-@in_own_context
-def predictions(
-    state: TrainState,
-    examples: Examples | Data | Stream,
-    *,
-    collate_fn: CollateFn,
-    predict_fn: PredictFn,
-    output_fn: OutputFn | None,
-    batch_size: int,
-    stops: Callable[[], bool] = lambda: False,
-) -> list[Any] | None:
-    """`predict`, or `None` once `stops()`, which is asked before each batch, is true."""
-    programs = _programs(
-        "predict", predict_step, state, examples, collate_fn, batch_size, predict_fn=predict_fn
-    )
-    rows: list[Any] = []
+    _check("predict", state, examples, batch_size, collate_fn=collate_fn, predict_fn=predict_fn)
     data = as_sequence(examples)
-    outputs = _outputs(state, data, programs, collate_fn, batch_size, "pad", stops)
+    outputs = _outputs("predict", predict_step, state, data, collate_fn, batch_size, predict_fn=predict_fn)
+    rows: list[Any] = []
     with contextlib.closing(outputs):
-        for output in lagging(outputs, num_behind=1):  # outputs may be large
+        for output in outputs:
             leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
             for i in range(min(batch_size, len(data.sequence) - len(rows))):
                 row = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
                 rows.append(row if output_fn is None else _output(output_fn, data.sequence, len(rows), row))
-    return None if stops() else rows
+    return rows
 
 
-def _programs(
+def _check(where: str, state: object, examples: object, batch_size: object, **functions: object) -> None:
+    check_is_state(state, f"{where}: state")
+    check_examples(f"{where}: examples", examples)
+    check_functions(where, **functions)
+    check_whole(where, batch_size=batch_size)
+
+
+def _outputs(
     where: str,
     step: Callable[..., Any],
     state: TrainState,
@@ -171,16 +151,35 @@ def _programs(
     collate_fn: CollateFn,
     batch_size: int,
     **function: Callable[..., Any],
-) -> PerShape[jax.stages.Compiled]:
-    """Check the arguments of `where`, and return the programs of `step` with the one function of the user's."""
-    ((name, use),) = function.items()
-    check_is_state(state, f"{where}: state")
-    check_examples(f"{where}: examples", examples)
-    check_function(where, "collate_fn", collate_fn, "examples")
-    check_function(where, name, use, "model", "batch", "key")
-    check_whole(where, batch_size=batch_size)
+) -> Generator[PyTree[Array]]:
+    """Yields what `step`, with the one function of the user's, gives for each batch, once a few more have been
+    dispatched."""
     step = functools.partial(step, shardings=layout_of(state), **function)
-    return PerShape(indexed(step), functions=(use,), key=where, state=state)
+
+    def compiled(batch: Batch) -> jax.stages.Compiled:
+        def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
+            return step(state, batch, index=index)
+
+        return jax.jit(inference).lower(state, batch, np.int32(0)).compile()
+
+    programs: dict[Hashable, jax.stages.Compiled] = {}
+    key = where, signature(state)
+    # Predictions may be large. The last batch of an evaluation has its true size.
+    num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
+    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=state_mesh(state), remainder=remainder)
+    ahead: deque[PyTree] = deque()
+    with contextlib.closing(stream):
+        for index, batch in enumerate(stream):
+            at_each_batch.get()()
+            shapes = signature(batch)
+            if shapes not in programs:
+                make = functools.partial(compiled, batch)
+                programs[shapes] = kept(tuple(function.values()), (key, shapes), make)
+            ahead.append(programs[shapes](state, batch, np.int32(index)))
+            if len(ahead) > num_ahead:
+                yield ahead.popleft()
+    yield from ahead
+    at_each_batch.get()()
 
 
 def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyTree) -> Any:
@@ -189,25 +188,6 @@ def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyT
     except Exception as error:
         error.add_note(f"output_fn was given example {index} and its prediction.")
         raise
-
-
-def _outputs(
-    state: TrainState,
-    examples: Examples | Data | Stream,
-    programs: PerShape[jax.stages.Compiled],
-    collate_fn: CollateFn,
-    batch_size: int,
-    remainder: str,
-    stops: Callable[[], bool],
-) -> Generator[PyTree[Array]]:
-    """Yield the program's output for each batch, dispatched as it is asked for, until `stops()`."""
-    mesh = state_mesh(state)
-    stream = batches(examples, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
-    with contextlib.closing(stream):
-        for index, batch in enumerate(stream):
-            if stops():
-                break
-            yield programs(state, batch)(state, batch, np.int32(index))
 
 
 def _to_host(x: Array) -> np.ndarray:
@@ -221,16 +201,6 @@ def _to_host(x: Array) -> np.ndarray:
 
 MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 """`metric_fn(examples, predictions) -> {name: number}`."""
-
-
-_CALLED_WITH = {
-    "collate_fn": ("examples",),
-    "loss_fn": ("model", "batch", "key"),
-    "state_fn": ("state",),
-    "predict_fn": ("model", "batch", "key"),
-    "output_fn": ("example", "prediction"),
-    "metric_fn": ("examples", "predictions"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,9 +243,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         check_positive("Evaluation", every_steps=self.every_steps, batch_size=self.batch_size)
         check_examples("Evaluation: examples", self.examples)
-        for name, arguments in _CALLED_WITH.items():
-            if getattr(self, name) is not None:
-                check_function("Evaluation", name, getattr(self, name), *arguments)
+        names = ("collate_fn", "loss_fn", "state_fn", "predict_fn", "output_fn", "metric_fn")
+        check_functions("Evaluation", **{name: x for name in names if (x := getattr(self, name)) is not None})
         if isinstance(self.examples, Stream) and self.examples.is_once:
             raise ValueError(
                 "Evaluation: its examples are a Stream of an iterator, which can be read only once, but each "
@@ -284,11 +253,6 @@ class Evaluation:
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
-
-    @property
-    def every(self) -> Every:
-        """The times at which it is due."""
-        return Every(epochs=1) if self.every_steps is None else Every(steps=self.every_steps)
 
     def or_else(self, **defaults: Any) -> "Evaluation":
         """The same, with values for fields that are `None`."""
@@ -311,12 +275,6 @@ class Evaluation:
 
         Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
         """
-        row = self.unless(lambda: False, state)
-        assert row is not None
-        return row
-
-    def unless(self, stops: Callable[[], bool], state: TrainState) -> dict[str, float] | None:
-        """The same; or `None`, and no file, once `stops()`, which is asked before each batch, is true."""
         collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
         if collate_fn is None or loss_fn is None or batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
@@ -325,29 +283,23 @@ class Evaluation:
         if self.state_fn is not None:
             state = self.state_fn(state)
             check_is_state(state, "Evaluation: what state_fn returns")
-        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size, "stops": stops}
-        metrics = losses(state, self.examples, loss_fn=loss_fn, **common)
-        if metrics is None:
-            return None
+        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size}
+        metrics = evaluate(state, self.examples, loss_fn=loss_fn, **common)
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
         examples = as_sequence(self.examples)
-        predicted = predictions(state, examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common)
-        if predicted is None:
-            return None
+        predicted = predict(state, examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common)
         if self.metric_fn is not None:
-            row |= _of_predictions(self.metric_fn, examples.sequence, predicted, taken=row)
+            row |= _as_row(self.metric_fn(examples.sequence, predicted), row)
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
             _write(path, examples.sequence, predicted)
         return row
 
 
-def _of_predictions(
-    metric_fn: MetricFn, examples: Examples, predicted: list[Any], *, taken: Mapping[str, float]
-) -> dict[str, float]:
-    metrics = metric_fn(examples, predicted)
+def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
+    """The row of what `metric_fn` has returned, beside what is `taken` by `loss_fn`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
@@ -359,12 +311,9 @@ def _of_predictions(
 
 
 def _number(name: str, x: Any) -> float:
-    if not isinstance(x, str | bytes):
-        try:
-            if np.shape(x) == ():
-                return float(x)
-        except (TypeError, ValueError):
-            pass
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(x, str | bytes) and np.shape(x) == ():
+            return float(x)
     raise ValueError(f"metric_fn: {name!r} is {x!r} ({type(x).__name__}), but a metric is one number.")
 
 
@@ -391,6 +340,4 @@ def _json(x: Any) -> str:
 
 def _plain(x: Any) -> Any:
     """Arrays as nested lists, and what else JSON has no form for by its `repr`."""
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        return np.asarray(x).tolist()
-    return repr(x)
+    return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)

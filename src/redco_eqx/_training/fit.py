@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
@@ -17,75 +15,28 @@ from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
 from redco_eqx._distributed.agreement import is_shared
-from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
-from redco_eqx._training.checks import check_batch_sizes, check_keep_best, check_positive, check_whole
-from redco_eqx._training.compile import train_programs
+from redco_eqx._training.course import Hook, Plan
+from redco_eqx._training.endings import InterruptFlag, interruption
 from redco_eqx._training.evaluation import Evaluation
-from redco_eqx._training.history import History, Reporter
-from redco_eqx._training.hook import Hook
 from redco_eqx._training.identity import identify
-from redco_eqx._training.interrupt import InterruptFlag, interruption
-from redco_eqx._training.loggers import ConsoleLogger
+from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
-from redco_eqx._training.saving import Saver, as_checkpoints, save_every
-from redco_eqx._training.schedule import Plan, due
-from redco_eqx._types import Batch, CollateFn, Examples, Logger, LossFn, check_function
-
-# The arguments of `fit`, looked at together before anything is compiled.
-
-
-def check_fit(
-    state: Any,
-    train_examples: object,
-    *,
-    collate_fn: object,
-    loss_fn: object,
-    optimizer: Any,
-    evaluation: object | None,
-    hook: object | None,
-    checkpoints: object | None,
-    loggers: object | None,
-) -> None:
-    """Raises `TypeError` for what is of another kind than it must be, and `ValueError` for what does not fit
-    together. How long a run is, and the sizes of batches, are checked where they are used."""
-    check_is_state(state, "fit: state")
-    check_examples("fit: train_examples", train_examples)
-    if callable(train_examples):
-        check_function("fit", "train_examples", train_examples, "epoch")
-    check_function("fit", "collate_fn", collate_fn, "examples")
-    check_function("fit", "loss_fn", loss_fn, "model", "batch", "key")
-    if hook is not None:
-        check_function("fit", "hook", hook, "run", "row", "state")
-    _check_loggers(loggers)
-    _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
-    _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
-    if not state.params:
-        raise ValueError(
-            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
-            "constants; jnp.asarray makes a parameter)."
-        )
-    check_optimizer("fit", state, optimizer)
-
-
-def _check_loggers(loggers: object | None) -> None:
-    if loggers is None:
-        return
-    if not isinstance(loggers, Sequence) or isinstance(loggers, str):
-        raise TypeError(
-            f"fit: loggers must be a list of functions, but is a {type(loggers).__name__}. One alone is "
-            "loggers=[logger]."
-        )
-    for logger in loggers:
-        check_function("fit", "a logger", logger, "step", "row")
-
-
-def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
-    if x is not None and not isinstance(x, kind):
-        raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
+from redco_eqx._training.saving import Saver, save_every
+from redco_eqx._types import (
+    Batch,
+    CollateFn,
+    Examples,
+    Logger,
+    LossFn,
+    check_function,
+    check_functions,
+    check_positive,
+    check_whole,
+)
 
 
 @in_own_context
@@ -167,29 +118,33 @@ def fit(
     An error that ends a run which has begun has the state after its last step as its attribute `state`, and
     the `history`; the state is saved too if there are `checkpoints`.
     """
-    check_fit(
-        state,
-        train_examples,
-        collate_fn=collate_fn,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        evaluation=evaluation,
-        hook=hook,
-        checkpoints=checkpoints,
-        loggers=loggers,
-    )
-    mesh, checkpoints = state_mesh(state), as_checkpoints(checkpoints)
+    functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
+    check_is_state(state, "fit: state")
+    check_examples("fit: train_examples", train_examples)
+    if callable(train_examples):
+        check_function("fit", "train_examples", train_examples, "epoch")
+    check_functions("fit", **functions)
+    if hook is not None:
+        check_functions("fit", hook=hook)
+    _check_kind("loggers", loggers, Sequence, "A list of functions: one alone is loggers=[logger].")
+    for logger in loggers or ():
+        check_function("fit", "a logger", logger, "step", "row")
+    _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
+    _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
+    _check_trainable(state, optimizer)
+    mesh = state_mesh(state)
+    if isinstance(checkpoints, str | os.PathLike):
+        checkpoints = Checkpoints(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
         num_steps=num_steps,
         log_every=log_every,
-        evaluate=evaluation and evaluation.every,
+        evaluate=evaluation and (evaluation.every_steps, None if evaluation.every_steps else 1),
         save=checkpoints and save_every(checkpoints),
     )
-    functions: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
     eval_batch_size = evaluation and evaluation.batch_size
-    check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
+    _check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
     epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
     total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
     with contextlib.ExitStack() as stack:
@@ -205,18 +160,19 @@ def fit(
         }
         needs_identity = checkpoints is not None or is_shared(mesh)
         begin = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
-        row = {} if evaluation is None else evaluation.rehearse(state)
-        check_keep_best(checkpoints.keep_best if checkpoints else (), row)
+        _check_keep_best(checkpoints, {} if evaluation is None else evaluation.rehearse(state))
         watchdog.beat()
-        saver = stack.enter_context(Saver(checkpoints))
-        state, run, source = saver.resume(state, begin)
+        saver, run = None if checkpoints is None else stack.enter_context(Saver(checkpoints)), begin
+        if saver is not None:
+            state, run = saver.resume(state, begin)
+        source = saver and saver.path
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
             run,
             directory=checkpoints and local(checkpoints.directory),
             num_steps=total,
-            is_again=saver.began_before,
+            is_again=saver is not None and saver.began_before,
         )
         stack.enter_context(contextlib.closing(reporter))
         _announce(reporter, epochs, run, source)
@@ -229,24 +185,59 @@ def fit(
         if source is not None:  # what is due there may not have been done
             places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
         training = Training(
-            state,
-            run,
-            programs=train_programs(state, loss_fn, optimizer, num_microbatches=num_microbatches),
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            reporter=reporter,
-            saver=saver,
-            watchdog=watchdog,
-        )
+            state=state, run=run, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=num_microbatches,
+            plan=plan, evaluation=evaluation, hook=hook,
+            reporter=reporter, saver=saver, watchdog=watchdog, interrupt=interrupt,
+        )  # fmt: skip
         del state  # `training` has it; a second name would keep the first one's memory
         with training:
-            stop = _loop(training, places, plan, evaluation, hook, interrupt, Vote(mesh))
-            path = saver.wait()
+            stop = training.loop(places)
+            path = saver and saver.wait()
         if stop:
             error = interruption(training.state, training.run.step, stop, path, training.history)
             reporter.say(f"fit: {error}")
             raise error
         return training.state, training.history
+
+
+def _check_trainable(state: TrainState, optimizer: optax.GradientTransformation) -> None:
+    if not state.params:
+        raise ValueError(
+            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
+            "constants; jnp.asarray makes a parameter)."
+        )
+    check_optimizer("fit", state, optimizer)
+
+
+def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
+    if x is not None and (not isinstance(x, kind) or (kind is Sequence and isinstance(x, str))):
+        raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
+
+
+def _check_keep_best(checkpoints: Checkpoints | None, row: Mapping[str, float]) -> None:
+    """Raises `ValueError` if a metric that decides which checkpoint is best is not in the evaluations."""
+    for name in checkpoints.keep_best if checkpoints else ():
+        if name not in row:
+            raise ValueError(
+                f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
+                f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
+            )
+
+
+def _check_batch_sizes(
+    batch_size: int, num_microbatches: int, eval_batch_size: int | None, num_shards: int
+) -> None:
+    """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
+    shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
+    check_positive("fit", num_microbatches=num_microbatches)
+    check_whole("fit", batch_size=batch_size)
+    for name, size, number in (
+        ("batch_size", batch_size, num_microbatches),
+        ("Evaluation's batch_size", eval_batch_size or num_shards, 1),
+    ):
+        if size < 1 or size % (number * num_shards) != 0:
+            times = f"num_microbatches={number} times " if number > 1 else ""
+            raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
@@ -255,17 +246,11 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
     if facts is not None:
         facts = {name: str(x) for name, x in facts.items()}
         identity = identify(state, epochs.first_examples, facts, **functions)
-    return RunRecord.begin_at(
-        step_of(state),
-        batch_size=epochs.batch_size,
-        num_examples=epochs.num_examples,
-        order=epochs.order,
-        positions=epochs.positions,
-        identity=identity,
-    )
+    more: Any = {"order": epochs.order, "positions": epochs.positions, "identity": identity}
+    return RunRecord(step_of(state), 0, 0, 0, epochs.batch_size, epochs.num_examples, **more)
 
 
-def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: pathlib.Path | None) -> None:
+def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object) -> None:
     """Says what a run reads, what of it is not compared, and from which checkpoint it goes on."""
     reporter.say(f"fit: {epochs}")
     if run.identity is not None and run.identity.get("changing"):
@@ -274,47 +259,6 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: pathli
     if source is not None:
         stopped = ", where its hook ended it" if run.stopped else ""
         reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
-
-
-def _loop(
-    training: Training,
-    places: Iterator[tuple[Batch | None, Place]],
-    plan: Plan,
-    evaluation: Evaluation | None,
-    hook: Hook | None,
-    interrupt: InterruptFlag,
-    vote: Vote,
-) -> int:
-    """Steps, and what is due after each, until the plan is fulfilled or a signal comes, which is returned."""
-    saver, is_alone = training.saver, jax.process_count() == 1
-    stop = 0
-    for batch, place in places:
-        if batch is not None:
-            training.step(batch, place)
-        stop, is_time = vote(interrupt.signal, int(saver.is_time))
-        is_time = bool(is_time) and saver.is_stale(training.run)
-        what = due(plan, training.run, stop=stop != 0, is_time=is_time, is_end=place.is_end)
-        if what.log and training.log(place) and hook is not None and not stop:
-            training.after_row(hook)
-            what = due(plan, training.run, is_time=is_time, is_end=place.is_end)  # it may have ended the run
-        saves = what.save
-        if what.finish:
-            training.check()
-        if evaluation is not None and what.evaluate:
-            # Of many processes none stops within an evaluation: the others would wait for it.
-            finished = training.evaluate(evaluation, stops=lambda: is_alone and interrupt.is_set)
-            stop = stop if finished else interrupt.signal
-            if finished and hook is not None:
-                training.after_evaluation(hook)
-                what = due(plan, training.run, is_time=is_time)
-            saves = what.save or (stop != 0 and saver.is_on) or saver.is_best(training.run)
-        if saves:
-            training.save(finished=what.finish and not stop)
-        else:
-            saver.check()
-        if what.finish or stop:
-            break
-    return stop or vote.now(interrupt.signal)[0]  # perhaps in the last evaluation
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:

@@ -64,20 +64,21 @@ def identify(
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
-    batch, rows = None, None
-    with contextlib.nullcontext() if examples is None else _generators_untouched():
-        sample, changing = _sample(examples, range(0 if examples is None else len(examples)))
-        if sample and is_shared(mesh):
-            batch, rows = _collated(examples, list(sample)[:_NUM_COLLATED], collate_fn)
-            if batch is not None and rows is None:
-                changing = [*changing, "the batches of collate_fn"]
+    sample, batch, rows, changing = {}, None, {}, []
+    if examples is not None:
+        with _generators_untouched():
+            sample, again = _sample(examples), _sample(examples)
+            if sample != again:
+                sample, changing = {}, ["train_examples"]
+            elif sample and is_shared(mesh):
+                batch, rows = _collated(examples, sample, collate_fn)
+                if rows != _collated(examples, sample, collate_fn)[1]:
+                    rows, changing = {}, ["the batches of collate_fn"]
     if is_shared(mesh):
         layout = {name: (x.shape, str(x.dtype), str(x.sharding)) for name, x in to_names(state).items()}
         facts = {"the mesh": str(mesh.shape), **arguments, "what changes by itself": str(changing)}
         facts |= {f"the checksum of train_examples[{i}]": f"{x:08x}" for i, x in sample.items()}
-        facts |= {
-            f"the checksum of collate_fn's {path or 'batch'}": f"{x:08x}" for path, x in (rows or {}).items()
-        }
+        facts |= {f"the checksum of collate_fn's {path or 'batch'}": f"{x:08x}" for path, x in rows.items()}
         if batch is not None:
             programs = programs_of(state, batch, loss_fn=loss_fn, optimizer=optimizer)
             facts |= {f"the checksum of what {name} computes": x for name, x in programs.items()}
@@ -167,29 +168,22 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _sample(examples: Any, indices: range) -> tuple[dict[str, int], list[str]]:
-    """Checksums of some examples, the first ones and others, and their name if they change by themselves."""
-    spread = np.linspace(0, len(indices) - 1, _NUM_SPREAD).astype(int).tolist() if indices else []
-
-    def read() -> dict[str, int]:
-        found = {}
-        for i in sorted({*indices[:_NUM_FIRST], *spread}):
-            with contextlib.suppress(Exception):  # one that cannot be read ends the run where it is met
-                found[str(i)] = checksum(examples[i])
-        return found
-
-    first, again = read(), read()
-    return (first, []) if first == again else ({}, ["train_examples"])
+def _sample(examples: Examples) -> dict[str, int]:
+    """Checksums of some examples, the first ones and others."""
+    spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
+    found = {}
+    for i in sorted({*range(min(len(examples), _NUM_FIRST)), *spread}):
+        with contextlib.suppress(Exception):  # one that cannot be read ends the run where it is met
+            found[str(i)] = checksum(examples[i])
+    return found
 
 
-def _collated(examples: Any, chosen: list[str], collate_fn: CollateFn) -> tuple[Any, dict[str, int] | None]:
-    """A batch of some examples, and the checksum of each leaf, `None` if they change by themselves."""
+def _collated(examples: Examples, sample: dict[str, int], collate_fn: CollateFn) -> tuple[Any, dict[str, int]]:
+    """A batch of some of the examples in a sample, and the checksum of each leaf."""
     with contextlib.suppress(Exception):  # what is wrong with it is said by the first batch
-        few = [examples[int(i)] for i in chosen]
-        batch, again = collate_fn(list(few)), collate_fn(list(few))
-        rows, others = ({path: checksum(x) for path, x in leaves_with_paths(b)} for b in (batch, again))
-        return batch, rows if rows == others else None
-    return None, None
+        batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
+        return batch, {path: checksum(x) for path, x in leaves_with_paths(batch)}
+    return None, {}
 
 
 @contextlib.contextmanager

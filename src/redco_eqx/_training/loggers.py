@@ -1,36 +1,30 @@
-"""Loggers take the numbers of a run: console, JSON lines, TensorBoard, and a progress bar.
+"""The rows of a run: its history, and loggers that take them: console with a bar, JSON lines, TensorBoard.
 
 A logger is anything that takes `logger(step, row)`; these are the ones that come along. They know nothing of
-processes: the caller uses them on one.
+processes: the `Reporter` of a run uses them on one.
 """
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from redco_eqx._checkpoint.record import Row, from_json, to_json
+import jax
+
+from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord, from_json, to_json
+from redco_eqx._distributed.consensus import from_first
+from redco_eqx._step.window import Window, window_row
+from redco_eqx._types import Logger
 
 C = TypeVar("C")
 
 _num_event_files = itertools.count()
-
-
-@runtime_checkable
-class TextStream(Protocol):
-    """A stream to print to: `sys.stderr`, an open file."""
-
-    def write(self, text: str, /) -> object:
-        """Takes some text."""
-        ...
-
-    def flush(self) -> object:
-        """Hands it on."""
-        ...
 
 
 class _Closing:
@@ -46,11 +40,6 @@ class _Closing:
         self.close()
 
 
-def _format_row(row: Mapping[str, float]) -> str:
-    """`loss 2.345  grad_norm 0.1`: names without their group, four digits."""
-    return "  ".join(f"{name.rpartition('/')[2]} {float(value):.4g}" for name, value in row.items())
-
-
 class ConsoleLogger(_Closing):
     """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from.
 
@@ -59,7 +48,7 @@ class ConsoleLogger(_Closing):
     ```
     """
 
-    def __init__(self, stream: TextStream | None = None, *, progress: bool | None = None):
+    def __init__(self, stream: Any = None, *, progress: bool | None = None):
         """**Arguments:**
 
         - `stream`: the text stream to print to, `sys.stderr` by default.
@@ -97,22 +86,19 @@ class JSONLLogger(_Closing):
     def __init__(self, path: str | os.PathLike[str]):
         """**Arguments:** `path`: the file; made, with its directories, at the first row. `~` is expanded."""
         self._path = pathlib.Path(path).expanduser()
-        self._file = None
         self._run: str | None = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         values = {name: to_json(float(value)) for name, value in row.items()}
-        about = {"step": int(step), "time": time.time()}
-        if self._run is not None:
-            about["run"] = self._run
+        about = {"step": int(step), "time": time.time(), **({"run": self._run} if self._run else {})}
         line = json.dumps({**about, **values}, allow_nan=False)
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b", buffering=0)
-            if self._file.tell() > 0:  # a machine that went down can leave half a line
-                self._file.seek(-1, os.SEEK_END)
-                line = line if self._file.read(1) == b"\n" else "\n" + line
-        self._file.write((line + "\n").encode())
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Closed after each row: a file system that is to be unmounted is not held up.
+        with self._path.open("a+b", buffering=0) as file:
+            if file.tell() > 0:  # a machine that went down can leave half a line
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            file.write((line + "\n").encode())
 
     def set_run(self, run: str | None) -> None:
         """Marks the rows that come as those of a run, or of none."""
@@ -121,7 +107,6 @@ class JSONLLogger(_Closing):
     def rewind(self, step: int) -> None:
         """Drops the run's rows after `step`, and half a line: for a run that goes on from there. Rows of other
         runs stay."""
-        self.close()
         if not self._path.exists():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
@@ -138,19 +123,11 @@ class JSONLLogger(_Closing):
         return [{name: from_json(x) for name, x in row.items() if name not in ("time", "run")} for row in rows]
 
     def _stays(self, step: int, line: bytes) -> bool:
-        try:
+        with contextlib.suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            return False
-        if not line.endswith(b"\n") or not isinstance(row, dict) or "step" not in row:
-            return line.endswith(b"\n")
-        return row.get("run") != self._run or row["step"] <= step
-
-    def close(self) -> None:
-        """Closes the file. A later row opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            is_ours = isinstance(row, dict) and row.get("run") == self._run
+            return line.endswith(b"\n") and not (is_ours and row.get("step", step) > step)
+        return False
 
 
 class TensorBoardLogger(_Closing):
@@ -162,12 +139,8 @@ class TensorBoardLogger(_Closing):
     ```
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None):
-        """**Arguments:**
-
-        - `directory`: the run's directory; made at the first row. `~` is expanded.
-        - `purge_step`: TensorBoard hides what earlier processes logged at this step and after. For a
-            run restored at step `n` it is `n + 1`.
+    def __init__(self, directory: str | os.PathLike[str]):
+        """**Arguments:** `directory`: the run's; made at the first row. `~` is expanded.
 
         Raises `ImportError` if tensorboardX is not installed.
         """
@@ -176,7 +149,7 @@ class TensorBoardLogger(_Closing):
         except ImportError as error:
             raise ImportError('TensorBoardLogger needs tensorboardX: pip install "redco_eqx[log]"') from error
         self._make_writer = tensorboardX.SummaryWriter
-        self._arguments = {"logdir": os.path.expanduser(directory), "purge_step": purge_step}
+        self._arguments: dict[str, Any] = {"logdir": os.path.expanduser(directory)}
         self._writer: Any = None
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
@@ -198,49 +171,175 @@ class TensorBoardLogger(_Closing):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            self._arguments["purge_step"] = None  # what this process wrote itself stays
+            self._arguments.pop("purge_step", None)  # what this process wrote itself stays
 
 
-class Progress(_Closing):
-    """A progress bar over the steps of a run."""
+def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
+    """A bar of tqdm over the steps of a run, `total` of them if that is known, of which `initial` are done.
+
+    `show` is the `progress` of a `ConsoleLogger`; the stream is `sys.stderr` by default.
+    """
+    from tqdm import tqdm
+
+    disable = None if show is None else not show
+    return tqdm(
+        total=total,
+        initial=initial,
+        desc="train",
+        disable=disable,
+        file=stream or sys.stderr,
+        dynamic_ncols=True,
+    )
+
+
+FILE = "history.jsonl"
+"""In a directory of checkpoints: the rows of its runs, each marked with the id of its run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The numbers of a run of [`fit`][], from its first step on, whichever calls have made them.
+
+    ```python
+    state, history = rx.fit(state, examples, **pipeline, num_epochs=2, evaluation=rx.Evaluation(held_out))
+    print(history["train/loss"][-1], history["eval/loss"])
+    print([evaluation["step"] for evaluation in history.evaluations])
+    ```
+
+    `history["eval/loss"]` is a column: the numbers of that name in order, as a list. For a name that is in no
+    row it raises `KeyError`.
+
+    - `rows`: `{"step": 50, "train/loss": 2.3, ..., "train/epoch": 0.5}` for each row of the training, as the
+        loggers get it, but for the rates: all that is here is the same on every process, and the same in a
+        resumed run as in an uninterrupted one.
+    - `evaluations`: `{"step": 100, "eval/loss": 2.1, ...}` for each evaluation.
+
+    The rows of a run with checkpoints are kept beside these, in the file `history.jsonl` of their directory.
+    """
+
+    rows: tuple[Row, ...] = ()
+    evaluations: tuple[Row, ...] = ()
+
+    def __getitem__(self, name: str) -> list[float]:
+        for table in (self.rows, self.evaluations):
+            if column := [row[name] for row in table if name in row]:
+                return column
+        names = dict.fromkeys(name for row in (*self.rows, *self.evaluations) for name in row)
+        raise KeyError(f"{name!r} is in no row of the history; there are: {', '.join(names) or 'none'}.")
+
+
+def _ignore(_: object) -> None: ...
+
+
+class Reporter:
+    """Keeps the rows of one run; feeds its loggers, its file and its progress bar, on process 0 only.
+
+    - `rows`: of the training, since the run began.
+    - `metrics`: of the last of these, without rates.
+    """
 
     def __init__(
         self,
-        total: int | None,
+        loggers: Sequence[Logger],
+        run: RunRecord,
         *,
-        initial: int = 0,
-        description: str = "",
-        show: bool | None = None,
-        stream: TextStream | None = None,
+        directory: pathlib.Path | None,
+        num_steps: int | None,
+        is_again: bool,
     ):
-        """**Arguments:**
+        """Marks the rows that come as those of `run`, for loggers that have a method `set_run`. A collective
+        call.
 
-        - `total`: number of steps, those of `initial` included; `None` if it is not known.
-        - `initial`: steps done before, in a resumed run.
-        - `description`: what stands before the bar.
-        - `show`: `None` shows the bar if the stream is a terminal, `True` and `False` do so always and
-            never.
-        - `stream`: the text stream to draw on, `sys.stderr` by default.
+        **Arguments:**
+
+        - `loggers`: if a [`ConsoleLogger`][] is among them, it says whether there is a bar and messages.
+        - `directory`: of the run's checkpoints, if it has any.
+        - `num_steps`: of the whole run, if it is known.
+        - `is_again`: whether the run began before. Its rows after `run` come again: they are cut off, also
+            those of loggers that have a method `rewind`.
         """
-        from tqdm import tqdm
+        is_first = jax.process_index() == 0
+        self._loggers = list(loggers) if is_first else []
+        self._console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
+        show = False if self._console is None else self._console.progress
+        self._bar = progress_bar(num_steps, initial=run.num_steps, show=show)
+        self._batch_size = run.batch_size
+        self._since = time.perf_counter()
+        self._num_untimed = 0
+        self.metrics: dict[str, float] = {}
+        self.rows: list[Row] = []
+        self._file = JSONLLogger(directory / FILE) if directory is not None and is_first else None
+        for logger in [*self._loggers, self._file]:
+            getattr(logger, "set_run", _ignore)(run.id)
+        if is_again:
+            for logger in self._loggers:
+                getattr(logger, "rewind", _ignore)(run.step)
+            self.rows = from_first(lambda: self._kept_rows(run))
 
-        self._bar = tqdm(
-            total=total,
-            initial=initial,
-            desc=description or None,
-            disable=None if show is None else not show,
-            file=stream or sys.stderr,
-            dynamic_ncols=True,
-        )
+    def _kept_rows(self, run: RunRecord) -> list[Row]:
+        if self._file is None:
+            return []
+        # With metrics saved that are not in a row yet, the row of this very step comes again, too.
+        self._file.rewind(run.step if run.window is None else run.step - 1)
+        return self._file.rows()
 
-    def advance(self, num_steps: int = 1) -> None:
-        """Counts steps as done."""
-        self._bar.update(num_steps)
+    @property
+    def has_console(self) -> bool:
+        """True if `say` is heard."""
+        return self._console is not None
 
-    def set_metrics(self, row: Mapping[str, float]) -> None:
-        """Puts a few numbers after the bar, shown when it is next drawn."""
-        self._bar.set_postfix_str(_format_row(row), refresh=False)
+    def say(self, message: str) -> None:
+        """A line on the console, above the bar."""
+        if self._console is not None:
+            self._console.say(message)
+
+    def start_clock(self, num_untimed: int) -> None:
+        """Leaves the first steps of a window, of which the last one compiled, out of the rates."""
+        self._since, self._num_untimed = time.perf_counter(), num_untimed
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside (an evaluation) out of the rates."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def advance(self) -> None:
+        """Counts a dispatched step."""
+        self._bar.update()
+
+    def report(self, step: int, epochs_done: float, window: Window, done_at: float) -> None:
+        """Takes a fetched window that ended at `step`, and was done at this time of `time.perf_counter`."""
+        elapsed, self._since = done_at - self._since, done_at
+        num_timed, self._num_untimed = int(window.num_steps) - self._num_untimed, 0
+        row = window_row(window)
+        self.metrics = dict(row)
+        self._keep(step, {**row, "train/epoch": epochs_done})
+        self._bar.set_postfix_str(f"loss {row['train/loss']:.4g}", refresh=False)
+        if num_timed and elapsed > 0:
+            rate = num_timed / elapsed
+            row["train/examples_per_second"] = rate * self._batch_size
+            num_steps, weight = int(window.num_steps), float(window.metrics["loss"].weight)
+            if weight > num_steps * self._batch_size:  # a Mean over tokens, not over examples
+                row["train/tokens_per_second"] = rate * weight / num_steps
+        self.row(step, {**row, "train/epoch": epochs_done})
+
+    def _keep(self, step: int, row: Mapping[str, float]) -> None:
+        self.rows.append({"step": step, **row})
+        if self._file is None:
+            return
+        try:
+            self._file(step, row)
+        except OSError as error:
+            raise CheckpointError(
+                f"the row of step {step} could not be written beside the checkpoints: {error}"
+            ) from error
+
+    def row(self, step: int, row: Mapping[str, float]) -> None:
+        """Hands a row to every logger."""
+        for logger in self._loggers:
+            logger(step, row)
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Ends the progress bar. The loggers belong to the caller, or to `fit`."""
         self._bar.close()

@@ -1,10 +1,15 @@
-"""A run of `fit` in progress: its state, where it stands, and the metrics that are not logged yet."""
+"""A run of `fit` in progress: its steps, what is done after each, and the metrics until they are logged."""
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import re
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -14,206 +19,319 @@ from redco_eqx._checkpoint.names import storable, to_names
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.epochs import Place
 from redco_eqx._distributed.agreement import agree, is_shared
+from redco_eqx._distributed.consensus import Vote
 from redco_eqx._distributed.process_group import Watchdog
+from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated
+from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
-from redco_eqx._step.state import TrainState, state_mesh, step_of
-from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
-from redco_eqx._training.checks import BatchShapes
-from redco_eqx._training.compile import NUM_AHEAD, PerShape, TrainProgram
-from redco_eqx._training.evaluation import Evaluation
-from redco_eqx._training.history import History, Reporter
-from redco_eqx._training.hook import Hook, apply_hook
+from redco_eqx._step.state import TrainState, layout_of, state_mesh, step_of
+from redco_eqx._step.steps import train_step
+from redco_eqx._step.window import (
+    Window,
+    accumulated,
+    empty_window,
+    is_like,
+    next_window,
+    window_from_json,
+    window_to_json,
+)
+from redco_eqx._training.course import Hook, Plan, apply_hook, due
+from redco_eqx._training.endings import InterruptFlag, NonFiniteError
+from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, at_each_batch
 from redco_eqx._training.identity import programs_of, refuse_unlike
+from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
-from redco_eqx._tree import lack_of_value
+from redco_eqx._tree import describe, lack_of_value, leaves_with_paths
 from redco_eqx._types import Batch, LossFn
 
+# The compiled step.
 
-class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
-    the rows until then.
 
-    It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
-    that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
+class TrainProgram(NamedTuple):
+    """A guarded step, compiled.
+
+    - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
+    - `window`: an empty one, on the devices.
+    - `digest`: of its text before it was compiled, if there are other processes to compare it with.
     """
 
-    def __init__(
-        self, state: TrainState, step: int, where: str = 'jax.config.update("jax_debug_nans", True) says where'
-    ):
-        super().__init__(
-            f"the loss or the gradient norm was not finite at step {step} (counted from 0): {where}. The last "
-            "good state is in this error's `state`."
-        )
-        self.state = state
-        self.step = step
-        self.history = History()
-        self._where = where
-
-    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str], dict[str, History]]:
-        """By its arguments, of which the message is none: how it goes from one process to another."""
-        return type(self), (self.state, self.step, self._where), {"history": self.history}
+    compiled: jax.stages.Compiled
+    window: Window
+    digest: str
 
 
+def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
+    """`train_step` with these options, guarded, for states that lie as this one does and such batches.
+
+    Raises `ValueError` as `accumulated` does, and what the functions of the user's raise.
+    """
+    step = functools.partial(train_step, **options, shardings=layout_of(state))
+    program = trace(step, state, batch)
+    everywhere = replicated(state_mesh(state))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
+    layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
+    body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
+    lowered = body.lower(state, window, batch)
+    digest = ""
+    if jax.process_count() > 1:  # without addresses in memory
+        text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return TrainProgram(lowered.compile(), window, digest)
+
+
+def describe_batch(batch: Batch) -> dict[str, str]:
+    """Dtype and shape of each leaf by its path."""
+    return {path: describe(x) for path, x in leaves_with_paths(batch)}
+
+
+def warn_of_shapes(was: dict[str, str], now: dict[str, str]) -> None:
+    """Names what of a batch is unlike in the first one (see `describe_batch`)."""
+    name = next(path for path in was | now if was.get(path) != now.get(path))
+    warnings.warn(
+        f"collate_fn: {name or 'the batch'} is {now.get(name, 'missing')}, but was "
+        f"{was.get(name, 'missing')} in the first batch. Each new shape compiles the step again: pad to a few "
+        "fixed sizes.",
+        stacklevel=2,
+    )
+
+
+# The loop.
+
+
+@dataclasses.dataclass
+class _Step:
+    """A step that was dispatched and may not be done yet.
+
+    - `number`: of the state after it.
+    - `window`: after it.
+    - `epochs_done`: if a row of the log ends with it; whole ones and the fraction of another.
+    - `done_at`: when it was seen that the devices are done with it.
+    """
+
+    number: int
+    batch: Batch | None
+    window: Window
+    epochs_done: float | None = None
+    done_at: float | None = None
+
+
+class _StoppedError(Exception):
+    """An evaluation is given up, as a signal has come."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Training:
     """The state of a run and its record, moved on together.
 
     - `state`: after the last step that was dispatched.
     - `run`: where that is.
-    - `saver`: the checkpoints of the run.
+    - `watchdog`: is told of each step, of evaluations too.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        run: RunRecord,
-        *,
-        programs: PerShape[TrainProgram],
-        loss_fn: LossFn,
-        optimizer: optax.GradientTransformation,
-        reporter: Reporter,
-        saver: Saver,
-        watchdog: Watchdog,
-    ):
-        """**Arguments:**
+    state: TrainState
+    run: RunRecord
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+    num_microbatches: int
+    plan: Plan
+    evaluation: Evaluation | None
+    hook: Hook | None
+    reporter: Reporter
+    saver: Saver | None
+    watchdog: Watchdog
+    interrupt: InterruptFlag
 
-        - `programs`: the compiled step for a state and a batch, made of `loss_fn` and `optimizer`.
-        - `watchdog`: is told of each step, of evaluations too.
-        """
-        self.state, self.run = state, run
-        self._programs, self._loss_fn, self._optimizer = programs, loss_fn, optimizer
-        self._reporter, self.saver, self._watchdog = reporter, saver, watchdog
-        self._shapes = BatchShapes()
-        self._ahead: deque[tuple[Batch, Window]] = deque()  # steps that may not be done yet
-        self._empty: Window | None = None  # not before the first step
+    def __post_init__(self) -> None:
+        self._mesh = state_mesh(self.state)
+        self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
+        self._program: TrainProgram | None = None  # not before the first step
+        self._shapes: Hashable = None
+        self._first: dict[str, str] = {}  # shapes of the first batch, until one has others
+        self._ahead: deque[_Step] = deque()
         self._window: Window | None = None
         self._num_in_window = 0
         self._unlike: Callable[[], list[str]] = list
-        self._compared_at = run.step
-        if run.window is not None:
-            everywhere = replicated(state_mesh(state))
-            self._window = jax.tree.map(lambda x: put_global(x, everywhere), window_from_json(run.window))
-            self._num_in_window = run.window["num_steps"]
+        self._compared_at = self.run.step
+        if self.run.window is not None:
+            everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
+            self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
+            self._num_in_window = self.run.window["num_steps"]
+            self.run = dataclasses.replace(self.run, window=None)
 
     @property
     def history(self) -> History:
         """The numbers of the run so far."""
-        return History(tuple(self._reporter.rows), self.run.evaluations)
+        return History(tuple(self.reporter.rows), self.run.evaluations)
 
-    def step(self, batch: Batch, place: Place) -> None:
+    def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> int:
+        """Takes the steps, and does what is due after each, until the plan is fulfilled or a signal comes.
+
+        Returns the signal, or 0.
+        """
+        stop, vote = 0, Vote(self._mesh)
+        for batch, place in places:
+            if batch is not None:
+                self._step(batch, place)
+            (stop,) = vote(self.interrupt.signal)
+            what = functools.partial(due, self.plan, is_end=place.is_end)
+            now, is_best = what(self.run, stop=stop != 0), False
+            if now.log:
+                self._log(place, None if stop else self.hook)
+                now = what(self.run, stop=stop != 0)  # the hook may have ended the run
+            if now.finish:
+                self._catch_up()
+            if self.evaluation is not None and now.evaluate:
+                stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
+                now = what(self.run, stop=stop != 0)
+                is_best = self.saver is not None and self.saver.is_best(self.run)
+            if self.saver is not None and (now.save or is_best):
+                self._save(self.saver, finished=now.finish and not stop)
+            elif self.saver is not None:
+                self.saver.check()
+            if now.finish:
+                break
+        return stop or vote.now(self.interrupt.signal)[0]  # perhaps in the last evaluation
+
+    def _step(self, batch: Batch, place: Place) -> None:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
-        self._shapes.check(batch)
-        is_first = self._empty is None
-        if is_first and self.saver.is_on:
-            programs = programs_of(self.state, batch, loss_fn=self._loss_fn, optimizer=self._optimizer)
-            self.run = self.saver.identified(self.run, programs)
-        program = self._programs(self.state, batch)
-        if self._empty is not program.window:
-            agree(
-                state_mesh(self.state), "fit: step", {"the checksum of the program of the step": program.digest}
-            )
-            self._empty = program.window
-            if self._window is None or not is_like(self._window, program.window):  # saved by another program
-                self._window, self._num_in_window = program.window, 0
+        is_first, shapes = self._program is None, signature(batch)
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._program = self._program_for(batch)
+        program = self._program
+        assert program is not None
         self.state, window = program.compiled(self.state, self._window, batch)
-        self._window = window
-        self._num_in_window += 1
+        self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
-        self._ahead.append((batch, window))
+        self._ahead.append(_Step(self.run.step, batch, window))
+        self._look()
         # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
-        num_ahead = 0 if _is_debugging() else NUM_AHEAD
-        if len(self._ahead) > num_ahead:
-            is_ok = bool(jax.device_get(self._ahead[0][1].ok))
-            if not is_ok:  # said while its batch is at hand
-                self.check()
-            self._require(is_ok)
-            self._ahead.popleft()
-        self._watchdog.beat()
+        self._catch_up(0 if _is_debugging() else NUM_AHEAD)
+        self.watchdog.beat()
         if is_first:
-            if self._reporter.has_console:
+            if self.reporter.has_console:
                 # Not at the head: the reader of compiled text is wanted only where it is heard.
                 from redco_eqx._compiled.communication import cost
 
-                self._reporter.say(f"fit: {cost(program.compiled, state_mesh(self.state))}")
+                self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
             jax.block_until_ready(self._window)
-            self._reporter.start_clock(self._num_in_window)
-        self._reporter.advance()
+            self.reporter.start_clock(self._num_in_window)
+        self.reporter.advance()
 
-    def log(self, place: Place) -> bool:
-        """Ends the window, unless it is empty, which is returned as false. Its row comes with the next one, or
-        with `check`."""
+    def _program_for(self, batch: Batch) -> TrainProgram:
+        """The program for a batch of other shapes than the one before, with the window that it adds to."""
+        functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
+        described = describe_batch(batch)
+        if self._program is None:
+            self._first = described
+            if self.saver is not None:
+                digests = programs_of(self.state, batch, **functions)
+                self.run = self.saver.identified(self.run, digests)
+        elif self._first and described != self._first:
+            warn_of_shapes(self._first, described)
+            self._first = {}
+        if self._shapes not in self._programs:
+            key = "train_step", self.num_microbatches, signature(self.state), self._shapes
+            make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
+            self._programs[self._shapes] = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
+        program = self._programs[self._shapes]
+        agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
+        if self._window is None or not is_like(self._window, program.window):  # saved by another program
+            self._window, self._num_in_window = program.window, 0
+        return program
+
+    def _look(self) -> None:
+        """Notes when a row is done. A look, not a wait: its time is not that of its fetch, some steps later."""
+        for step in self._ahead:
+            ok: Any = step.window.ok
+            if step.epochs_done is not None and step.done_at is None and ok.is_ready():
+                step.done_at = time.perf_counter()
+
+    def _catch_up(self, num_ahead: int = 0) -> None:
+        """Waits until so many steps are left that may not be done, and hands out the rows of those that are.
+
+        Raises `NonFiniteError` for the first that was not finite, while its batch is at hand.
+        """
+        while len(self._ahead) > num_ahead:
+            step = self._ahead[0]
+            if not jax.device_get(step.window.ok):
+                raise self._nonfinite(step.batch)
+            self._ahead.popleft()
+            if step.epochs_done is not None:
+                window, done_at = jax.device_get(step.window), step.done_at or time.perf_counter()
+                self.reporter.report(step.number, step.epochs_done, window, done_at)
+
+    def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
+        where = None
+        with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
+            where = find_outside(self.state, batch, loss_fn=self.loss_fn)
+        if where is None and _is_debugging():
+            where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
+        return NonFiniteError(self.state, step_of(self.state), *([where] if where else []))
+
+    def _log(self, place: Place, hook: Hook | None) -> None:
+        """Ends the window, unless it is empty. Its row comes when its last step is done, at once for a hook."""
         if self._num_in_window == 0 or self._window is None:
-            return False
-        ok = self._reporter.push(self.run.step, place.epochs_done, self._window)
-        if is_shared(state_mesh(self.state)):
+            return
+        if not self._ahead:
+            self._ahead.append(_Step(self.run.step, None, self._window))
+        self._ahead[-1].epochs_done = place.epochs_done
+        if is_shared(self._mesh):
             refuse_unlike(self._unlike(), f"That was so at step {self._compared_at}")
             self._unlike, self._compared_at = unlike_replicas(self.state.params), self.run.step
-        self._window = None if self._empty is None else next_window(self._empty, self._window)
+        self._window = None if self._program is None else next_window(self._program.window, self._window)
         self._num_in_window = 0
-        self.run = dataclasses.replace(self.run, window=None)
-        self._require(ok)
+        if hook is not None:
+            self._catch_up()
+            self._call(hook, self.reporter.metrics)
+
+    def _evaluate(self, evaluation: Evaluation) -> bool:
+        """Evaluates the state, which must be finite; logs and remembers the results.
+
+        Returns false if a signal came before its end.
+        """
+        self._catch_up()
+
+        def watch() -> None:
+            self.watchdog.beat()
+            # Of many processes none stops within an evaluation: the others would wait for it.
+            if self.interrupt.signal and jax.process_count() == 1:
+                raise _StoppedError
+
+        token = at_each_batch.set(watch)
+        try:
+            with self.reporter.paused():
+                row = evaluation(self.state)
+        except _StoppedError:
+            return False
+        finally:
+            at_each_batch.reset(token)
+        self.reporter.row(self.run.step, row)
+        self.run = self.run.evaluated(row)
+        if self.hook is not None:
+            self._call(self.hook, row)
         return True
-
-    def after_row(self, hook: Hook) -> None:
-        """Calls the hook with the row of the window that ended last."""
-        self.check()
-        self._call(hook, self._reporter.metrics)
-
-    def after_evaluation(self, hook: Hook) -> None:
-        """Calls the hook with the results of the evaluation at this step."""
-        self._call(hook, {name: x for name, x in self.run.evaluations[-1].items() if name != "step"})
 
     def _call(self, hook: Hook, row: Mapping[str, float]) -> None:
         before = self.state
-        with self._reporter.paused():
+        with self.reporter.paused():
             self.run, self.state = apply_hook(hook, self.run, row, self.state)
-        if self.state is not before and is_shared(state_mesh(self.state)):
+        if self.state is not before and is_shared(self._mesh):
             unlike = unlike_replicas(storable(to_names(self.state)))
             refuse_unlike(unlike(), "The hook has changed the state otherwise on another process")
-        self._watchdog.beat()
+        self.watchdog.beat()
 
-    def check(self) -> None:
-        """Waits for the row of the window that ended last. Raises `NonFiniteError` instead of it."""
-        self._require(self._reporter.flush())
-
-    def evaluate(self, evaluation: Evaluation, *, stops: Callable[[], bool]) -> bool:
-        """Evaluates the state, which must be finite; logs and remembers the results, unless `stops()`.
-
-        Returns whether it came to its end.
-        """
-        self.check()
-
-        def asked() -> bool:
-            self._watchdog.beat()
-            return stops()
-
-        with self._reporter.paused():
-            row = evaluation.unless(asked, self.state)
-        if row is None:
-            return False
-        self._reporter.row(self.run.step, row)
-        self.run = self.run.evaluated(row)
-        return True
-
-    def save(self, *, finished: bool) -> None:
-        """Saves, unless just this is saved already.
-
-        Raises `NonFiniteError` if a step since the last row was not finite, `ValueError` if replicas differ
-        between processes, and what `Saver.save` does.
-        """
-        self.check()
-        window = self.run.window
-        if self._num_in_window > 0 and window is None:
-            fetched = jax.device_get(self._window)
-            self._require(bool(fetched.ok))
-            window = window_to_json(fetched)
-        run = dataclasses.replace(self.run, finished=finished, window=window)
-        if self.saver.is_saved(run):
-            return
-        if is_shared(state_mesh(self.state)):  # or it would take the place of one that can be read
-            refuse_unlike(unlike_replicas(storable(to_names(self.state)))(), f"That was so at step {run.step}")
-        with self._reporter.paused():
-            self.saver.save(self.state, run)
+    def _save(self, saver: Saver, *, finished: bool) -> None:
+        """Saves, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
+        self._catch_up()
+        has_metrics = self._num_in_window > 0 and self._window is not None
+        window = window_to_json(jax.device_get(self._window)) if has_metrics else None
+        if is_shared(self._mesh):  # or it would take the place of one that can be read
+            unlike = unlike_replicas(storable(to_names(self.state)))
+            refuse_unlike(unlike(), f"That was so at step {self.run.step}")
+        with self.reporter.paused():
+            saver.save(self.state, dataclasses.replace(self.run, finished=finished, window=window))
 
     def __enter__(self) -> "Training":
         return self
@@ -231,9 +349,9 @@ class Training:
             return
         where = ""
         # Not on many processes: the others know nothing of the error, and would not take part.
-        if self.saver.is_on and jax.process_count() == 1 and not isinstance(error, CheckpointError):
+        if self.saver is not None and jax.process_count() == 1 and not isinstance(error, CheckpointError):
             try:
-                self.save(finished=False)
+                self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
@@ -242,20 +360,6 @@ class Training:
         except AttributeError:
             return
         error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
-
-    def _require(self, ok: bool) -> None:
-        if ok:
-            return
-        step = step_of(self.state)
-        behind = self.run.step - step
-        where = None
-        if 0 < behind <= len(self._ahead):
-            batch, _ = self._ahead[-behind]
-            with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
-                where = find_outside(self.state, batch, loss_fn=self._loss_fn)
-            if where is None and _is_debugging():
-                where = find_nonfinite(self.state, batch, loss_fn=self._loss_fn)
-        raise NonFiniteError(self.state, step, *([where] if where else []))
 
 
 def _is_debugging() -> bool:

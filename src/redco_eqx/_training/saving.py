@@ -2,11 +2,8 @@
 
 import dataclasses
 import math
-import os
 import pathlib
-import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,70 +22,67 @@ from redco_eqx._checkpoint.record import (
     versions,
 )
 from redco_eqx._checkpoint.restore import first_good, read, select
-from redco_eqx._distributed.consensus import Vote, from_first, on_first, together
+from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
+from redco_eqx._training.endings import TrainingInterrupted
 from redco_eqx._training.identity import what_differs
-from redco_eqx._training.interrupt import TrainingInterrupted
-from redco_eqx._training.schedule import Every
 from redco_eqx._tree import first_few
 
 
 class Saver:
-    """The checkpoints of one run of `fit`. Of a run without any it does nothing."""
+    """The checkpoints of one run of `fit`.
 
-    def __init__(self, checkpoints: Checkpoints | None):
+    - `path`: the one that the run goes on from, and then the last save.
+    - `began_before`: whether there is one, or an attempt that ended without.
+    """
+
+    def __init__(self, checkpoints: Checkpoints):
         """Raises `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
         self._config = checkpoints
-        self._writer = None if checkpoints is None else checkpoints.open()
+        self._writer = checkpoints.open()
         self._saved: tuple[int, int, bool] | None = None
-        self._path: pathlib.Path | None = None
         self._source: CheckpointInfo | None = None
-        self._since = time.monotonic()
+        self.path: pathlib.Path | None = None
         self.began_before = False
 
-    def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord, pathlib.Path | None]:
-        """The newest state of the run that began with `state`, laid out like it; its place; its checkpoint.
+    def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
+        """The newest state of the run that began with `state`, laid out like it, and its place.
 
-        `state` itself, at the run's beginning, if that run has no checkpoint; `began_before` says whether there
-        is one, or an attempt that ended without. The arrays of `state` are deleted before those of the
-        checkpoint are read, so that there is no need of memory for both.
+        `state` itself, at the run's beginning, if that run has no checkpoint. The arrays of `state` are deleted
+        before those of the checkpoint are read, so that there is no need of memory for both.
 
         **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
         have changed; `CheckpointError` if all are damaged.
         """
-        config, writer = self._config, self._writer
-        if config is None or writer is None:
-            return state, run, None
-        directory = local(config.directory)
+        directory, allow_changes = local(self._config.directory), self._config.allow_changes
         found, same_step = from_first(lambda: _candidates(directory, step_of(state)))
         if not found:
-            run_id, self.began_before = from_first(lambda: _begun(writer, run))
-            return state, dataclasses.replace(run, id=run_id), None
+            run_id, self.began_before = from_first(lambda: _begun(self._writer, run))
+            return state, dataclasses.replace(run, id=run_id)
         self.began_before = True
         paths = [directory / name for name in found]
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        if same_step is not None and not config.allow_changes:
+        if same_step is not None and not allow_changes:
             _check_state(read_record(directory / same_step), state)
 
         def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
             info = together(lambda: read_record(path), CheckpointError)
             chosen = select(info, like)
-            _check_same(info, run, allow_changes=config.allow_changes)
+            _check_same(info, run, allow_changes=allow_changes)
             jax.tree.map(lambda x: x.delete(), state)
             return read(info, like, chosen), info
 
         (restored, info), damaged = first_good(paths, load)
         on_first(lambda: [path.rename(path.with_name(path.name + ".damaged")) for path in damaged])
         assert info.run is not None
-        self._source, self._path, self._saved = info, info.path, _saved(info.run)
+        self._source, self.path, self._saved = info, info.path, _saved(info.run)
         # With other numbers the same part of the epoch counts as done.
         batch = -(-info.run.batch * info.run.batch_size // run.batch_size)
         changed = {"batch": batch, "batch_size": run.batch_size, "num_examples": run.num_examples}
         run_id = info.run.id or from_first(new_id)  # an older version wrote none
         began = {name: x for name, x in (info.run.identity or {}).items() if name in ("key", "parameters")}
         identity = {**(run.identity or {}), **began}
-        changed = dataclasses.replace(info.run, id=run_id, order=run.order, identity=identity, **changed)
-        return restored, changed, info.path
+        return restored, dataclasses.replace(info.run, id=run_id, order=run.order, identity=identity, **changed)
 
     def identified(self, run: RunRecord, programs: dict[str, str]) -> RunRecord:
         """The run with the digests of its functions (see `programs_of`); warns of those that are others."""
@@ -103,60 +97,41 @@ class Saver:
             )
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
-    @property
-    def is_on(self) -> bool:
-        """True if the run has checkpoints."""
-        return self._writer is not None
-
-    @property
-    def is_time(self) -> bool:
-        """True if so many minutes have passed since the last save: process 0 decides."""
-        minutes = self._config and self._config.every_minutes
-        if minutes is None or jax.process_index() != 0:
-            return False
-        return time.monotonic() - self._since >= 60 * minutes
-
-    def is_stale(self, run: RunRecord) -> bool:
-        """True if there was no save in the last few steps, of which a vote about `is_time` may still come."""
-        return self._saved is None or run.num_steps - self._saved[0] > Vote.NUM_BEHIND
-
     def is_best(self, run: RunRecord) -> bool:
         """True if the last evaluation is better than all before, by one of the metrics; process 0 decides."""
-        config = self._config
-        if config is None or not config.keep_best or not run.is_evaluated:
+        best = self._config.keep_best
+        if not best or not run.is_evaluated:
             return False
-        return from_first(
-            lambda: any(
-                improves([row.get(name, math.nan) for row in run.evaluations], mode)
-                for name, mode in config.keep_best.items()
-            )
-        )
 
-    def is_saved(self, run: RunRecord) -> bool:
-        """True if there is a checkpoint of this very moment already, with as much in it."""
-        return self._saved == _saved(run)
+        def improves(name: str, mode: str) -> bool:
+            sign = 1 if mode == "min" else -1
+            *before, last = (sign * row.get(name, math.nan) for row in run.evaluations)
+            return last < min((x for x in before if not math.isnan(x)), default=math.inf)
+
+        return from_first(lambda: any(improves(name, mode) for name, mode in best.items()))
 
     def save(self, state: TrainState, run: RunRecord) -> None:
-        """Saves in the background. Raises as `CheckpointWriter.save`."""
-        if self._config is None or self._writer is None:
+        """Saves in the background, unless this very moment is saved already, with as much in it.
+
+        Raises as `CheckpointWriter.save`.
+        """
+        if self._saved == _saved(run):
             return
         extras = self._config.extras() if callable(self._config.extras) else self._config.extras
-        last = dict(run.evaluations[-1]) if run.evaluations else {}
-        metrics = last if last.pop("step", None) == run.step else {}
-        self._path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
+        last = run.evaluations[-1] if run.is_evaluated else {}
+        metrics = {name: x for name, x in last.items() if name != "step"}
+        self.path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
         self._saved = _saved(run)
-        self._since = time.monotonic()
 
     def check(self) -> None:
         """Raises `CheckpointError` if a save has failed. On many processes the next save tells."""
-        if self._writer is not None and jax.process_count() == 1:
+        if jax.process_count() == 1:
             self._writer.check()
 
     def wait(self) -> pathlib.Path | None:
         """Waits for the last save, and returns its directory."""
-        if self._writer is not None:
-            together(self._writer.wait, CheckpointError)
-        return self._path
+        together(self._writer.wait, CheckpointError)
+        return self.path
 
     def __enter__(self) -> "Saver":
         return self
@@ -166,38 +141,18 @@ class Saver:
         # all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
-        if self._writer is None:
-            return
-        if not waits:
-            self._writer.release()
-            return
         try:
-            self._writer.close()
+            (self._writer.close if waits else self._writer.release)()
         except CheckpointError as problem:
             if error is None:
                 raise
             error.add_note(f"fit: {problem}")  # in its place it would take the state away
 
 
-def as_checkpoints(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Checkpoints | None:
-    """A directory alone stands for all defaults."""
-    if checkpoints is None or isinstance(checkpoints, Checkpoints):
-        return checkpoints
-    return Checkpoints(checkpoints)
-
-
-def save_every(checkpoints: Checkpoints) -> Every:
-    """The period of saves by number: each epoch if nothing else was said, not even minutes."""
-    said = (checkpoints.every_steps, checkpoints.every_epochs, checkpoints.every_minutes)
-    epochs = 1 if said == (None, None, None) else checkpoints.every_epochs
-    return Every(checkpoints.every_steps, epochs)
-
-
-def improves(values: Sequence[float], mode: str) -> bool:
-    """True if the last value is better than all before; NaN never is."""
-    sign = 1 if mode == "min" else -1
-    *before, last = (sign * value for value in values)
-    return last < min((x for x in before if not math.isnan(x)), default=math.inf)
+def save_every(checkpoints: Checkpoints) -> tuple[int | None, int | None]:
+    """The steps and the epochs between saves: each epoch if nothing else was said."""
+    said = checkpoints.every_steps, checkpoints.every_epochs
+    return (None, 1) if said == (None, None) else said
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
@@ -206,12 +161,11 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 def _begun(writer: CheckpointWriter, run: RunRecord) -> tuple[str, bool]:
     """The id of a run without checkpoints, and whether it began before; on process 0."""
-
-    def same(before: dict[str, Any]) -> bool:
-        return not what_differs(before.get("identity") or before.get("origin"), run.identity or {})
-
     assert writer.owner is not None
-    return writer.owner.begin(run.begin, same, identity=run.identity)
+    identity = run.identity or {}
+    return writer.owner.begin(
+        run.begin, lambda before: not what_differs(before.get("identity"), identity), identity=run.identity
+    )
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
@@ -279,24 +233,24 @@ def _check_same(info: CheckpointInfo, run: RunRecord, *, allow_changes: bool) ->
             f"{info.path} was saved, so that no process could go on where one was. Go on with as many "
             "processes; a stream that is read whole, Stream(sharded=False), goes on with any number."
         )
+    if allow_changes:
+        return
+    for what, was, now in (
+        ("batch_size", before.batch_size, run.batch_size),
+        ("the number of train_examples", before.num_examples, run.num_examples),
+        ("the order of the examples", before.order, run.order),
+    ):
+        if was != now:
+            raise ValueError(
+                f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go on "
+                "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
+            )
     others = what_differs(before.identity, run.identity or {})
     if before.begin != run.begin:  # a state of its middle, see `_check_state`
         others = [what for what in others if "example" in what]
-    if not allow_changes:
-        for what, was, now in (
-            ("batch_size", before.batch_size, run.batch_size),
-            ("the number of train_examples", before.num_examples, run.num_examples),
-            ("the order of the examples", before.order, run.order),
-        ):
-            if was != now:
-                raise ValueError(
-                    f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go "
-                    "on with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
-                )
-        if others:
-            raise ValueError(
-                f"fit: the run in {info.path.parent} is another one: it has {' and '.join(others)}. Pass "
-                "another directory to begin a run, or the model, the key and the examples that this one began "
-                "with to go on with it. Checkpoints(..., allow_changes=True) goes on from its checkpoint all "
-                "the same."
-            )
+    if others:
+        raise ValueError(
+            f"fit: the run in {info.path.parent} is another one: it has {' and '.join(others)}. Pass another "
+            "directory to begin a run, or the model, the key and the examples that this one began with to go "
+            "on with it. Checkpoints(..., allow_changes=True) goes on from its checkpoint all the same."
+        )

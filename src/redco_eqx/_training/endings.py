@@ -1,10 +1,38 @@
-"""Signals during a run: noticed at the next step boundary, with the state in hand."""
+"""The ends of a run before its time: by a step that is not finite, or by a signal, with the state in hand."""
 
 import signal
 import sys
 import threading
 from types import FrameType
 from typing import Any
+
+from redco_eqx._step.state import TrainState
+from redco_eqx._training.loggers import History
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
+    the rows until then.
+
+    It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
+    that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
+    """
+
+    def __init__(
+        self, state: TrainState, step: int, where: str = 'jax.config.update("jax_debug_nans", True) says where'
+    ):
+        super().__init__(
+            f"the loss or the gradient norm was not finite at step {step} (counted from 0): {where}. The last "
+            "good state is in this error's `state`."
+        )
+        self.state = state
+        self.step = step
+        self.history = History()
+        self._where = where
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[TrainState, int, str], dict[str, History]]:
+        """By its arguments, of which the message is none: how it goes from one process to another."""
+        return type(self), (self.state, self.step, self._where), {"history": self.history}
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -66,29 +94,19 @@ class InterruptFlag:
         self.signal = 0
         self._previous: dict[int, Any] = {}
 
-    @property
-    def is_set(self) -> bool:
-        """True if a signal has come."""
-        return self.signal != 0
-
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
-            for number, default in (
-                (signal.SIGINT, signal.default_int_handler),
-                (signal.SIGTERM, signal.SIG_DFL),
-            ):
+            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            for number, default in defaults.items():
                 if signal.getsignal(number) is default:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signal = signum
         # Already now: the second one then also ends a program that is stuck outside Python.
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        self.__exit__()

@@ -1,8 +1,8 @@
-"""A function of the user's within `fit`, and what it may change in the run."""
+"""The course of a run: what is due at a step, and what a function of the user's may change in it."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,84 @@ from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState, check_is_state, first_change
+from redco_eqx._types import check_positive
+
+# What is due at a step, as a pure function of where a run stands and what was planned.
+
+
+Period: TypeAlias = tuple[int | None, int | None]
+"""So many steps, so many epochs, or either."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The length of a run, and what it does on the way.
+
+    - `num_epochs`, `num_steps`: how long; exactly one of them.
+    - `log_every`: the number of steps that a row of the log covers.
+    - `evaluate`, `save`: how often; `None` for never. What is done at all is done at the end, too.
+
+    Raises `ValueError` for numbers that cannot be used.
+    """
+
+    num_epochs: int | None = None
+    num_steps: int | None = None
+    log_every: int = 50
+    evaluate: Period | None = None
+    save: Period | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_epochs is None) == (self.num_steps is None):
+            raise ValueError(
+                f"fit: num_epochs={self.num_epochs}, num_steps={self.num_steps}, but exactly one of them must "
+                "be given."
+            )
+        check_positive("fit", num_epochs=self.num_epochs, num_steps=self.num_steps, log_every=self.log_every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """The things that are due after a step, in this order.
+
+    - `log`: a row with the metrics since the last one.
+    - `evaluate`: an evaluation, on a state that is known to be finite.
+    - `save`: a checkpoint, which holds the results of the evaluation.
+    - `finish`: nothing more; the run is at its end.
+    """
+
+    log: bool
+    evaluate: bool
+    save: bool
+    finish: bool
+
+
+def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False) -> Due:
+    """List what is due where a run stands, after its last step or where it goes on.
+
+    **Arguments:**
+
+    - `plan`: of the run.
+    - `run`: where it stands, with its evaluations so far: none is made twice at one step.
+    - `stop`: whether the run has been asked to stop: it saves and evaluates no more. What it saves holds the
+        metrics that are not logged yet; without a save they are logged.
+    - `is_end`: whether there are no more batches.
+    """
+    is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
+    is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
+    evaluate = plan.evaluate is not None and (is_end or _is_due(plan.evaluate, run))
+    evaluate = evaluate and not stop and not run.is_evaluated
+    save = plan.save is not None and (is_end or stop or _is_due(plan.save, run))
+    log = not save if stop else is_end or evaluate or run.num_steps % plan.log_every == 0
+    return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)
+
+
+def _is_due(period: Period, run: RunRecord) -> bool:
+    steps, epochs = period
+    by_epochs = epochs is not None and run.batch == 0 and run.epoch % epochs == 0
+    return by_epochs or (steps is not None and run.num_steps % steps == 0)
+
+
+# What a hook changes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +136,11 @@ def apply_hook(
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """
-    change = hook(run, row, state)
-    if change is not None and not isinstance(change, Change):
+    change = hook(run, row, state) or Change()
+    if not isinstance(change, Change):
         raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")
-    change = change or Change()
     has_state = change.state is not None
-    stop, is_changed = from_first(lambda: [bool(change.stop), change.state is not None])
+    stop, is_changed = from_first(lambda: [bool(change.stop), has_state])
     if has_state != is_changed:
         returned = "returned a state" if has_state else "returned none"
         raise ValueError(
