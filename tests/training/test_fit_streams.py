@@ -25,7 +25,7 @@ from fit_helpers import (
 from stream_sources import KINDS, WITH_STATE, Unlike, generate, order
 
 import redco_eqx as rx
-from redco_eqx._data.epochs import Epochs
+from redco_eqx._data.batches import Epochs
 from redco_eqx._step.state import order_key
 
 EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
@@ -196,7 +196,7 @@ def test_a_loop_of_ones_own_saves_the_position(tmp_path: pathlib.Path) -> None:
         state = linear_state()
         stream = KINDS["iterable with a state"](EXAMPLES)
         epochs = Epochs(stream, collate, batch_size=4, mesh=state.step.sharding.mesh)
-        record = rx.types.RunRecord.begin_at(0, batch_size=4, num_examples=None, order=None)
+        record = rx.types.RunRecord(0, 0, 0, 0, 4, None, order=None)
         saved = rx.list_checkpoints(tmp_path)
         if saved:
             state, record = rx.restore(tmp_path, state), saved[-1].run

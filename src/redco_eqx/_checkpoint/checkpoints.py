@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.names import info_of, storable, to_names
+from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, wait_for
 from redco_eqx._checkpoint.record import (
     CheckpointError,
@@ -49,7 +48,7 @@ from redco_eqx._tree import first_few, lack_of_value
 # unless it was damaged later: that is what the checksums are for. No pickle anywhere.
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`, which says how."""
 
     def __init__(
@@ -180,9 +179,6 @@ class CheckpointWriter:
         """Leaves the directory to other writers."""
         if self.owner is not None:
             self.owner.release()
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

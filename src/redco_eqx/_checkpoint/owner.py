@@ -7,6 +7,7 @@ whether it moves.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -14,15 +15,9 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from typing import Any
 
 from redco_eqx._checkpoint.record import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows: the count alone decides
-    fcntl = None
 
 BEGUN = "begun.json"
 """In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
@@ -52,9 +47,7 @@ class Owner:
         except BaseException:
             os.close(self._fd)
             raise
-        threading.Thread(
-            target=_count, args=(weakref.ref(self), self._done), name="redco_eqx.owner", daemon=True
-        ).start()
+        threading.Thread(target=self._count, name="redco_eqx.owner", daemon=True).start()
 
     def begin(self, begin: int, same: Any, **run: Any) -> tuple[str, bool]:
         """The id of the run that begins here, and whether it began before: it was killed before its first save.
@@ -107,8 +100,6 @@ class Owner:
 
     def _has_lock(self) -> bool | None:
         """Returns true if the kernel's lock is ours; `None` if this file system has none."""
-        if fcntl is None:
-            return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # none is where a lock needs a file open for writing (NFS): the count decides
@@ -133,10 +124,12 @@ class Owner:
             file.flush()
             os.fsync(file.fileno())  # to where other hosts see it
 
-    def count(self) -> None:
-        """Show others that this process is alive."""
-        owner = self.content["owner"]
-        self._write(owner={**owner, "count": owner["count"] + 1})
+    def _count(self) -> None:
+        """Shows others that this process is alive."""
+        while not self._done.wait(_BEAT_SECONDS):
+            owner = self.content["owner"]
+            with contextlib.suppress(OSError):  # a full disk: the next save tells
+                self._write(owner={**owner, "count": owner["count"] + 1})
 
 
 def wait_for(directory: pathlib.Path, mark: str) -> None:
@@ -159,19 +152,6 @@ def new_id() -> str:
     return secrets.token_hex(4)
 
 
-def _count(owner: "weakref.ref[Owner]", done: threading.Event) -> None:
-    while not done.wait(_BEAT_SECONDS):
-        this = owner()
-        if this is None:
-            return
-        try:
-            this.count()
-        except OSError:  # a full disk: the next save tells
-            continue
-        finally:
-            del this
-
-
 def _host() -> str:
     """This host, as long as it runs: hosts may share a name."""
     try:
@@ -182,15 +162,12 @@ def _host() -> str:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    if fcntl is None:  # where a signal 0 would end it
-        return True
-    try:
-        os.kill(int(owner["pid"]), 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except (OSError, KeyError, TypeError, ValueError):  # of another user, or not known
-        return True
+    with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):  # of another user, or not known
+        try:
+            os.kill(int(owner["pid"]), 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def _content(file: pathlib.Path) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects."""
+"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
+
+The one file that uses names which JAX keeps private, and imports them where only programs of many processes do.
+"""
 
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
-
-from redco_eqx._distributed.jax_internals import detect_launch
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -160,3 +161,33 @@ def _refuse_batch_script(environment: Mapping[str, str]) -> None:
             "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
             f"script, or set {_variable('num_processes')}=1 if one process is meant."
         )
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service, `None` where JAX has not joined others, or has left them."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def has_devices() -> bool:
+    """True if JAX has looked for devices already, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def detect_launch(
+    address: str | None, num_processes: int | None, process_id: int | None, timeout_seconds: int
+) -> tuple[str | None, int | None, int | None, int | None]:
+    """Fills in what JAX detects of a launcher. The last one is the number of the process on its node.
+
+    `jax.distributed.initialize` would do the same, but there is no way to look before it leaps.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    # The last argument but two is for devices: JAX's choice of them is not always good.
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        address, num_processes, process_id, None, None, timeout_seconds
+    )
+    return *found[:3], None if found[3] is None else next(iter(found[3]))

@@ -13,11 +13,10 @@ import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord, local
+from redco_eqx._data.batches import Epochs, Place
 from redco_eqx._data.data import Data, Stream, check_examples
-from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
-from redco_eqx._distributed.agreement import is_shared
-from redco_eqx._distributed.consensus import Vote
+from redco_eqx._distributed.consensus import Vote, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.optimizer import check_optimizer
@@ -255,14 +254,8 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
     if facts is not None:
         facts = {name: str(x) for name, x in facts.items()}
         identity = identify(state, epochs.first_examples, facts, **functions)
-    return RunRecord.begin_at(
-        step_of(state),
-        batch_size=epochs.batch_size,
-        num_examples=epochs.num_examples,
-        order=epochs.order,
-        positions=epochs.positions,
-        identity=identity,
-    )
+    more: Any = {"order": epochs.order, "positions": epochs.positions, "identity": identity}
+    return RunRecord(step_of(state), 0, 0, 0, epochs.batch_size, epochs.num_examples, **more)
 
 
 def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: pathlib.Path | None) -> None:
