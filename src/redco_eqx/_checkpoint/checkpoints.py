@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Literal
@@ -129,16 +129,10 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             lambda: 1 + max((a for s, a, _ in entries(self._directory) if s == step), default=0)
         )
         path = self._directory / (str(step) if attempt == 1 else f"{step}-{attempt}")
-        try:
-            self._checkpointer.save(
-                os.fspath(path),
-                args=self._ocp.args.Composite(
-                    arrays=self._ocp.args.PyTreeSave(stored),
-                    record=self._ocp.args.JsonSave(record),
-                ),
-            )
-        except Exception as error:
-            raise self._failed(path, error) from error
+        args = self._ocp.args
+        with self._naming(path):
+            what = args.Composite(arrays=args.PyTreeSave(stored), record=args.JsonSave(record))
+            self._checkpointer.save(os.fspath(path), args=what)
         self._in_flight = path
         self._newest = decode(path, json.dumps(record))
         return path
@@ -146,10 +140,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def wait(self) -> None:
         """Waits until the last save is complete. Raises `CheckpointError` if it failed."""
         path, self._in_flight = self._in_flight, None
-        try:
+        with self._naming(path):
             self._checkpointer.wait_until_finished()
-        except Exception as error:
-            raise self._failed(path, error) from error
         if path is not None and self._newest is not None:
             newest, self._newest = self._newest, None
             if jax.process_index() == 0:
@@ -157,11 +149,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def check(self) -> None:
         """Raises `CheckpointError` if a save has failed by now; does not wait."""
-        try:
+        with self._naming(self._in_flight):
             self._checkpointer.check_for_errors()
-        except Exception as error:
-            path, self._in_flight = self._in_flight, None
-            raise self._failed(path, error) from error
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads. May be called twice."""
@@ -209,12 +198,17 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         )
         return self._ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def _failed(self, path: pathlib.Path | None, error: Exception) -> CheckpointError:
-        # One failure leaves several errors behind, of which each later call would raise another.
-        with contextlib.suppress(Exception):
-            self._checkpointer.close()
-        self._checkpointer = self._make_checkpointer()
-        return CheckpointError(f"the checkpoint {path} could not be written: {error}")
+    @contextlib.contextmanager
+    def _naming(self, path: pathlib.Path | None) -> Iterator[None]:
+        """Raises `CheckpointError` for what Orbax raises inside."""
+        try:
+            yield
+        except Exception as error:
+            # One failure leaves several errors behind, of which each later call would raise another.
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+            self._checkpointer, self._in_flight = self._make_checkpointer(), None
+            raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
     def _prune(self, newest: CheckpointInfo) -> None:
         """Removes what `newest` makes superfluous, of the same run: other attempts at its step, and what is not

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._data.data import SHUFFLED, Data, Stream, as_data, epoch_order, num_examples_of
-from redco_eqx._data.placement import Assembly, Rows, batch_sizes, check_batch_size
+from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size
 from redco_eqx._data.streams import (
     Position,
     Reading,
@@ -213,7 +213,7 @@ class Epochs:
                 with working("examples[i]"):
                     read = {i: examples[i] for i in dict.fromkeys(wanted)}
                 with working("collate_fn"):
-                    batch = assembly(Rows(size, needed, [read[i] for i in wanted]))
+                    batch = assembly(size, needed, [read[i] for i in wanted])
             return Made(batch, None, index == num_batches - 1)
 
         made = run_ahead(iter(range(start, num_batches)), make, data)
@@ -231,7 +231,7 @@ class Epochs:
         position = position_at(stream, self.positions[0], start, positions, self.batch_size)
         note = f"This happened when epoch {epoch} of the stream was read."
 
-        def read() -> Iterator[tuple[int, Rows, Position]]:
+        def read() -> Iterator[tuple[int, tuple[Any, Any], Position]]:
             with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
                 items = Reading(stream, epoch, position, **reading)
             items = read_batches(stream, items, self._assembly, self.batch_size)
@@ -242,11 +242,11 @@ class Epochs:
                     return
                 yield index, *job
 
-        def make(job: tuple[int, Rows, Position]) -> Made:
-            index, rows, after = job
+        def make(job: tuple[int, tuple[Any, Any], Position]) -> Made:
+            index, (here, items), after = job
             what = f"batch {index} of epoch {epoch} of the stream"
             with working(what, f"This is {what}."), working("collate_fn"):
-                return Made(self._assembly(rows), after)
+                return Made(self._assembly(self.batch_size, here, items), after)
 
         made = self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
         return _with_ends(made, self._mesh, is_shared=not stream.sharded)
@@ -409,7 +409,7 @@ def batches(
     - `remainder`: what becomes of the examples after the last whole batch. `"drop"` (training) leaves
         them out. `"split"` (evaluation) gives as many as divide over the data shards as one batch, and
         the rest as another that is replicated, both at their true size: no example is lost or counted
-        twice. `"pad"` (prediction) fills the last batch up by repeating the last example.
+        twice. `"pad"` (prediction) fills the last batch up by repeating the last example. Of a stream `"drop"`.
 
     **Returns:**
 

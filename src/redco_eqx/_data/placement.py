@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,31 +69,6 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
     return np.flatnonzero(needed)
 
 
-def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """Lay a batch of `size` rows on the mesh, and list the rows that this process needs."""
-    sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
-    rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
-    if not len(rows):
-        raise ValueError(
-            f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
-            "placed from it. Call batches only where the mesh has devices."
-        )
-    return sharding, rows
-
-
-class Rows(NamedTuple):
-    """The examples that are read for one batch.
-
-    - `size`: the number of rows of the batch.
-    - `here`: those rows that are in `items`.
-    - `items`: an example for each, or what else `collate_fn` takes.
-    """
-
-    size: int
-    here: Int[np.ndarray, " num_rows"]
-    items: Any
-
-
 class Assembly:
     """Makes batches of examples, and places them. May be called by several threads."""
 
@@ -109,25 +84,36 @@ class Assembly:
         """The rows of a batch of this size that this process needs."""
         return self._layout(size)[1]
 
-    def __call__(self, rows: Rows) -> Batch:
-        """The batch, as global arrays. Raises what `collate_fn` raises, or if it returns what is no batch."""
-        batch = self._collate_fn(rows.items)
-        _check_batch(batch, len(rows.here))
-        sharding, _ = self._layout(rows.size)
+    def __call__(self, size: int, here: Int[np.ndarray, " num_rows"], items: Any) -> Batch:
+        """The batch of so many rows, as global arrays, whose rows `here` `collate_fn` makes of `items`.
+
+        Raises what `collate_fn` raises, or if it returns what is no batch.
+        """
+        batch = self._collate_fn(items)
+        _check_batch(batch, len(here))
+        sharding, _ = self._layout(size)
         with jax.enable_x64(self._x64):
             for path, leaf in leaves_with_paths(batch):
                 _check_fits(path, leaf)
             # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
             return jax.tree.map(
                 lambda x: jax.make_array_from_callback(
-                    (rows.size, *x.shape[1:]), sharding, partial(_piece, x, rows)
+                    (size, *x.shape[1:]), sharding, partial(_piece, x, size, here)
                 ),
                 batch,
             )
 
     def _layout(self, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
         if size not in self._layouts:
-            self._layouts[size] = _batch_layout(self._mesh, size)
+            mesh = self._mesh
+            sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
+            rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
+            if not len(rows):
+                raise ValueError(
+                    f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
+                    "placed from it. Call batches only where the mesh has devices."
+                )
+            self._layouts[size] = sharding, rows
         return self._layouts[size]
 
 
@@ -175,9 +161,9 @@ def _check_fits(path: str, leaf: Any) -> None:
         )
 
 
-def _piece(leaf: Any, rows: Rows, index: tuple[slice, ...] | None) -> Any:
+def _piece(leaf: Any, size: int, here: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
     """Cut out the piece that a device holds."""
     assert index is not None
-    first, stop, _ = index[0].indices(rows.size)
-    local = int(np.searchsorted(rows.here, first))
+    first, stop, _ = index[0].indices(size)
+    local = int(np.searchsorted(here, first))
     return leaf[local : local + stop - first]

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.placement import Assembly, Rows, needed_rows
+from redco_eqx._data.placement import Assembly, needed_rows
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._types import Examples
 
@@ -245,11 +246,6 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
     return Position(shards.index(rows[process]), len(shards))
 
 
-def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:
-    """Count the items that this process reads for a batch."""
-    return 1 if stream.batched else batch_size // position.num_shards
-
-
 def position_at(
     stream: Stream, begin: Position, batch: int, positions: Sequence[Sequence[Any]] | None, batch_size: int
 ) -> Position:
@@ -258,7 +254,8 @@ def position_at(
     Raises `ValueError` if it was read in another number of shards.
     """
     if positions is None:
-        return begin._replace(num_items=batch * items_per_batch(stream, begin, batch_size))
+        per_batch = 1 if stream.batched else batch_size // begin.num_shards
+        return begin._replace(num_items=batch * per_batch)
     found = {position.shard: position for position in (Position(*fields) for fields in positions)}
     num_shards = {position.num_shards for position in found.values()}
     if num_shards != {begin.num_shards} or begin.shard not in found:
@@ -284,24 +281,29 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
         if first is None:
             return data
         few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
-    else:
-        check_for_evaluation(data)
-        few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
-    options = {name: getattr(data, name) for name in ("prefetch", "num_workers", "timeout_seconds")}
-    return Data(few, **options)
+        return dataclasses.replace(data, examples=few)
+    for name in ("sharded", "batched"):
+        if getattr(data, name):
+            raise ValueError(
+                f"Stream({name}=True) is for training. In evaluation and prediction a stream of examples is "
+                "read whole, so that none is lost: sharded=False, batched=False."
+            )
+    few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
+    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, timeout_seconds=data.timeout_seconds)
 
 
 def read_batches(
     stream: Stream, reading: Reading, assembly: Assembly, batch_size: int
-) -> Iterator[tuple[Rows, Position]]:
-    """Read for one batch after the other; yields rows and the position after them. A rest is left out."""
+) -> Iterator[tuple[tuple[Int[np.ndarray, " num_rows"], Any], Position]]:
+    """Read for one batch after the other; yields rows of it and an item for each (or what else `collate_fn`
+    takes), and the position after them. A rest is left out."""
     needed = assembly.needed(batch_size)
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     while len(items := list(itertools.islice(reading, num_read))) == num_read:
         if stream.batched:
-            rows = Rows(batch_size, needed if stream.sharded else np.arange(batch_size), items[0])
+            rows = needed if stream.sharded else np.arange(batch_size), items[0]
         else:
-            rows = Rows(batch_size, needed, items if stream.sharded else [items[row] for row in needed])
+            rows = needed, items if stream.sharded else [items[row] for row in needed]
         yield rows, reading.position()
 
 
@@ -341,16 +343,6 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
         return repr(x).encode(), ()
     size = getattr(x, "size", None)  # of an image
     return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
-
-
-def check_for_evaluation(stream: Stream) -> None:
-    """Raises `ValueError` if evaluation and prediction, which lose no example, cannot read a stream."""
-    for name in ("sharded", "batched"):
-        if getattr(stream, name):
-            raise ValueError(
-                f"Stream({name}=True) is for training. In evaluation and prediction a stream of examples is "
-                "read whole, so that none is lost: sharded=False, batched=False."
-            )
 
 
 class _State(NamedTuple):

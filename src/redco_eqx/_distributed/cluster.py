@@ -6,6 +6,7 @@ The one file that uses names which JAX keeps private, and imports them where onl
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -100,10 +101,8 @@ def tasks_on_node(environment: Mapping[str, str]) -> int | None:
     """The number of processes that the launcher has put on this node, `None` if it does not say."""
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    counts: list[int] = []
-    for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):  # "2(x3),1"
-        tasks, _, times = part.partition("(x")
-        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "2(x3),1"
+    counts = [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
     node = environment.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
