@@ -73,15 +73,16 @@ KEY = jax.random.key(0)
     name=st.sampled_from(sorted(MESHES)),
     num=st.integers(1, 40),
     multiple=st.integers(1, 3),
+    remainder=st.sampled_from(["drop", "split", "pad"]),
     prefetch=st.integers(0, 3),
     start=st.integers(0, 2),
 )
-def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, prefetch, start):
+def test_a_stream_is_the_sequence_in_its_order(name, num, multiple, remainder, prefetch, start):
     mesh = rx.make_mesh(**MESHES[name])
     batch_size = multiple * num_batch_shards(mesh)
     if num < (start + 1) * batch_size:
         num += (start + 1) * batch_size
-    options: Any = {"batch_size": batch_size, "mesh": mesh, "start": start}
+    options: Any = {"batch_size": batch_size, "mesh": mesh, "remainder": remainder, "start": start}
     streamed = list(rx.batches(rx.Stream(range(num), prefetch=prefetch), np.asarray, **options))
     indexed = list(rx.batches(range(num), np.asarray, **options))
     assert [ids(x) for x in streamed] == [ids(x) for x in indexed]
@@ -390,10 +391,10 @@ def int_as_any() -> Any:
         ),
         (
             lambda: rx.batches(
-                rx.Stream([1]), np.asarray, batch_size=8, mesh=rx.make_mesh(), remainder="split"
+                rx.Stream([1], batched=True), np.asarray, batch_size=8, mesh=rx.make_mesh(), remainder="split"
             ),
             ValueError,
-            r"remainder='split', but of a Stream .* is left out",
+            r"Stream\(batched=True\) is for training",
         ),
         (
             lambda: rx.batches(rx.Stream([1]), np.asarray, batch_size=8, mesh=rx.make_mesh(), remainder="keep"),

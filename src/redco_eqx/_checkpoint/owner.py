@@ -28,11 +28,10 @@ _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 class Owner:
     """This process, as the only one that writes into a directory. Ends by `release`, or with the process."""
 
-    def __init__(self, directory: pathlib.Path, *, waits: bool = True):
+    def __init__(self, directory: pathlib.Path):
         """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
 
-        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched. Without
-        `waits` an owner on this host is taken for alive at once.
+        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched.
         """
         self._file = directory / BEGUN
         # Only to be locked: a file open for writing would keep a file system from becoming read-only.
@@ -40,7 +39,7 @@ class Owner:
         self._lock = threading.Lock()
         self._done = threading.Event()
         try:
-            self.content = self._take(waits)
+            self.content = self._take()
             # At once, so that a disk that cannot be written, or a file that is read-only, is told now.
             self.mark = new_id()
             self._write(owner={"host": _host(), "pid": os.getpid(), "mark": self.mark, "count": 0})
@@ -77,7 +76,7 @@ class Owner:
                         self._file.unlink(missing_ok=True)
                 os.close(self._fd)
 
-    def _take(self, waits: bool) -> dict[str, Any]:
+    def _take(self) -> dict[str, Any]:
         """The content of the file, once nobody else owns it."""
         start, first = time.monotonic(), _content(self._file)
         while True:
@@ -90,7 +89,7 @@ class Owner:
             if is_free or (is_late and (lock is not False or (is_here and not _is_alive(owner)))):
                 return content
             is_self = is_here and owner.get("pid") == os.getpid()
-            if is_self or is_late or (owner and content != first) or (lock is False and not waits):
+            if is_self or is_late or (owner and content != first):
                 who = "this very process" if is_self else f"process {owner.get('pid')} on {owner.get('host')}"
                 raise CheckpointError(
                     f"{self._file.parent} is in use: {who} is writing its checkpoints there (a run that goes "

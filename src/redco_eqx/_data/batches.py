@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._data.data import SHUFFLED, Data, Stream, as_data, epoch_order, num_examples_of
-from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size
+from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size, tail_sizes
 from redco_eqx._data.streams import (
     Position,
     Reading,
+    check_for_evaluation,
     first_position,
     position_at,
     read_batches,
@@ -90,11 +92,9 @@ class Epochs:
         self._of: Callable[[int], Any] = lambda epoch: None
         if isinstance(self._data, Stream):
             check_batch_size(batch_size, mesh)
+            tail_sizes(0, batch_size, remainder, mesh)
             if remainder != "drop":
-                raise ValueError(
-                    f"batches: remainder={remainder!r}, but of a Stream what fills no batch is left out: "
-                    'remainder="drop". evaluate and predict, which lose no example, make a list of it.'
-                )
+                check_for_evaluation(self._data)
             self.positions = (first_position(self._data, batch_size, mesh),)
             self._facts = stream_facts(self._data, self.positions[0])
         else:
@@ -231,10 +231,10 @@ class Epochs:
         position = position_at(stream, self.positions[0], start, positions, self.batch_size)
         note = f"This happened when epoch {epoch} of the stream was read."
 
-        def read() -> Iterator[tuple[int, tuple[Any, Any], Position]]:
+        def read() -> Iterator[tuple[int, tuple[Any, ...], Position]]:
             with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
                 items = Reading(stream, epoch, position, **reading)
-            items = read_batches(stream, items, self._assembly, self.batch_size)
+            items = read_batches(stream, items, self._assembly, self.batch_size, self._remainder, self._mesh)
             for index in itertools.count(start):
                 with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
                     job = next(items, None)
@@ -242,11 +242,11 @@ class Epochs:
                     return
                 yield index, *job
 
-        def make(job: tuple[int, tuple[Any, Any], Position]) -> Made:
-            index, (here, items), after = job
+        def make(job: tuple[int, tuple[Any, ...], Position]) -> Made:
+            index, rows, after = job
             what = f"batch {index} of epoch {epoch} of the stream"
             with working(what, f"This is {what}."), working("collate_fn"):
-                return Made(self._assembly(self.batch_size, here, items), after)
+                return Made(self._assembly(*rows), after)
 
         made = self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
         return _with_ends(made, self._mesh, is_shared=not stream.sharded)
@@ -299,8 +299,8 @@ def _with_ends(made: Generator[Made], mesh: Mesh, *, is_shared: bool) -> Generat
         while True:
             try:
                 newest = next(made, None)
-            except Exception:  # in the batch after this one
-                if ready is not None:
+            except Exception:  # in the batch after this one, which many processes cannot finish together
+                if ready is not None and jax.process_count() == 1:
                     yield ready
                 raise
             behind.append(newest)
@@ -409,7 +409,7 @@ def batches(
     - `remainder`: what becomes of the examples after the last whole batch. `"drop"` (training) leaves
         them out. `"split"` (evaluation) gives as many as divide over the data shards as one batch, and
         the rest as another that is replicated, both at their true size: no example is lost or counted
-        twice. `"pad"` (prediction) fills the last batch up by repeating the last example. Of a stream `"drop"`.
+        twice. `"pad"` (prediction) fills the last batch up by repeating the last example.
 
     **Returns:**
 

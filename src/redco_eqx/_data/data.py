@@ -81,14 +81,14 @@ class Stream:
     ```
 
     It is read by one thread, and one batch further ahead is made than `prefetch` says (on several processes
-    three), so that its end is known. The ragged tail of an epoch is dropped, and in training the next epoch
+    three), so that its end is known. In training the ragged tail of an epoch is dropped, and the next epoch
     begins: with what the function gives, or by iterating again, after `set_epoch(epoch)` where there is such a
     method. An iterator, which can be read only once, ends the run.
 
     A run that goes on reads on after the last batch that was trained on. The position is set by the own
-    `get_state` and `set_state`, or `state_dict` and `load_state_dict`, of the iterable, or of the iterators that
-    it or the function gives, if they have them: to a state from 1,000 to 2,000 examples before (of batches 31 to
-    62; early in an epoch from after the first one), which are read again. If they are not the same (by
+    `get_state` and `set_state`, or `state_dict` and `load_state_dict`, of the iterable, or of the iterators
+    that it or the function gives, if they have them: to a state from 1,000 to 2,000 examples before (of batches
+    31 to 62; early in an epoch from after the first one), which are read again. If they are not the same (by
     checksum), or if there is no state, all of the epoch up to there is read again; if that is not the same
     either, refused, unless `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Of objects that are no
     numbers, arrays, text, dataclasses or collections of such, type and size alone are compared.

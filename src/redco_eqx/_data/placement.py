@@ -22,16 +22,9 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
     One that the data shards divide is split over them. Arguments and errors as for `batches`.
     """
     num_examples = num_examples_of(examples)
-    num_shards = check_batch_size(batch_size, mesh)
+    check_batch_size(batch_size, mesh)
     num_whole, rest = divmod(num_examples, batch_size)
-    tails = {
-        "drop": [],
-        "split": [rest - rest % num_shards, rest % num_shards],
-        "pad": [batch_size if rest else 0],
-    }
-    if remainder not in tails:
-        raise ValueError(f'batches: remainder={remainder!r}, but it must be "drop", "split" or "pad".')
-    tail = [size for size in tails[remainder] if size]
+    tail = tail_sizes(rest, batch_size, remainder, mesh)
     if num_whole == 0 and not tail:
         raise ValueError(
             f"batch_size={batch_size}, but there are only {num_examples} examples, which do not fill a batch "
@@ -40,8 +33,17 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
     return num_whole, tail
 
 
-def check_batch_size(batch_size: int, mesh: Mesh) -> int:
-    """The number of data shards. Raises `ValueError` if it does not divide `batch_size`."""
+def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
+    """The sizes of the batches that are made of the examples after the last whole batch."""
+    left_over = rest % num_batch_shards(mesh)
+    tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [batch_size if rest else 0]}
+    if remainder not in tails:
+        raise ValueError(f'batches: remainder={remainder!r}, but it must be "drop", "split" or "pad".')
+    return [size for size in tails[remainder] if size]
+
+
+def check_batch_size(batch_size: int, mesh: Mesh) -> None:
+    """Raises `ValueError` if the number of data shards does not divide `batch_size`."""
     check_mesh(mesh)
     num_shards = num_batch_shards(mesh)
     if batch_size < 1 or batch_size % num_shards != 0:
@@ -51,7 +53,6 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> int:
             f"of data shards of the mesh ({axes}). "
             f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
         )
-    return num_shards
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.placement import Assembly, needed_rows
+from redco_eqx._data.placement import Assembly, needed_rows, tail_sizes
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._types import Examples
 
@@ -282,29 +282,29 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
             return data
         few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
         return dataclasses.replace(data, examples=few)
-    for name in ("sharded", "batched"):
-        if getattr(data, name):
-            raise ValueError(
-                f"Stream({name}=True) is for training. In evaluation and prediction a stream of examples is "
-                "read whole, so that none is lost: sharded=False, batched=False."
-            )
+    check_for_evaluation(data)
     few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
     return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, timeout_seconds=data.timeout_seconds)
 
 
 def read_batches(
-    stream: Stream, reading: Reading, assembly: Assembly, batch_size: int
-) -> Iterator[tuple[tuple[Int[np.ndarray, " num_rows"], Any], Position]]:
-    """Read for one batch after the other; yields rows of it and an item for each (or what else `collate_fn`
-    takes), and the position after them. A rest is left out."""
+    stream: Stream, reading: Reading, assembly: Assembly, batch_size: int, remainder: str, mesh: Mesh
+) -> Iterator[tuple[tuple[int, Int[np.ndarray, " num_rows"], Any], Position]]:
+    """Read for one batch after the other; yields the arguments of `assembly`, and the position after them."""
     needed = assembly.needed(batch_size)
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
-    while len(items := list(itertools.islice(reading, num_read))) == num_read:
+    while items := list(itertools.islice(reading, num_read)):
+        after = reading.position()
         if stream.batched:
-            rows = needed if stream.sharded else np.arange(batch_size), items[0]
-        else:
-            rows = needed, items if stream.sharded else [items[row] for row in needed]
-        yield rows, reading.position()
+            rows = needed if stream.sharded else np.arange(batch_size)
+            yield (batch_size, rows, items[0]), after
+            continue
+        is_whole = len(items) == num_read
+        for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
+            rows = assembly.needed(size)
+            mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
+            yield (size, rows, mine), after
+            items = items[size:]
 
 
 def checksum(x: Any, begin: int = 0) -> int:
@@ -343,6 +343,16 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
         return repr(x).encode(), ()
     size = getattr(x, "size", None)  # of an image
     return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
+
+
+def check_for_evaluation(stream: Stream) -> None:
+    """Raises `ValueError` if evaluation and prediction, which lose no example, cannot read a stream."""
+    for name in ("sharded", "batched"):
+        if getattr(stream, name):
+            raise ValueError(
+                f"Stream({name}=True) is for training. In evaluation and prediction a stream of examples is "
+                "read whole, so that none is lost: sharded=False, batched=False."
+            )
 
 
 class _State(NamedTuple):
