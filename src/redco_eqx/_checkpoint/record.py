@@ -127,7 +127,7 @@ class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
     - `dtype`, `shape`: of a typed PRNG key, those of the key; it is stored as its `jax.random.key_data`.
-    - `checksum`: that of `_checksum.digest`, in hexadecimal digits.
+    - `checksum`: that of `arrays.digest`, in hexadecimal digits.
     - `key_impl`: of a typed PRNG key.
     """
 

@@ -180,11 +180,9 @@ class Epochs:
         positions: Sequence[Sequence[Any]] | None = None,
         **reading: Any,
     ) -> Generator[Made]:
-        """The batches of one epoch from a batch on. Raises at once for arguments that cannot be used."""
+        """The batches of one epoch from a batch on, as for `after`. Raises at once if that is not possible."""
         if isinstance(self._data, Stream):
             return self._rest_of_stream(self._data, epoch, start, positions, **reading)
-        if positions is not None:
-            raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
         return self._rest_of_data(self._data, epoch, start, key)
 
     def _rest_of_data(self, data: Data, epoch: int, start: int, key: Key | None) -> Generator[Made]:
@@ -206,10 +204,9 @@ class Epochs:
             needed = assembly.needed(size)
             positions = np.minimum(offset + needed, num_examples - 1)  # past the end: "pad"
             wanted = (positions if order is None else order(positions)).tolist()
+            what = f"batch {index} of epoch {epoch}"
             again = f"batches(Data(..., prefetch=0), ..., epoch={epoch}, start={index}) makes it again"
-            with working(
-                f"batch {index} of epoch {epoch}", f"This is batch {index} of epoch {epoch}; {again}."
-            ):
+            with working(what, f"This is {what}; {again}."):
                 with working("examples[i]"):
                     read = {i: examples[i] for i in dict.fromkeys(wanted)}
                 with working("collate_fn"):
@@ -426,6 +423,8 @@ def batches(
     data = as_data(examples)
     if isinstance(data, Data):
         num_examples_of(data.sequence)  # no function of the epoch
+        if positions is not None:
+            raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
     epochs = Epochs(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
     return Batches(epochs.rest(epoch, start, key=key, positions=positions), epoch, start)
 
