@@ -72,8 +72,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             together(lambda: wait_for(self._directory, mark), CheckpointError)
         self._checkpointer = self._make_checkpointer()
         self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
-        self._newest: CheckpointInfo | None = None
-        self._in_flight: pathlib.Path | None = None
+        self._in_flight: CheckpointInfo | None = None
         self._closed = False
 
     @in_own_context
@@ -133,23 +132,20 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         with self._naming(path):
             what = args.Composite(arrays=args.PyTreeSave(stored), record=args.JsonSave(record))
             self._checkpointer.save(os.fspath(path), args=what)
-        self._in_flight = path
-        self._newest = decode(path, json.dumps(record))
+        self._in_flight = decode(path, json.dumps(record))
         return path
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises `CheckpointError` if it failed."""
-        path, self._in_flight = self._in_flight, None
-        with self._naming(path):
+        newest, self._in_flight = self._in_flight, None
+        with self._naming(newest and newest.path):
             self._checkpointer.wait_until_finished()
-        if path is not None and self._newest is not None:
-            newest, self._newest = self._newest, None
-            if jax.process_index() == 0:
-                self._prune(newest)
+        if newest is not None and jax.process_index() == 0:
+            self._prune(newest)
 
     def check(self) -> None:
         """Raises `CheckpointError` if a save has failed by now; does not wait."""
-        with self._naming(self._in_flight):
+        with self._naming(self._in_flight and self._in_flight.path):
             self._checkpointer.check_for_errors()
 
     def close(self) -> None:
