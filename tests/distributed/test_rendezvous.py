@@ -13,7 +13,7 @@ import pytest
 from hosts import harness
 
 from redco_eqx._distributed.cluster import Launch
-from redco_eqx._distributed.initialize import Member, rendezvous
+from redco_eqx._distributed.initialize import Member, check_addresses, rendezvous
 
 
 def test_absent_coordinator_is_named():
@@ -120,10 +120,10 @@ def test_strangers_are_ignored_and_a_restarted_process_is_taken():
         raise AssertionError("process 0 does not listen")
 
     def member(process):
-        return framed(Member(process, 3, "b", 7))
+        return framed(Member(process, 3, "b", 7, "10.0.0.1"))
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 3, 0, None), 60.0)
+        gathered = thread.submit(rendezvous, Launch(f"127.0.0.1:{port}", 3, 0, None), 60.0, "cuda")
         for text in (b"", b"GET / HTTP/1.1\r\n", framed({"user": 1}), member(1)):
             connect(text).close()
         waiting = [connect(member(process)) for process in (1, 2)]
@@ -132,3 +132,16 @@ def test_strangers_are_ignored_and_a_restarted_process_is_taken():
         for connection in waiting:
             assert connection.recv(10_000) == framed({"names": names})
             connection.close()
+
+
+def test_names_of_hosts_that_others_cannot_reach():
+    good, bad = Member(0, 2, "a", 1, "10.0.0.1"), Member(1, 2, "myhost", 1, "127.0.1.1")
+    with pytest.raises(RuntimeError, match=r"'myhost', resolves to 127\.0\.1\.1.*/etc/hosts"):
+        check_addresses([good, bad], "cpu")
+    with pytest.raises(RuntimeError, match="'myhost', does not resolve"):
+        check_addresses([good, bad._replace(address="")], "cpu")
+    with pytest.warns(UserWarning, match="does not matter"):
+        check_addresses([good, bad], "")
+    check_addresses([good, bad], "cuda")
+    check_addresses([bad, bad._replace(process_id=0)], "cpu")  # all on this host
+    check_addresses([good, bad._replace(address="fe80::1%eth0")], "cpu")

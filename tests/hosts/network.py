@@ -53,10 +53,12 @@ class TwoHosts:
         inside = ["unshare", "--uts", "--mount", "bash", "-c", script, "_", *map(str, command)]
         return ["ip", "netns", "exec", self._spaces[host], *inside]
 
-    def write_hosts_files(self):
-        for file in self._hosts:
+    def write_hosts_files(self, wrong=None):
+        """Good ones; but host number `wrong` knows itself as Debian's installer writes it."""
+        for host, file in enumerate(self._hosts):
             lines = ["127.0.0.1 localhost"]
-            lines += [f"{address} {name}" for address, name in zip(ADDRESSES, self.names)]
+            for i, (address, name) in enumerate(zip(ADDRESSES, self.names)):
+                lines.append(f"{'127.0.1.1' if i == host == wrong else address} {name}")
             file.write_text("\n".join([*lines, ""]))
 
     def set_link(self, up):

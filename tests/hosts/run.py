@@ -95,6 +95,15 @@ def namespaces(session):
     out = session.directory()
     with network.TwoHosts(out) as hosts:
         session.check_equal("namespaces", "two hosts", start_on_hosts(hosts, out, "equal", *SOME), out, SOME)
+        for host in range(2):
+            out = session.directory()
+            hosts.write_hosts_files(wrong=host)
+            processes = start_on_hosts(hosts, out, "equal", *SOME)
+            codes, took = processes.leave(60)
+            name = hosts.names[host]
+            said = all(f"name of this host, '{name}'" in processes.text(i) for i in range(2))
+            outcome = f"codes {codes}, {max(took.values(), default=0):.0f} s from start, both told: {said}"
+            row("namespaces", f"127.0.1.1 {name} in its hosts file", outcome, codes == [1, 1] and said)
 
 
 def train_line(text):

@@ -285,3 +285,21 @@ def test_another_version_is_an_error_of_its_own_that_touches_nothing(
     assert {path: x for path, x in after.items() if "begun" not in path} == {
         path: x for path, x in before.items() if "begun" not in path
     }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_steps": "4"}, {"evaluations": None}, {"positions": 3}, {"begin": True}, {"identity": [1]}],
+    ids=str,
+)
+def test_a_record_is_checked_when_it_is_read(damage: Any, tmp_path: pathlib.Path) -> None:
+    begun(tmp_path)
+    (record,) = (tmp_path / "4").rglob("record.json")
+    content = json.loads(record.read_text())["content"]
+    content["run"].update(damage)
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    record.write_text(json.dumps({"sha256": sha256, "content": content}))
+    with pytest.raises(
+        rx.errors.CheckpointError, match=f"record.json is damaged: run.{next(iter(damage))} is "
+    ):
+        rx.restore(tmp_path, linear_state())

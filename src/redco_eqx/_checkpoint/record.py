@@ -9,6 +9,8 @@ import os
 import pathlib
 import platform
 import re
+import types
+import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -215,13 +217,13 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
                 "directory"
             )
         arrays = {
-            name: _known(ArrayInfo, {**info, "shape": tuple(info["shape"])}, f"arrays.{name}.")
+            name: _made(ArrayInfo, {**info, "shape": tuple(info["shape"])}, f"arrays.{name}.")
             for name, info in content["arrays"].items()
         }
         fields = {name: _map_leaves(from_json, content[name]) for name in ("metrics", "run")}
         if fields["run"] is not None:
             fields["run"] = _run(fields["run"])
-        return _known(CheckpointInfo, {**content, **fields, "arrays": arrays, "path": path}, "")
+        return _made(CheckpointInfo, {**content, **fields, "arrays": arrays, "path": path}, "")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"its record.json is damaged: {error!r}") from error
 
@@ -231,20 +233,43 @@ def _run(fields: dict[str, Any]) -> RunRecord:
         fields["identity"] = fields.pop("origin")
     if fields.get("memory", 0) is None:  # of the hook, in records of earlier days
         del fields["memory"]
-    if fields.get("positions") is not None:
-        fields["positions"] = tuple(map(tuple, fields["positions"]))
-    return _known(RunRecord, {**fields, "evaluations": tuple(fields["evaluations"])}, "run.")
+    positions, evaluations = fields.get("positions"), fields["evaluations"]
+    if isinstance(positions, list):
+        fields["positions"] = tuple(map(tuple, positions))
+    if isinstance(evaluations, list):
+        fields["evaluations"] = tuple(evaluations)
+    return _made(RunRecord, fields, "run.")
 
 
-def _known(kind: Any, fields: dict[str, Any], where: str) -> Any:
-    """Raises `CheckpointFormatError` for a field that this version does not know, and would lose."""
-    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
+def _made(kind: Any, fields: dict[str, Any], where: str) -> Any:
+    """Make a dataclass of what is stored.
+
+    Raises `CheckpointError` for a field that is missing or of another type, and `CheckpointFormatError` for one
+    that this version does not know, and would lose.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(fields.keys() - hints.keys())
     if unknown:
         raise CheckpointFormatError(
             f"its record has the unknown field {where}{unknown[0]}: it was written by another version of "
             "redco_eqx. Nothing was changed: read it with that version, or pass another directory"
         )
+    for field in dataclasses.fields(kind):
+        value, kinds = fields.get(field.name, field.default), _classes(hints[field.name])
+        if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
+            what = "missing" if value is dataclasses.MISSING else f"{value!r:.80}"
+            raise CheckpointError(
+                f"its record.json is damaged: {where}{field.name} is {what}, but must be of type "
+                f"{hints[field.name]}"
+            )
     return kind(**fields)
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes of a type: `(tuple, NoneType)` of `tuple[str, ...] | None`."""
+    if isinstance(hint, types.UnionType):
+        return tuple(kind for part in typing.get_args(hint) for kind in _classes(part))
+    return (object if hint is Any else typing.get_origin(hint) or hint,)
 
 
 def _sha256(content: Json) -> str:

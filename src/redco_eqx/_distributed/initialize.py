@@ -8,11 +8,13 @@ connections stay open: by them the processes end together.
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from redco_eqx._distributed.process_group import ProcessGroup, log
 
 _ANSWER_SECONDS = 5
 _QUIET_SECONDS = 10  # after this time one line says who is waited for
-_ERRORS = {kind.__name__: kind for kind in (TimeoutError, ValueError)}
+_ERRORS = {kind.__name__: kind for kind in (TimeoutError, ValueError, RuntimeError)}
 
 
 def initialize_distributed(
@@ -75,7 +77,8 @@ def initialize_distributed(
     **Raises:**
 
     - `ValueError`, `TypeError`: the arguments do not fit together, or those of two processes do not.
-    - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`.
+    - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`; a host that
+        takes its own name for a loopback address, so that the others could not reach it.
     - `TimeoutError`: process 0 does not answer, or others did not come to it; it says which.
     - `OSError`: on process 0, the port is taken.
     """
@@ -97,7 +100,9 @@ def initialize_distributed(
             "initialize_distributed: JAX has been used already (an array, jax.devices(), ...), and its "
             f"devices are those of one process, not of {launch.num_processes}. Call it first of all."
         )
-    names, connections = rendezvous(launch, timeout_seconds)
+    # The platform that was asked for; empty where the choice is JAX's.
+    platform = (jax.config.jax_platforms or "").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
+    names, connections = rendezvous(launch, timeout_seconds, platform)
     jax.distributed.initialize(
         launch.coordinator_address,
         launch.num_processes,
@@ -124,34 +129,50 @@ class Member(NamedTuple):
 
     - `process_id`, `num_processes`: told by its launcher.
     - `host`, `pid`: the name of its host, and its number there.
+    - `address`: what this name resolves to on the host itself; empty if it does not.
     """
 
     process_id: int
     num_processes: int
     host: str
     pid: int
+    address: str
 
     def __str__(self) -> str:
         return f"process {self.process_id} (host {self.host}, pid {self.pid})"
 
 
-def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:
+def rendezvous(
+    launch: Launch, timeout_seconds: float, platform: str = ""
+) -> tuple[list[str], dict[int, Connection]]:
     """Returns on each process when all are there.
+
+    **Arguments:**
+
+    - `launch`, `timeout_seconds`: how to join, and how long to wait.
+    - `platform`: what JAX will run on; empty if that is not known.
 
     **Returns:**
 
     The names of all processes; and connections, on process 0 to each other one, on those to process 0.
 
     **Raises:** `TimeoutError` naming who did not come; `ValueError` if two processes were told the same, or
-    different numbers of processes; `OSError` on process 0 if its port is taken.
+    different numbers of processes; `RuntimeError` as `check_addresses`; `OSError` on process 0 if its port is
+    taken.
     """
-    me = Member(launch.process_id, launch.num_processes, socket.gethostname(), os.getpid())
+    host = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        address = ""
+    me = Member(launch.process_id, launch.num_processes, host, os.getpid(), address)
     if launch.process_id != 0:
         return _register(launch, me, timeout_seconds)
     members, connections, answer = {0: me}, {}, {}
     try:
         with _listen(launch) as server:
             _gather(launch, server, timeout_seconds, members, connections)
+        check_addresses(list(members.values()), platform)
         names = [str(members[process]) for process in range(launch.num_processes)]
         answer = {"names": names}
     except tuple(_ERRORS.values()) as error:
@@ -162,6 +183,30 @@ def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[
             with contextlib.suppress(OSError):  # it is gone, and the kernel will say so
                 connection.send_bytes(json.dumps(answer).encode())
     return names, connections
+
+
+def check_addresses(members: Sequence[Member], platform: str) -> None:
+    """Refuses a hosts file that gives a host's name a loopback address, where there are other hosts.
+
+    On CPU each process tells the others to connect to what its own host name resolves to; a line such as
+    `127.0.1.1 myhost`, which Debian writes, has them wait for themselves. Raises `RuntimeError` if `platform`
+    is `"cpu"`; warns if it is empty, because asking JAX would use its devices.
+    """
+    if platform not in ("", "cpu") or len({member.host for member in members}) == 1:
+        return
+    for member in members:
+        if member.address and not ipaddress.ip_address(member.address).is_loopback:
+            continue
+        found = f"resolves to {member.address}, which other hosts cannot reach"
+        message = (
+            f"initialize_distributed: {member}: the name of this host, {member.host!r}, "
+            f"{found if member.address else 'does not resolve'}. On CPU the processes would wait for each "
+            f"other in vain. Give {member.host} its address in the network in /etc/hosts (Debian writes "
+            f"`127.0.1.1 {member.host}` there)."
+        )
+        if platform == "cpu":
+            raise RuntimeError(message)
+        warnings.warn(f"{message} On GPU and TPU this does not matter.", stacklevel=2)
 
 
 def _listen(launch: Launch) -> socket.socket:
