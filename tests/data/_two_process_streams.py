@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils  # noqa: E402
 
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._data import streams  # noqa: E402
-from redco_eqx._data.epochs import Epochs  # noqa: E402
+from redco_eqx._data.batches import Epochs  # noqa: E402
 
 streams.PROOF = 4  # so that the states of short epochs are used
 

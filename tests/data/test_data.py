@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redco_eqx as rx
-from redco_eqx._data.batches import batch_sizes, epoch_order
-from redco_eqx._data.placement import needed_rows
+from redco_eqx._data.data import epoch_order
+from redco_eqx._data.placement import batch_sizes, needed_rows
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
 
 MESHES = {
@@ -121,7 +121,8 @@ def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainde
         assert len(flat) % batch_size == 0
     assert examples.read == flat[:num_examples]  # each row once, no other row, in order
 
-    assert [len(x) for x in values(made)] == list(batch_sizes(examples, batch_size, remainder, mesh))
+    num_whole, tail = batch_sizes(examples, batch_size, remainder, mesh)
+    assert [len(x) for x in values(made)] == [batch_size] * num_whole + tail
 
     start = data.draw(st.integers(0, len(made)))
     assert values(batches(examples, collate, start=start, **arguments)) == values(made)[start:]

@@ -10,7 +10,7 @@ from fit_helpers import COUNTING, fit, linear_state, no_threads_left
 from helpers import run_two_processes
 
 import redco_eqx as rx
-from redco_eqx._data.epochs import Epochs
+from redco_eqx._data.batches import Epochs
 
 
 @pytest.fixture(scope="module")

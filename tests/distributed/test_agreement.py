@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redco_eqx._data.batches import _opening, _shapes
-from redco_eqx._distributed import agreement
-from redco_eqx._distributed.agreement import Entries
+from redco_eqx._data.batches import shapes_of
+from redco_eqx._distributed import consensus
+from redco_eqx._distributed.consensus import Entries
 from redco_eqx._distributed.process_group import ProcessGroup
 
 CALL: dict[str, Any] = {
-    "num_examples": 29,
+    "len(examples)": 29,
     "batch_size": 8,
     "epoch": 0,
     "start": 0,
     "remainder": "drop",
-    "order": [3, 1, 2, 0],
+    "the order by key": [3, 1, 2, 0],
     "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
 }
 NUM_PROCESSES = 3
@@ -46,7 +46,7 @@ class FakeClient:
 @pytest.fixture
 def client(monkeypatch):
     made = FakeClient()
-    monkeypatch.setattr(agreement, "coordination_client", lambda: made)
+    monkeypatch.setattr(consensus, "coordination_client", lambda: made)
     return made
 
 
@@ -65,11 +65,11 @@ class Stream:
         self.number = entries.add("batches", opening)
 
     def add(self, index, batch):
-        self.entries.add_batch(self.number, index, _shapes(batch))
+        self.entries.add_batch(self.number, index, shapes_of(batch))
 
 
 def open_stream(processes, process, **changes):
-    return Stream(processes[process], _opening(**(CALL | changes)))
+    return Stream(processes[process], {name: str(value) for name, value in (CALL | changes).items()})
 
 
 def batch(*shape: int, dtype: Any = np.float32):
@@ -105,7 +105,7 @@ def test_what_is_equal_passes(processes, order):
 def test_another_call_is_named(processes, order, odd):
     opened, found = {}, []
     for process in order:
-        changes = {"num_examples": 28} if process == odd else {}
+        changes = {"len(examples)": 28} if process == odd else {}
         found += errors([lambda p=process, c=changes: opened.update({p: open_stream(processes, p, **c)})])
     # Who came before the first process looks again, at a batch or from its thread.
     found += errors([stream.exchange for stream in opened.values()])
@@ -123,8 +123,8 @@ def test_another_call_is_named(processes, order, odd):
         ({"epoch": 1}, "epoch is 0 on process 0, but 1 on process 1"),
         ({"start": 2}, "start is 0 on process 0, but 2 on process 1"),
         ({"remainder": "pad"}, "remainder is drop on process 0, but pad on process 1"),
-        ({"order": [0, 1, 2, 3]}, r"the order by key is .*, but \[0, 1, 2, 3\] on process 1"),
-        ({"order": None}, "the order by key is .* but None on process 1"),
+        ({"the order by key": [0, 1, 2, 3]}, r"the order by key is .*, but \[0, 1, 2, 3\] on process 1"),
+        ({"the order by key": None}, "the order by key is .* but None on process 1"),
         ({"mesh": {"data": 8, "fsdp": 1, "tensor": 1}}, "mesh is {'data': 4"),
     ],
 )
@@ -176,7 +176,7 @@ def test_another_call_of_another_kind_is_named(processes):
 
 
 def test_the_store_does_not_grow(processes, client):
-    for _ in range(3 * agreement._NUM_KEPT):
+    for _ in range(3 * consensus._NUM_KEPT):
         stream = open_stream(processes, 0)
         for index in range(10):
             stream.add(index, batch(4, index % 7))
@@ -186,9 +186,9 @@ def test_the_store_does_not_grow(processes, client):
 
 def test_a_slow_process_is_compared_with_what_is_still_known(processes):
     fast, slow = open_stream(processes, 0), open_stream(processes, 1)
-    for index in range(3 * agreement._NUM_KEPT):
+    for index in range(3 * consensus._NUM_KEPT):
         fast.add(index, batch(4, index % 7))
-    for index in range(3 * agreement._NUM_KEPT - 1):
+    for index in range(3 * consensus._NUM_KEPT - 1):
         slow.add(index, batch(4, index % 7))
     with pytest.raises(ValueError, match=r"batch 95: x is .* but float32\[rows, 9\] on process 1"):
         slow.add(95, batch(4, 9))

@@ -47,7 +47,7 @@ from fit_helpers import (  # noqa: E402
 )
 
 import redco_eqx as rx  # noqa: E402
-from redco_eqx._checkpoint.names import to_names  # noqa: E402
+from redco_eqx._checkpoint.arrays import to_names  # noqa: E402
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 ADAM = optax.adam(1e-2)

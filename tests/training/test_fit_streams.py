@@ -25,7 +25,7 @@ from fit_helpers import (
 from stream_sources import KINDS, WITH_STATE, Unlike, generate, order
 
 import redco_eqx as rx
-from redco_eqx._data.epochs import Epochs
+from redco_eqx._data.batches import Epochs
 from redco_eqx._step.state import order_key
 
 EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped

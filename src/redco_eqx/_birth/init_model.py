@@ -24,7 +24,7 @@ from redco_eqx._birth.flat import (
     run_stepwise,
     variables,
 )
-from redco_eqx._distributed.agreement import agree, is_shared
+from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._jaxprs.program import program_digest
 from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, shape_of, type_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated

@@ -7,15 +7,14 @@ import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 
-from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.names import info_of, storable, to_names
+from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, wait_for
 from redco_eqx._checkpoint.record import (
     CheckpointError,
@@ -50,7 +49,7 @@ from redco_eqx._types import check_positive
 # unless it was damaged later: that is what the checksums are for. No pickle anywhere.
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`, which says how."""
 
     def __init__(
@@ -74,8 +73,7 @@ class CheckpointWriter:
             together(lambda: wait_for(self._directory, mark), CheckpointError)
         self._checkpointer = self._make_checkpointer()
         self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
-        self._newest: CheckpointInfo | None = None
-        self._in_flight: pathlib.Path | None = None
+        self._in_flight: CheckpointInfo | None = None
         self._closed = False
 
     @in_own_context
@@ -131,39 +129,25 @@ class CheckpointWriter:
             lambda: 1 + max((a for s, a, _ in entries(self._directory) if s == step), default=0)
         )
         path = self._directory / (str(step) if attempt == 1 else f"{step}-{attempt}")
-        try:
-            self._checkpointer.save(
-                os.fspath(path),
-                args=self._ocp.args.Composite(
-                    arrays=self._ocp.args.PyTreeSave(stored),
-                    record=self._ocp.args.JsonSave(record),
-                ),
-            )
-        except Exception as error:
-            raise self._failed(path, error) from error
-        self._in_flight = path
-        self._newest = decode(path, json.dumps(record))
+        args = self._ocp.args
+        with self._naming(path):
+            what = args.Composite(arrays=args.PyTreeSave(stored), record=args.JsonSave(record))
+            self._checkpointer.save(os.fspath(path), args=what)
+        self._in_flight = decode(path, json.dumps(record))
         return path
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises `CheckpointError` if it failed."""
-        path, self._in_flight = self._in_flight, None
-        try:
+        newest, self._in_flight = self._in_flight, None
+        with self._naming(newest and newest.path):
             self._checkpointer.wait_until_finished()
-        except Exception as error:
-            raise self._failed(path, error) from error
-        if path is not None and self._newest is not None:
-            newest, self._newest = self._newest, None
-            if jax.process_index() == 0:
-                self._prune(newest)
+        if newest is not None and jax.process_index() == 0:
+            self._prune(newest)
 
     def check(self) -> None:
         """Raises `CheckpointError` if a save has failed by now; does not wait."""
-        try:
+        with self._naming(self._in_flight and self._in_flight.path):
             self._checkpointer.check_for_errors()
-        except Exception as error:
-            path, self._in_flight = self._in_flight, None
-            raise self._failed(path, error) from error
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads. May be called twice."""
@@ -182,9 +166,6 @@ class CheckpointWriter:
         if self.owner is not None:
             self.owner.release()
 
-    def __enter__(self) -> "CheckpointWriter":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -193,7 +174,7 @@ class CheckpointWriter:
         dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
-            self.owner = Owner(self._directory, waits=not is_guest)
+            self.owner = Owner(self._directory)
         except CheckpointError:
             if not is_guest:
                 raise
@@ -214,12 +195,17 @@ class CheckpointWriter:
         )
         return self._ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def _failed(self, path: pathlib.Path | None, error: Exception) -> CheckpointError:
-        # One failure leaves several errors behind, of which each later call would raise another.
-        with contextlib.suppress(Exception):
-            self._checkpointer.close()
-        self._checkpointer = self._make_checkpointer()
-        return CheckpointError(f"the checkpoint {path} could not be written: {error}")
+    @contextlib.contextmanager
+    def _naming(self, path: pathlib.Path | None) -> Iterator[None]:
+        """Raises `CheckpointError` for what Orbax raises inside."""
+        try:
+            yield
+        except Exception as error:
+            # One failure leaves several errors behind, of which each later call would raise another.
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+            self._checkpointer, self._in_flight = self._make_checkpointer(), None
+            raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
     def _prune(self, newest: CheckpointInfo) -> None:
         """Removes what `newest` makes superfluous, of the same run: other attempts at its step, and what is not

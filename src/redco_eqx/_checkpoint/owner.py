@@ -7,6 +7,7 @@ whether it moves.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -14,15 +15,9 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from typing import Any
 
 from redco_eqx._checkpoint.record import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows: the count alone decides
-    fcntl = None
 
 BEGUN = "begun.json"
 """In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
@@ -33,11 +28,10 @@ _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 class Owner:
     """This process, as the only one that writes into a directory. Ends by `release`, or with the process."""
 
-    def __init__(self, directory: pathlib.Path, *, waits: bool = True):
+    def __init__(self, directory: pathlib.Path):
         """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
 
-        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched. Without
-        `waits` an owner on this host is taken for alive at once.
+        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched.
         """
         self._file = directory / BEGUN
         # Only to be locked: a file open for writing would keep a file system from becoming read-only.
@@ -45,16 +39,14 @@ class Owner:
         self._lock = threading.Lock()
         self._done = threading.Event()
         try:
-            self.content = self._take(waits)
+            self.content = self._take()
             # At once, so that a disk that cannot be written, or a file that is read-only, is told now.
             self.mark = new_id()
             self._write(owner={"host": _host(), "pid": os.getpid(), "mark": self.mark, "count": 0})
         except BaseException:
             os.close(self._fd)
             raise
-        threading.Thread(
-            target=_count, args=(weakref.ref(self), self._done), name="redco_eqx.owner", daemon=True
-        ).start()
+        threading.Thread(target=self._count, name="redco_eqx.owner", daemon=True).start()
 
     def begin(self, begin: int, same: Any, **run: Any) -> tuple[str, bool]:
         """The id of the run that begins here, and whether it began before: it was killed before its first save.
@@ -84,7 +76,7 @@ class Owner:
                         self._file.unlink(missing_ok=True)
                 os.close(self._fd)
 
-    def _take(self, waits: bool) -> dict[str, Any]:
+    def _take(self) -> dict[str, Any]:
         """The content of the file, once nobody else owns it."""
         start, first = time.monotonic(), _content(self._file)
         while True:
@@ -97,7 +89,7 @@ class Owner:
             if is_free or (is_late and (lock is not False or (is_here and not _is_alive(owner)))):
                 return content
             is_self = is_here and owner.get("pid") == os.getpid()
-            if is_self or is_late or (owner and content != first) or (lock is False and not waits):
+            if is_self or is_late or (owner and content != first):
                 who = "this very process" if is_self else f"process {owner.get('pid')} on {owner.get('host')}"
                 raise CheckpointError(
                     f"{self._file.parent} is in use: {who} is writing its checkpoints there (a run that goes "
@@ -107,8 +99,6 @@ class Owner:
 
     def _has_lock(self) -> bool | None:
         """Returns true if the kernel's lock is ours; `None` if this file system has none."""
-        if fcntl is None:
-            return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # none is where a lock needs a file open for writing (NFS): the count decides
@@ -133,10 +123,12 @@ class Owner:
             file.flush()
             os.fsync(file.fileno())  # to where other hosts see it
 
-    def count(self) -> None:
-        """Show others that this process is alive."""
-        owner = self.content["owner"]
-        self._write(owner={**owner, "count": owner["count"] + 1})
+    def _count(self) -> None:
+        """Shows others that this process is alive."""
+        while not self._done.wait(_BEAT_SECONDS):
+            owner = self.content["owner"]
+            with contextlib.suppress(OSError):  # a full disk: the next save tells
+                self._write(owner={**owner, "count": owner["count"] + 1})
 
 
 def wait_for(directory: pathlib.Path, mark: str) -> None:
@@ -159,19 +151,6 @@ def new_id() -> str:
     return secrets.token_hex(4)
 
 
-def _count(owner: "weakref.ref[Owner]", done: threading.Event) -> None:
-    while not done.wait(_BEAT_SECONDS):
-        this = owner()
-        if this is None:
-            return
-        try:
-            this.count()
-        except OSError:  # a full disk: the next save tells
-            continue
-        finally:
-            del this
-
-
 def _host() -> str:
     """This host, as long as it runs: hosts may share a name."""
     try:
@@ -182,15 +161,12 @@ def _host() -> str:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    if fcntl is None:  # where a signal 0 would end it
-        return True
-    try:
-        os.kill(int(owner["pid"]), 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except (OSError, KeyError, TypeError, ValueError):  # of another user, or not known
-        return True
+    with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):  # of another user, or not known
+        try:
+            os.kill(int(owner["pid"]), 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def _content(file: pathlib.Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -129,7 +129,7 @@ class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
     - `dtype`, `shape`: of a typed PRNG key, those of the key; it is stored as its `jax.random.key_data`.
-    - `checksum`: that of `_checksum.digest`, in hexadecimal digits.
+    - `checksum`: that of `arrays.digest`, in hexadecimal digits.
     - `key_impl`: of a typed PRNG key.
     """
 
@@ -204,83 +204,72 @@ def decode(path: pathlib.Path, text: str) -> CheckpointInfo:
     """
     try:
         outer = json.loads(text)
-        content = outer["content"]
-        sha256, expected = _sha256(content), outer["sha256"]
-        found, versions = content["format"], content.get("versions")
+        content, sha256 = outer["content"], _sha256(outer["content"])
+        if sha256 != outer["sha256"]:
+            raise CheckpointError(
+                f"its record.json is damaged: SHA-256 is {sha256}, but {outer['sha256']} was written"
+            )
+        number = content.pop("format")
+        if number not in (1, FORMAT):
+            raise CheckpointFormatError(
+                f"its format is {number}, but this version of redco_eqx reads 1 to {FORMAT}; it was written by "
+                f"{content.get('versions')}. Nothing was changed: read it with that version, or pass another "
+                "directory"
+            )
+        arrays = {
+            name: _made(ArrayInfo, {**info, "shape": tuple(info["shape"])}, f"arrays.{name}.")
+            for name, info in content["arrays"].items()
+        }
+        fields = {name: _map_leaves(from_json, content[name]) for name in ("metrics", "run")}
+        if fields["run"] is not None:
+            fields["run"] = _run(fields["run"])
+        return _made(CheckpointInfo, {**content, **fields, "arrays": arrays, "path": path}, "")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"its record.json is damaged: {error!r}") from error
-    if sha256 != expected:
-        raise CheckpointError(f"its record.json is damaged: SHA-256 is {sha256}, but {expected} was written")
-    if found not in (1, FORMAT):
-        raise CheckpointFormatError(
-            f"its format is {found}, but this version of redco_eqx reads 1 to {FORMAT}; it was written by "
-            f"{versions}. Nothing was changed: read it with that version, or pass another directory"
-        )
-    _check_fields(CheckpointInfo, {**content, "path": path}, "", allowed={"format"})
-    arrays = {name: _array(name, info) for name, info in content["arrays"].items()}
-    run = _map_leaves(from_json, content["run"])
-    return CheckpointInfo(
-        step=content["step"],
-        path=path,
-        metrics=_map_leaves(from_json, content["metrics"]),
-        extras=content["extras"],
-        run=None if run is None else _run(run),
-        versions=content["versions"],
-        arrays=arrays,
-    )
 
 
-def _array(name: str, fields: Any) -> ArrayInfo:
-    _check_fields(ArrayInfo, fields, f"arrays.{name}.")
-    return ArrayInfo(**{**fields, "shape": tuple(fields["shape"])})
+def _run(fields: dict[str, Any]) -> RunRecord:
+    if "origin" in fields:  # format 1
+        fields["identity"] = fields.pop("origin")
+    if fields.get("memory", 0) is None:  # of the hook, in records of earlier days
+        del fields["memory"]
+    positions, evaluations = fields.get("positions"), fields["evaluations"]
+    if isinstance(positions, list):
+        fields["positions"] = tuple(map(tuple, positions))
+    if isinstance(evaluations, list):
+        fields["evaluations"] = tuple(evaluations)
+    return _made(RunRecord, fields, "run.")
 
 
-def _run(fields: Any) -> RunRecord:
-    if isinstance(fields, dict) and "origin" in fields:  # format 1
-        fields = {**fields, "identity": fields["origin"]}
-        del fields["origin"]
-    if isinstance(fields, dict) and fields.get("memory", 0) is None:  # of the hook, in records of earlier days
-        fields = {name: x for name, x in fields.items() if name != "memory"}
-    _check_fields(RunRecord, fields, "run.")
-    evaluations, positions = tuple(fields["evaluations"]), fields.get("positions")
-    if positions is not None:
-        positions = tuple(map(tuple, positions))
-    return RunRecord(**{**fields, "evaluations": evaluations, "positions": positions})
+def _made(kind: Any, fields: dict[str, Any], where: str) -> Any:
+    """Make a dataclass of what is stored.
 
-
-def _check_fields(kind: type, fields: Any, where: str, allowed: Set[str] = frozenset()) -> None:
-    """Raises `CheckpointError` for a field that is missing or of another type, and `CheckpointFormatError` for
-    one that this version does not know, and would lose."""
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"its record.json is damaged: {where or 'it'} is a {type(fields).__name__}")
+    Raises `CheckpointError` for a field that is missing or of another type, and `CheckpointFormatError` for one
+    that this version does not know, and would lose.
+    """
     hints = typing.get_type_hints(kind)
-    unknown = sorted(fields.keys() - hints.keys() - allowed)
+    unknown = sorted(fields.keys() - hints.keys())
     if unknown:
         raise CheckpointFormatError(
             f"its record has the unknown field {where}{unknown[0]}: it was written by another version of "
             "redco_eqx. Nothing was changed: read it with that version, or pass another directory"
         )
     for field in dataclasses.fields(kind):
-        name = field.name
-        if name not in fields and field.default is not dataclasses.MISSING:
-            continue
-        allowed_types = _as_stored(hints[name])
-        is_wrong = name not in fields or not isinstance(fields[name], allowed_types)
-        if is_wrong or (isinstance(fields[name], bool) and not {bool, object} & {*allowed_types}):
+        value, kinds = fields.get(field.name, field.default), _classes(hints[field.name])
+        if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
+            what = "missing" if value is dataclasses.MISSING else f"{value!r:.80}"
             raise CheckpointError(
-                f"its record.json is damaged: {where}{name} is {fields.get(name, 'missing')!r:.80}, but must "
-                f"be of type {hints[name]}"
+                f"its record.json is damaged: {where}{field.name} is {what}, but must be of type "
+                f"{hints[field.name]}"
             )
+    return kind(**fields)
 
 
-def _as_stored(hint: Any) -> tuple[type, ...]:
-    """The types that JSON has for a type of Python."""
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes of a type: `(tuple, NoneType)` of `tuple[str, ...] | None`."""
     if isinstance(hint, types.UnionType):
-        return tuple(kind for part in typing.get_args(hint) for kind in _as_stored(part))
-    origin = object if hint is Any else typing.get_origin(hint) or hint
-    if dataclasses.is_dataclass(origin) or issubclass(origin, Mapping):
-        return (dict,)
-    return (list, tuple) if origin is tuple else (origin,)
+        return tuple(kind for part in typing.get_args(hint) for kind in _classes(part))
+    return (object if hint is Any else typing.get_origin(hint) or hint,)
 
 
 def _sha256(content: Json) -> str:

@@ -1,18 +1,20 @@
 """Reading a checkpoint onto any mesh, and verifying it."""
 
+import fnmatch
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.names import MODEL, choose_entries, from_names, rename, stored_target, to_names
+from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
 from redco_eqx._checkpoint.record import (
+    ArrayInfo,
     CheckpointError,
     CheckpointInfo,
     entries,
@@ -136,14 +138,18 @@ def select(
     Raises `ValueError` if state and checkpoint differ more than the arguments allow.
     """
     own = to_names(like)
-    wanted = {name: x for name, x in own.items() if only is None or name.startswith(MODEL)}
-    stored = {
-        new_name: name
-        for name, new_name in rename(info.arrays, renamed).items()
-        if only is None or name.startswith(MODEL)
-    }
-    found = {new_name: info.arrays[name] for new_name, name in stored.items()}
-    names, problems = choose_entries(wanted, found, new=new, unused=unused)
+    names_of = rename(info.arrays, renamed)
+    found = {names_of[name]: x for name, x in info.arrays.items() if only is None or name.startswith(MODEL)}
+    wanted = {name: info_of(x) for name, x in own.items() if only is None or name.startswith(MODEL)}
+    left = {"state": _matching("new", new, "state", wanted)}
+    left["checkpoint"] = _matching("unused", unused, "checkpoint", found)
+    names, problems = set(), []
+    for name in {**wanted, **found}:
+        mine, other = wanted.get(name), found.get(name)
+        if mine and other and (mine.dtype, mine.shape) == (other.dtype, other.shape):
+            names.add(name)
+        elif name not in left["state" if mine else "checkpoint"]:
+            problems.append(f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in the checkpoint")
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(
@@ -157,7 +163,7 @@ def select(
             raise ValueError(
                 f"restore: {name} is not read, but is abstract or deleted in `like`, so it has no value."
             )
-    return {name: stored[name] for name in names}
+    return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
 def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
@@ -176,8 +182,11 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
             f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
             "written"
         )
+    for stored, target in targets.items():
+        if stored not in arrays:
+            arrays[stored] = put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
     for name, stored in names.items():
-        x = arrays[stored] if stored in arrays else _empty(targets[stored])
+        x = arrays[stored]
         impl = info.arrays[stored].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
@@ -203,5 +212,53 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _empty(target: jax.ShapeDtypeStruct) -> AnyArray:
-    return put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
+def rename(names: Iterable[str], paths: Mapping[str, str]) -> dict[str, str]:
+    """`{name in the checkpoint: name in the state}`, where paths of the model or their beginnings have changed.
+
+    What the optimizer keeps of a leaf has the leaf's path at the end of its own, and is renamed with it.
+
+    Raises `ValueError` for a path that is in no name, or two names that become one.
+    """
+    names, leaves, used = list(names), {}, set()
+    for name in names:
+        path = name.partition("/")[2]
+        olds = [old for old in paths if f"{path}.".startswith(f"{old}.")] if name.startswith(MODEL) else []
+        if olds:
+            old = max(olds, key=len)
+            leaves[path] = paths[old] + path[len(old) :]
+            used.add(old)
+    if len(used) < len(paths):
+        raise ValueError(
+            f"restore: renamed: {next(old for old in paths if old not in used)!r} is no path of the model in "
+            f"the checkpoint, whose names are such as {', '.join(names[:3])}."
+        )
+    renamed = {}
+    for name in names:
+        room, _, path = name.partition("/")
+        ends = [path[i:] for i in range(len(path)) if i == 0 or (path[i - 1] == "." and room == "optimizer")]
+        end = next((end for end in ends if end in leaves), None)
+        renamed[name] = name if end is None else name[: -len(end)] + leaves[end]
+    twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
+    if twice:
+        raise ValueError(f"restore: by `renamed` two arrays of the checkpoint become {twice[0]}.")
+    return renamed
+
+
+def _matching(argument: str, patterns: Sequence[str], where: str, names: Mapping[str, ArrayInfo]) -> set[str]:
+    """The names that match a glob. Raises `ValueError` for one that matches none."""
+    found = [fnmatch.filter(names, pattern) for pattern in patterns]
+    for pattern, some in zip(patterns, found):
+        if not some:
+            raise ValueError(
+                f"restore: {argument}={pattern!r} matches no name of the {where}, which are such as "
+                f"{', '.join(list(names)[:3])}."
+            )
+    return {name for some in found for name in some}
+
+
+def stored_target(x: AnyArray, info: ArrayInfo) -> jax.ShapeDtypeStruct:
+    """Lay out the stored form of `x`, a leaf of the state to be restored."""
+    sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    data = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    data = jax.eval_shape(jax.random.key_data, data) if info.key_impl else data
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)

@@ -1,23 +1,22 @@
-"""From examples to batches on the mesh: order of an epoch, rows of this process, collation, prefetch.
+"""From examples to batches on the mesh: rows of this process, collation, prefetch, epoch after epoch.
 
 Which examples make a batch is a pure function of numbers, equal on every process; each process reads
-only the rows that its own devices hold. Nothing here waits for another process.
+only the rows that its own devices hold. Of a sequence nothing here waits for another process.
 """
 
 import contextlib
-import dataclasses
+import functools
 import itertools
-import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int, Integer, UInt64
 
-from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.placement import Assembly, Rows
+from redco_eqx._data.data import SHUFFLED, Data, Stream, as_data, epoch_order, num_examples_of
+from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size, tail_sizes
 from redco_eqx._data.streams import (
     Position,
     Reading,
@@ -26,92 +25,305 @@ from redco_eqx._data.streams import (
     position_at,
     read_batches,
     stream_facts,
-    tail_sizes,
 )
 from redco_eqx._data.workers import run_ahead, working
-from redco_eqx._distributed.agreement import Facts, entries_of
-from redco_eqx._distributed.consensus import from_all
-from redco_eqx._sharding.mesh import BATCH_AXES, check_mesh, num_batch_shards
+from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Examples, Key, check_function
 
-# The order of an epoch: a permutation of which any part is computed when it is wanted, in constant memory.
-#
-# A Feistel network over pairs of numbers: an index is `x * width + y`, and each round adds to one half a
-# pseudo-random function of the other, so that every round can be undone. The pairs are hardly more than the
-# examples; an index that falls among the others walks on along its cycle (Black and Rogaway, "Ciphers with
-# Arbitrary Finite Domains", 2002).
 
+class Place(NamedTuple):
+    """`epoch` epochs are done, and `batch` of the `num_batches` of another.
 
-SHUFFLED = "feistel"
-"""Written into the record of a run: how its order follows from its key. A change of the order changes it."""
-
-# Keeps the order of an epoch apart from whatever else is derived from the same key.
-_EPOCH_ORDER = 0x65706F63
-
-# From 16 on, the orders of 2 to 30 examples cannot be told from uniform ones in 200,000 draws.
-_NUM_ROUNDS = 20
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Permutation:
-    """A pseudo-random permutation of the numbers below `num`; called with positions, it says what is there.
-
-    - `num`: how many numbers, from 1 to 2**63 - 1.
-    - `keys`: one for each round.
+    - `num_batches`: `None` for a stream.
+    - `positions`: where the stream that this process reads stands, for the record of the run.
+    - `is_end`: whether no batch follows, because a stream that is read only once has ended.
     """
 
-    num: int
-    keys: UInt64[np.ndarray, " num_rounds"]
+    epoch: int
+    batch: int
+    num_batches: int | None
+    positions: tuple[Position, ...] | None = None
+    is_end: bool = False
 
-    def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the examples' numbers at `positions`, each below `num`. Costs microseconds for each."""
-        numbers = self._once(positions.astype(np.uint64))
-        while np.any(outside := numbers >= self.num):
-            numbers[outside] = self._once(numbers[outside])
-        return numbers.astype(np.int64)
-
-    def _once(self, numbers: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-        """The network: a permutation of the numbers below `height * width`."""
-        height = math.isqrt(self.num - 1) + 1
-        width = -(-self.num // height)
-        x, y = np.divmod(numbers, np.uint64(width))
-        for first, second in self.keys.reshape(-1, 2):
-            x = (x + _mixed(y ^ first) % np.uint64(height)) % np.uint64(height)
-            y = (y + _mixed(x ^ second) % np.uint64(width)) % np.uint64(width)
-        return x * np.uint64(width) + y
+    @property
+    def epochs_done(self) -> float:
+        """With the fraction of the one in hand, if its length is known."""
+        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
 
 
-def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
-    """The order in which an epoch goes through the examples, equal on every process and in every version.
+class Made(NamedTuple):
+    """A batch on the mesh.
 
-    Raises `ValueError` if `epoch` is negative or `key` is not one PRNG key.
+    - `after`: the position of the stream after it; `None` of a sequence.
+    - `is_last`: true of the last one of its epoch.
     """
-    if epoch < 0:
-        raise ValueError(f"batches: epoch={epoch}, but it must be 0 or more.")
-    if not isinstance(key, jax.Array) or jax.random.key_data(key).ndim != 1:
-        raise ValueError(f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}.")
-    # Its first copy, because a key in a training state is replicated over all processes.
-    words = np.asarray(jax.random.key_data(key.addressable_data(0)))
-    seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])  # NumPy promises that it stays
-    return Permutation(num_examples, seed.generate_state(_NUM_ROUNDS, np.uint64))
+
+    batch: Batch
+    after: Position | None
+    is_last: bool = False
 
 
-def _mixed(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of `x` turns half of the others."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+class Epochs:
+    """The batches of each epoch, in an order of its own, and of a run: epoch after epoch, without end.
+
+    - `batch_size`: number of examples in a batch.
+    - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
+    - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
+    - `positions`: where a stream begins, for the same.
+    """
+
+    def __init__(
+        self,
+        examples: Examples | Callable[[int], Examples] | Data | Stream,
+        collate_fn: CollateFn,
+        *,
+        batch_size: int,
+        mesh: Mesh,
+        remainder: str = "drop",
+    ):
+        """**Arguments:** as for `batches`; examples may also be a function from the number of the epoch.
+
+        Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
+        """
+        self._data, self._mesh = as_data(examples), mesh
+        self.batch_size, self._remainder = batch_size, remainder
+        self.num_batches = self.num_examples = self.order = self.positions = None
+        self._of: Callable[[int], Any] = lambda epoch: None
+        if isinstance(self._data, Stream):
+            check_batch_size(batch_size, mesh)
+            tail_sizes(0, batch_size, remainder, mesh)
+            if remainder != "drop":
+                check_for_evaluation(self._data)
+            self.positions = (first_position(self._data, batch_size, mesh),)
+            self._facts = stream_facts(self._data, self.positions[0])
+        else:
+            given: Any = self._data.examples
+            of_epoch: Callable[[int], Any] = given if callable(given) else lambda epoch: given
+            self._of = functools.lru_cache(maxsize=1)(of_epoch)
+            self.num_batches, self.num_examples = self.place(0, 0).num_batches, len(self._of(0))
+            self.order = SHUFFLED if self._data.shuffle else None
+        self._assembly = Assembly(collate_fn, mesh)
+
+    @property
+    def first_examples(self) -> Examples | None:
+        """The examples of the first epoch; `None` for a stream."""
+        return self._of(0)
+
+    def __str__(self) -> str:
+        if self.num_batches is None or self.num_examples is None:
+            return f"{self._facts}, steps of {self.batch_size}"
+        num_dropped = self.num_examples - self.num_batches * self.batch_size
+        return (
+            f"{self.num_examples} examples, {self.num_batches} steps of {self.batch_size} per epoch, "
+            f"{num_dropped} dropped from each"
+        )
+
+    def num_steps(self, num_epochs: int) -> int | None:
+        """The number of steps of so many epochs, if that is known now. Raises `ValueError` for a stream."""
+        if self.num_batches is None:
+            raise ValueError(
+                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long "
+                "it is: say num_steps= instead."
+            )
+        if isinstance(self._data, Data) and callable(self._data.examples):
+            return None
+        return self.num_batches * num_epochs
+
+    def place(self, epoch: int, batch: int) -> Place:
+        """The place after so many whole epochs and batches of another, at most all of them."""
+        if isinstance(self._data, Stream):
+            return Place(epoch, batch, None)
+        num_whole, tail = self._sizes(self._of(epoch))
+        num_batches = num_whole + len(tail)
+        return Place(epoch, min(batch, num_batches), num_batches)
+
+    def after(
+        self,
+        epoch: int,
+        batch: int,
+        *,
+        key: Key,
+        positions: Sequence[Sequence[Any]] | None = None,
+        **reading: Any,
+    ) -> Generator[tuple[Batch, Place]]:
+        """The batches from a place on, each with the place after it. Closing the generator ends its threads.
+
+        `key` gives the order of each epoch; that of `fit` is `order_key`. `positions` are those of all
+        shards of a stream there, as the record of a run has them; without them it is read again as far.
+        `reading`: the options of `Reading`, of which `say` is told by the thread that reads.
+        """
+        is_once = isinstance(self._data, Stream) and self._data.is_once
+        while not (is_once and epoch > 0):
+            _, batch, num_batches, *_ = self.place(epoch, batch)
+            done = batch
+            made = self.rest(epoch, batch, key=key, positions=positions, **reading)
+            with contextlib.closing(made):
+                for done, (x, after, is_last) in enumerate(made, batch + 1):
+                    if is_last:
+                        yield x, Place(epoch + 1, 0, num_batches, self.positions, is_end=is_once)
+                    else:
+                        yield x, Place(epoch, done, num_batches, None if after is None else (after,))
+            if done == 0:
+                raise ValueError(
+                    f"Stream: epoch {epoch} has not one whole batch of {self.batch_size}. A function of the "
+                    "epoch must give a new iterable each time."
+                )
+            epoch, batch, positions = epoch + 1, 0, None
+
+    def rest(
+        self,
+        epoch: int,
+        start: int,
+        *,
+        key: Key | None,
+        positions: Sequence[Sequence[Any]] | None = None,
+        **reading: Any,
+    ) -> Generator[Made]:
+        """The batches of one epoch from a batch on, as for `after`. Raises at once if that is not possible."""
+        if isinstance(self._data, Stream):
+            return self._rest_of_stream(self._data, epoch, start, positions, **reading)
+        return self._rest_of_data(self._data, epoch, start, key)
+
+    def _rest_of_data(self, data: Data, epoch: int, start: int, key: Key | None) -> Generator[Made]:
+        examples, assembly = self._of(epoch), self._assembly
+        num_whole, tail = self._sizes(examples)
+        num_examples, num_batches = len(examples), num_whole + len(tail)
+        if not 0 <= start <= num_batches:
+            raise ValueError(
+                f"batches: start={start}, but the epoch has {num_batches} batches ({num_examples} examples, "
+                f"batch_size={self.batch_size}). It must lie in 0..{num_batches}."
+            )
+        order = None if key is None or not data.shuffle else epoch_order(num_examples, key, epoch)
+        start_of_order = None if order is None else order(np.arange(min(4, num_examples))).tolist()
+
+        def make(index: int) -> Made:
+            size, offset = self.batch_size, self.batch_size * min(index, num_whole)
+            if index >= num_whole:
+                size, offset = tail[index - num_whole], offset + sum(tail[: index - num_whole])
+            needed = assembly.needed(size)
+            positions = np.minimum(offset + needed, num_examples - 1)  # past the end: "pad"
+            wanted = (positions if order is None else order(positions)).tolist()
+            what = f"batch {index} of epoch {epoch}"
+            again = f"batches(Data(..., prefetch=0), ..., epoch={epoch}, start={index}) makes it again"
+            with working(what, f"This is {what}; {again}."):
+                with working("examples[i]"):
+                    read = {i: examples[i] for i in dict.fromkeys(wanted)}
+                with working("collate_fn"):
+                    batch = assembly(size, needed, [read[i] for i in wanted])
+            return Made(batch, None, index == num_batches - 1)
+
+        made = run_ahead(iter(range(start, num_batches)), make, data)
+        return self._compared(made, num_examples, epoch, start, start_of_order)
+
+    def _rest_of_stream(
+        self,
+        stream: Stream,
+        epoch: int,
+        start: int,
+        positions: Sequence[Sequence[Any]] | None,
+        **reading: Any,
+    ) -> Generator[Made]:
+        assert self.positions is not None
+        position = position_at(stream, self.positions[0], start, positions, self.batch_size)
+        note = f"This happened when epoch {epoch} of the stream was read."
+
+        def read() -> Iterator[tuple[int, tuple[Any, ...], Position]]:
+            with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
+                items = Reading(stream, epoch, position, **reading)
+            items = read_batches(stream, items, self._assembly, self.batch_size, self._remainder, self._mesh)
+            for index in itertools.count(start):
+                with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
+                    job = next(items, None)
+                if job is None:
+                    return
+                yield index, *job
+
+        def make(job: tuple[int, tuple[Any, ...], Position]) -> Made:
+            index, rows, after = job
+            what = f"batch {index} of epoch {epoch} of the stream"
+            with working(what, f"This is {what}."), working("collate_fn"):
+                return Made(self._assembly(*rows), after)
+
+        made = self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
+        return _with_ends(made, self._mesh, is_shared=not stream.sharded)
+
+    def _sizes(self, examples: Examples) -> tuple[int, list[int]]:
+        return batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
+
+    def _compared(
+        self,
+        made: Generator[Made],
+        num_examples: int | str,
+        epoch: int,
+        start: int,
+        order: list[int] | None = None,
+    ) -> Generator[Made]:
+        """The same, compared with the batches of the other processes. Raises at once if the calls differ."""
+        entries = entries_of(self._mesh)
+        if entries is None:
+            return made
+        facts = {
+            "len(examples)": num_examples,
+            "batch_size": self.batch_size,
+            "epoch": epoch,
+            "start": start,
+            "remainder": self._remainder,
+            "the order by key": order,
+            "mesh": dict(self._mesh.shape),
+        }
+        stream = entries.add("batches", {name: str(value) for name, value in facts.items()})
+
+        def compared() -> Generator[Made]:
+            with contextlib.closing(made):
+                for index, x in enumerate(made, start):
+                    entries.add_batch(stream, index, shapes_of(x.batch))
+                    yield x
+
+        return compared()
 
 
-J = TypeVar("J")
-B = TypeVar("B")
+def _with_ends(made: Generator[Made], mesh: Mesh, *, is_shared: bool) -> Generator[Made]:
+    """Each batch of a stream when it is known whether it is the last one of some process: all stop there.
+
+    Of many processes none waits for another: what is asked about a batch is answered a few batches later.
+    With `is_shared` all read the same. Raises `ValueError` on all of them if their checksums differ.
+    """
+    vote = Vote(mesh)
+    behind: deque[Made | None] = deque()
+    ready: Made | None = None
+    with contextlib.closing(made):
+        while True:
+            try:
+                newest = next(made, None)
+            except Exception:  # in the batch after this one, which many processes cannot finish together
+                if ready is not None and jax.process_count() == 1:
+                    yield ready
+                raise
+            behind.append(newest)
+            after = newest.after if newest is not None and is_shared else None
+            checksum = 0 if after is None else after.checksum or 0
+            answer = vote.of_earlier(int(newest is None), checksum, -checksum)
+            if answer is None:
+                continue
+            is_end, greatest, negative_of_least = answer
+            if greatest != -negative_of_least:
+                raise ValueError(
+                    "Stream(sharded=False): the processes have not read the same examples for a batch, but "
+                    "what is read whole must be the same on all. Give its shuffle a seed, or let each read a "
+                    "part: sharded=True."
+                )
+            if ready is not None:
+                yield ready._replace(is_last=bool(is_end))
+            if is_end:
+                return
+            ready = behind.popleft()
 
 
 class Batches(Iterator[Batch]):
     """The batches of one epoch, and the place among them. Made by [`batches`][]."""
 
-    def __init__(self, made: Generator[tuple[Batch, Position | None]], epoch: int, start: int):
+    def __init__(self, made: Generator[Made], epoch: int, start: int):
         self._made = made
         self._epoch, self._start = epoch, start
         self._position: Position | None = None
@@ -119,7 +331,7 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         try:
-            batch, self._position = next(self._made)
+            batch, self._position, _ = next(self._made)
         except StopIteration:
             self._is_over = True
             raise
@@ -209,232 +421,17 @@ def batches(
     """
     check_function("batches", "collate_fn", collate_fn, "examples")
     data = as_data(examples)
-    if isinstance(data, Stream):
-        position = first_position(data, batch_size, mesh)
-        position = position_at(data, position, start, positions, batch_size)
-        read = stream_batches(
-            data, collate_fn, batch_size=batch_size, mesh=mesh, epoch=epoch, position=position, start=start,
-            remainder=remainder,
-        )  # fmt: skip
-        made = _picked(read, lambda x: (x[0], x[1]))
-    elif positions is not None:
-        raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
-    else:
-        of_data = data_batches(
-            data, collate_fn, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch, start=start,
-            remainder=remainder,
-        )  # fmt: skip
-        made = _picked(of_data, lambda batch: (batch, None))
-    return Batches(made, epoch, start)
+    if isinstance(data, Data):
+        num_examples_of(data.sequence)  # no function of the epoch
+        if positions is not None:
+            raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
+    epochs = Epochs(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
+    return Batches(epochs.rest(epoch, start, key=key, positions=positions), epoch, start)
 
 
-def data_batches(
-    data: Data,
-    collate_fn: CollateFn,
-    *,
-    batch_size: int,
-    mesh: Mesh,
-    key: Key | None,
-    epoch: int,
-    start: int,
-    remainder: str = "drop",
-) -> Generator[Batch]:
-    """`batches` of a sequence."""
-    examples = data.sequence
-    sizes = batch_sizes(examples, batch_size, remainder, mesh)
-    num_examples = len(examples)
-    if not 0 <= start <= len(sizes):
-        raise ValueError(
-            f"batches: start={start}, but the epoch has {len(sizes)} batches ({num_examples} examples, "
-            f"batch_size={batch_size}). It must lie in 0..{len(sizes)}."
-        )
-    order = None if key is None or not data.shuffle else epoch_order(num_examples, key, epoch)
-    start_of_order = None if order is None else order(np.arange(min(4, num_examples))).tolist()
-    opening = _opening(num_examples, batch_size, epoch, start, remainder, start_of_order, mesh.shape)
-    assembly = Assembly(collate_fn, mesh)
-
-    def make(index: int) -> Batch:
-        needed = assembly.needed(sizes[index])
-        positions = np.minimum(sizes.offset(index) + needed, num_examples - 1)  # past the end: "pad"
-        wanted = (positions if order is None else order(positions)).tolist()
-        again = f"batches(Data(..., prefetch=0), ..., epoch={epoch}, start={index}) makes it again"
-        with working(f"batch {index} of epoch {epoch}", f"This is batch {index} of epoch {epoch}; {again}."):
-            with working("examples[i]"):
-                read = {i: examples[i] for i in dict.fromkeys(wanted)}
-            with working("collate_fn"):
-                return assembly(Rows(sizes[index], needed, [read[i] for i in wanted]))
-
-    made = _run_ahead(data, iter(range(start, len(sizes))), make)
-    return _compared(made, mesh, opening, start, lambda batch: batch)
-
-
-def stream_batches(
-    stream: Stream,
-    collate_fn: CollateFn,
-    *,
-    batch_size: int,
-    mesh: Mesh,
-    epoch: int,
-    position: Position,
-    start: int = 0,
-    remainder: str = "drop",
-    verify: bool = True,
-    say: Callable[[str], object] = lambda _: None,
-) -> Generator[tuple[Batch, Position, int, bool]]:
-    """`batches` of a stream, from a position on: each with the position after it, a checksum (see `Rows`), and
-    whether it is the last one that is read here, which on several processes is left to `Epochs`.
-
-    `start` is the number of the batch there; `verify` and `say` as for `Reading`.
-    """
-    check_batch_size(batch_size, mesh)
-    if remainder != "drop":
-        check_for_evaluation(stream)
-    tail_sizes(0, batch_size, remainder, 1)
-    opening = _opening(stream_facts(stream, position), batch_size, epoch, start, remainder, None, mesh.shape)
-    assembly = Assembly(collate_fn, mesh)
-
-    def read() -> Iterator[tuple[int, Rows, Position, bool]]:
-        note = f"This happened when epoch {epoch} of the stream was read."
-        with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
-            reading = Reading(stream, epoch, position, verify=verify, say=say)
-        items = read_batches(stream, reading, assembly, batch_size, remainder, mesh)
-        held = None
-        for index in itertools.count(start):
-            found, problem = None, None
-            try:
-                with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
-                    found = next(items, None)
-            except Exception as error:
-                problem = error
-            if jax.process_count() > 1 and found is not None:
-                yield index, *found, False
-            elif held is not None:  # one is read ahead, not collated: so the last is known
-                yield index - 1, *held, found is None and problem is None
-            if problem is not None:
-                raise problem
-            if found is None:
-                return
-            held = found if jax.process_count() == 1 else None
-
-    def make(job: tuple[int, Rows, Position, bool]) -> tuple[Batch, Position, int, bool]:
-        index, rows, after, is_last = job
-        what = f"batch {index} of epoch {epoch} of the stream"
-        with working(what, f"This is {what}."), working("collate_fn"):
-            return assembly(rows), after, rows.checksum, is_last
-
-    made = _run_ahead(stream, read(), make)
-    return _compared(made, mesh, opening, start, lambda made: made[0])
-
-
-class BatchSizes(Sequence[int]):
-    """The number of rows of each batch of an epoch."""
-
-    def __init__(self, batch_size: int, num_whole: int, tail: list[int]):
-        self._batch_size, self._num_whole, self._tail = batch_size, num_whole, tail
-
-    def __len__(self) -> int:
-        return self._num_whole + len(self._tail)
-
-    def __getitem__(self, index: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._batch_size if index < self._num_whole else self._tail[index - self._num_whole]
-
-    def offset(self, index: int) -> int:
-        """Count the rows before a batch."""
-        return min(index, self._num_whole) * self._batch_size + sum(
-            self._tail[: max(index - self._num_whole, 0)]
-        )
-
-
-def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> BatchSizes:
-    """The number of rows of each batch of an epoch. One that the data shards divide is split over them.
-
-    Arguments and errors as for [`batches`][].
-    """
-    num_examples = num_examples_of(examples)
-    num_shards = check_batch_size(batch_size, mesh)
-    num_whole, tail = divmod(num_examples, batch_size)
-    sizes = BatchSizes(batch_size, num_whole, tail_sizes(tail, batch_size, remainder, num_shards))
-    if not len(sizes):
-        raise ValueError(
-            f"batch_size={batch_size}, but there are only {num_examples} examples, which do not fill a batch "
-            'of training. Use a smaller batch_size. (For evaluation, batches takes remainder="split" or "pad".)'
-        )
-    return sizes
-
-
-def check_batch_size(batch_size: int, mesh: Mesh) -> int:
-    """The number of data shards. Raises `ValueError` if it does not divide `batch_size`."""
-    check_mesh(mesh)
-    num_shards = num_batch_shards(mesh)
-    if batch_size < 1 or batch_size % num_shards != 0:
-        axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
-        raise ValueError(
-            f"batches: batch_size={batch_size} must be a positive multiple of {num_shards}, the number "
-            f"of data shards of the mesh ({axes}). "
-            f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
-        )
-    return num_shards
-
-
-def _run_ahead(data: Data | Stream, jobs: Iterator[J], make: Callable[[J], B]) -> Generator[B]:
-    num_ahead = max(data.prefetch, data.num_workers)
-    num_threads = max(data.num_workers, 1)
-    seconds = data.timeout_seconds
-    return run_ahead(jobs, make, num_ahead=num_ahead, num_threads=num_threads, timeout_seconds=seconds)
-
-
-def _opening(
-    num_examples: int | str,
-    batch_size: int,
-    epoch: int,
-    start: int,
-    remainder: str,
-    order: list[int] | None,
-    mesh: Mapping[str, int],
-) -> Facts:
-    """The arguments of `batches` that are the same on every process."""
-    facts = {
-        "len(examples)": num_examples,
-        "batch_size": batch_size,
-        "epoch": epoch,
-        "start": start,
-        "remainder": remainder,
-        "the order by key": order,
-        "mesh": dict(mesh),
-    }
-    return {name: str(value) for name, value in facts.items()}
-
-
-def _shapes(batch: Batch) -> Facts:
+def shapes_of(batch: Batch) -> Facts:
     """The dtype and shape of each leaf. The leading dim is left open: each process has its own rows."""
     return {
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)
     }
-
-
-def _compared(
-    made: Generator[B], mesh: Mesh, opening: Facts, start: int, batch_of: Callable[[B], Batch]
-) -> Generator[B]:
-    """The same, compared with the batches of the other processes. Raises at once if the calls differ."""
-    entries = entries_of(mesh)
-    if entries is None:
-        return made
-    stream = entries.add("batches", opening)
-
-    def compared() -> Generator[B]:
-        with contextlib.closing(made):
-            for index, x in enumerate(made, start):
-                entries.add_batch(stream, index, _shapes(batch_of(x)))
-                yield x
-
-    return compared()
-
-
-def _picked(
-    made: Generator[B], pick: Callable[[B], tuple[Batch, Position | None]]
-) -> Generator[tuple[Batch, Position | None]]:
-    with contextlib.closing(made):
-        yield from map(pick, made)

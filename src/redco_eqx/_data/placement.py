@@ -1,18 +1,58 @@
-"""Batches on the mesh: which rows a process needs, what `collate_fn` may return, and where it goes."""
+"""Batches on the mesh: their sizes, the rows that a process needs, and where what `collate_fn` returns goes."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
-from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards, replicated
+from redco_eqx._data.data import num_examples_of
+from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
 from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch, CollateFn
+from redco_eqx._types import Batch, CollateFn, Examples
+
+
+def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
+    """The number of whole batches of an epoch, and the sizes of those that are made of the rest.
+
+    One that the data shards divide is split over them. Arguments and errors as for `batches`.
+    """
+    num_examples = num_examples_of(examples)
+    check_batch_size(batch_size, mesh)
+    num_whole, rest = divmod(num_examples, batch_size)
+    tail = tail_sizes(rest, batch_size, remainder, mesh)
+    if num_whole == 0 and not tail:
+        raise ValueError(
+            f"batch_size={batch_size}, but there are only {num_examples} examples, which do not fill a batch "
+            'of training. Use a smaller batch_size. (For evaluation, batches takes remainder="split" or "pad".)'
+        )
+    return num_whole, tail
+
+
+def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
+    """The sizes of the batches that are made of the examples after the last whole batch."""
+    left_over = rest % num_batch_shards(mesh)
+    tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [batch_size if rest else 0]}
+    if remainder not in tails:
+        raise ValueError(f'batches: remainder={remainder!r}, but it must be "drop", "split" or "pad".')
+    return [size for size in tails[remainder] if size]
+
+
+def check_batch_size(batch_size: int, mesh: Mesh) -> None:
+    """Raises `ValueError` if the number of data shards does not divide `batch_size`."""
+    check_mesh(mesh)
+    num_shards = num_batch_shards(mesh)
+    if batch_size < 1 or batch_size % num_shards != 0:
+        axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
+        raise ValueError(
+            f"batches: batch_size={batch_size} must be a positive multiple of {num_shards}, the number "
+            f"of data shards of the mesh ({axes}). "
+            f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
+        )
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
@@ -30,33 +70,6 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
     return np.flatnonzero(needed)
 
 
-def _batch_layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """Lay a batch of `size` rows on the mesh, and list the rows that this process needs."""
-    sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
-    rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
-    if not len(rows):
-        raise ValueError(
-            f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
-            "placed from it. Call batches only where the mesh has devices."
-        )
-    return sharding, rows
-
-
-class Rows(NamedTuple):
-    """The examples that are read for one batch.
-
-    - `size`: the number of rows of the batch.
-    - `here`: those rows that are in `items`.
-    - `items`: an example for each, or what else `collate_fn` takes.
-    - `checksum`: of what every process has read for it; 0 if that is not the same, or there is only one.
-    """
-
-    size: int
-    here: Int[np.ndarray, " num_rows"]
-    items: Any
-    checksum: int = 0
-
-
 class Assembly:
     """Makes batches of examples, and places them. May be called by several threads."""
 
@@ -72,19 +85,36 @@ class Assembly:
         """The rows of a batch of this size that this process needs."""
         return self._layout(size)[1]
 
-    def __call__(self, rows: Rows) -> Batch:
-        """The batch, as global arrays. Raises what `collate_fn` raises, or if it returns what is no batch."""
-        batch = self._collate_fn(rows.items)
-        _check_batch(batch, len(rows.here))
-        sharding, _ = self._layout(rows.size)
+    def __call__(self, size: int, here: Int[np.ndarray, " num_rows"], items: Any) -> Batch:
+        """The batch of so many rows, as global arrays, whose rows `here` `collate_fn` makes of `items`.
+
+        Raises what `collate_fn` raises, or if it returns what is no batch.
+        """
+        batch = self._collate_fn(items)
+        _check_batch(batch, len(here))
+        sharding, _ = self._layout(size)
         with jax.enable_x64(self._x64):
             for path, leaf in leaves_with_paths(batch):
                 _check_fits(path, leaf)
-            return jax.tree.map(lambda x: _place(x, rows.size, sharding, rows.here), batch)
+            # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
+            return jax.tree.map(
+                lambda x: jax.make_array_from_callback(
+                    (size, *x.shape[1:]), sharding, partial(_piece, x, size, here)
+                ),
+                batch,
+            )
 
     def _layout(self, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
         if size not in self._layouts:
-            self._layouts[size] = _batch_layout(self._mesh, size)
+            mesh = self._mesh
+            sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
+            rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
+            if not len(rows):
+                raise ValueError(
+                    f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
+                    "placed from it. Call batches only where the mesh has devices."
+                )
+            self._layouts[size] = sharding, rows
         return self._layouts[size]
 
 
@@ -120,12 +150,10 @@ def _check_fits(path: str, leaf: Any) -> None:
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if dtype == leaf.dtype or not leaf.size:
         return
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        wrong = [x for x in (leaf.min(), leaf.max()) if not limits.min <= x <= limits.max]
-    else:
-        with np.errstate(over="ignore"):
-            wrong = leaf[np.isinf(leaf.astype(dtype)) & ~np.isinf(leaf)]
+    with np.errstate(over="ignore"):
+        narrow = leaf.astype(dtype)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    wrong = leaf[narrow != leaf if is_integer else np.isinf(narrow) & ~np.isinf(leaf)]
     if len(wrong):
         raise ValueError(
             f"collate_fn: {f'leaf {path!r}' if path else 'the batch'} is {describe(leaf)} and has {wrong[0]}, "
@@ -134,16 +162,9 @@ def _check_fits(path: str, leaf: Any) -> None:
         )
 
 
-def _place(leaf: Any, size: int, sharding: NamedSharding, rows: Int[np.ndarray, " num_rows"]) -> Array:
-    """The global array of `size` rows whose rows `rows` are `leaf`."""
-    # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
-    piece = partial(_piece, leaf, size, rows)
-    return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, piece)
-
-
-def _piece(leaf: Any, size: int, rows: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
+def _piece(leaf: Any, size: int, here: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
     """Cut out the piece that a device holds."""
     assert index is not None
     first, stop, _ = index[0].indices(size)
-    local = int(np.searchsorted(rows, first))
+    local = int(np.searchsorted(here, first))
     return leaf[local : local + stop - first]

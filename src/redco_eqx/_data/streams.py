@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.placement import Assembly, Rows, needed_rows
-from redco_eqx._sharding.mesh import batch_sharding, num_batch_shards
+from redco_eqx._data.placement import Assembly, needed_rows, tail_sizes
+from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._types import Examples
 
 # The position in a stream, and a source's own state as text.
@@ -102,14 +103,6 @@ PROOF = 1000
 """Over how many examples, at least, a state must give the same ones before it is used."""
 
 
-class _Mark(NamedTuple):
-    """A place to which a stream can be set: after so many items, of this checksum; by a state, if any."""
-
-    num_items: int = 0
-    checksum: int = 0
-    state: str | None = None
-
-
 class Reading(Iterator[Any]):
     """The items of an epoch from a position on."""
 
@@ -133,24 +126,24 @@ class Reading(Iterator[Any]):
         Raises `ValueError` if the stream ends before, or gives other items, and `TypeError` if its function
         returns no iterable.
         """
-        self._stream, self._epoch, self._shard = stream, epoch, position
+        self._stream, self._epoch = stream, epoch
+        self._begin = Position(position.shard, position.num_shards)
         self._span = max(1, PROOF // 32) if stream.batched else PROOF
-        mark = _Mark(position.state_items, position.state_checksum, position.state)
         num_items, why = position.num_items, ""
-        self._back: str | None = None
-        if position.state is not None and position.checksum is not None:
-            problem = self._set(mark, position)
+        # Of an iterator that is read only once a state that fails could not be undone.
+        if None not in (position.state, position.checksum) and not stream.is_once:
+            problem = self._set(position)
             if problem is None:
+                num_again = num_items - position.state_items
                 say(
                     "the stream is set to the state that its source had there: the last "
-                    f"{num_items - mark.num_items} items are read again, and are the same"
+                    f"{num_again} items are read again, and are the same"
                 )
                 return
-            why = f" ({problem})" if problem else ""
+            why = f" ({problem})"
         if num_items:
             say(f"the stream is read again from its beginning: {num_items} items are left out{why}")
-        if why or position.state is None or position.checksum is None:
-            self._open(_Mark(), again=bool(why))
+        self._open()
         there = self._leave_out(num_items)
         if there < num_items:
             raise ValueError(
@@ -173,63 +166,52 @@ class Reading(Iterator[Any]):
         self._num_items += 1
         self._checksum = checksum(item, self._checksum)
         if self._num_items == 1:  # not before: what was iterated already has a state of its end
-            self._marks = (self._new_mark(),) * 2
+            self._marks = (self._mark(),) * 2
         return item
 
     def position(self) -> Position:
         """The position after what has been read. Asked after each batch: now and then it takes a state."""
         if self._num_items - self._marks[1].num_items >= self._span:
-            self._marks = self._marks[1], self._new_mark()
+            self._marks = self._marks[1], self._mark()
         mark = self._marks[0]
         if mark.state is None or mark.num_items == self._num_items:  # from which nothing was read, as a proof
-            mark = _Mark()
-        shard, num_shards, *_ = self._shard
-        return Position(
-            shard, num_shards, self._num_items, mark.state, self._checksum, mark.num_items, mark.checksum
-        )
+            mark = self._begin
+        at = {"state_items": mark.num_items, "state_checksum": mark.checksum or 0}
+        return mark._replace(num_items=self._num_items, checksum=self._checksum, **at)
 
-    def _new_mark(self) -> _Mark:
+    def _mark(self) -> Position:
+        """Here, with the source's own state if it has one."""
         text = None if self._state is None else state_to_text(self._state.get())
-        return _Mark(self._num_items, self._checksum, text)
+        return self._begin._replace(num_items=self._num_items, state=text, checksum=self._checksum)
 
-    def _set(self, mark: _Mark, position: Position) -> str | None:
-        """Goes to the position from a state before it. Returns why not, which is empty if there is no state."""
+    def _set(self, position: Position) -> str | None:
+        """Goes to the position from a state before it. Returns why that is not possible."""
         try:
-            if not self._open(mark):
-                return ""
-            self._leave_out(position.num_items - mark.num_items)
+            self._open(position.state_items, position.state_checksum, position.state)
+            self._leave_out(position.num_items - position.state_items)
         except Exception as error:
             return f"its source cannot be set to the state that it had there: {type(error).__name__}: {error}"
         if (self._num_items, self._checksum) == (position.num_items, position.checksum):
             return None
         return "the state that its source had there does not lead to the same items"
 
-    def _open(self, mark: _Mark, *, again: bool = False) -> bool:
-        """Opens the stream at its beginning, and sets it to a state, if any. Returns whether it has states.
+    def _open(self, num_items: int = 0, begin: int = 0, state: str | None = None) -> None:
+        """Opens the stream at its beginning, or at a state after so many items, of this checksum.
 
-        An iterator that is opened `again` is set back.
+        A state is that of the iterable, set before that is iterated, or of the iterator.
         """
-        source = _source(self._stream, self._epoch, self._shard)
-        has_state, is_iterator = not _refills(source), hasattr(source, "__next__")
-        if has_state and mark.state is not None and not is_iterator and _state_of(source) is not None:
+        source = _source(self._stream, self._epoch, self._begin)
+        if state is not None and not hasattr(source, "__next__"):
             source = _twin(source)
-        self._state = _state_of(source) if has_state else None
-        if self._state is not None:  # an iterable's is set before it is iterated
-            if is_iterator and again and self._back is not None:
-                self._state.set(state_from_text(self._back))
-            if mark.state is not None:
-                self._back = state_to_text(self._state.get()) if is_iterator else None
-                self._state.set(state_from_text(mark.state))
-        self._items = iter(source)
-        if self._state is None and has_state:
-            self._state = _state_of(self._items)
-            if self._state is not None and mark.state is not None:
-                self._state.set(state_from_text(mark.state))
-        if self._state is None or mark.state is None:
-            mark = _Mark()
-        self._num_items, self._checksum, _ = mark
-        self._marks = mark, mark
-        return self._state is not None
+        owner = source if _state_of(source) is not None else iter(source)
+        self._state = None if _refills(source) or self._stream.is_once else _state_of(owner)
+        if state is not None:
+            if self._state is None:
+                raise LookupError("it has none now")
+            self._state.set(state_from_text(state))
+        self._items = iter(owner)
+        self._num_items, self._checksum = num_items, begin
+        self._marks = (self._begin._replace(num_items=num_items, state=state, checksum=begin),) * 2
 
     def _leave_out(self, num_items: int) -> int:
         """Skip this many items; returns the number that there were."""
@@ -264,11 +246,6 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
     return Position(shards.index(rows[process]), len(shards))
 
 
-def items_per_batch(stream: Stream, position: Position, batch_size: int) -> int:
-    """Count the items that this process reads for a batch."""
-    return 1 if stream.batched else batch_size // position.num_shards
-
-
 def position_at(
     stream: Stream, begin: Position, batch: int, positions: Sequence[Sequence[Any]] | None, batch_size: int
 ) -> Position:
@@ -277,7 +254,8 @@ def position_at(
     Raises `ValueError` if it was read in another number of shards.
     """
     if positions is None:
-        return begin._replace(num_items=batch * items_per_batch(stream, begin, batch_size))
+        per_batch = 1 if stream.batched else batch_size // begin.num_shards
+        return begin._replace(num_items=batch * per_batch)
     found = {position.shard: position for position in (Position(*fields) for fields in positions)}
     num_shards = {position.num_shards for position in found.values()}
     if num_shards != {begin.num_shards} or begin.shard not in found:
@@ -303,36 +281,30 @@ def as_sequence(examples: Examples | Data | Stream, first: int | None = None) ->
         if first is None:
             return data
         few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
-    else:
-        check_for_evaluation(data)
-        few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
-    options = {name: getattr(data, name) for name in ("prefetch", "num_workers", "timeout_seconds")}
-    return Data(few, **options)
+        return dataclasses.replace(data, examples=few)
+    check_for_evaluation(data)
+    few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
+    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, timeout_seconds=data.timeout_seconds)
 
 
 def read_batches(
     stream: Stream, reading: Reading, assembly: Assembly, batch_size: int, remainder: str, mesh: Mesh
-) -> Iterator[tuple[Rows, Position]]:
-    """Read for one batch after the other; yields rows and the position after them. `remainder` as for
-    `batches`."""
+) -> Iterator[tuple[tuple[int, Int[np.ndarray, " num_rows"], Any], Position]]:
+    """Read for one batch after the other; yields the arguments of `assembly`, and the position after them."""
     needed = assembly.needed(batch_size)
-    is_shared = not stream.sharded and jax.process_count() > 1
-    read_here = needed if stream.sharded else np.arange(batch_size)
-    if stream.batched:
-        for item in reading:
-            after = reading.position()
-            yield Rows(batch_size, read_here, item, (after.checksum or 0) if is_shared else 0), after
-        return
-    while items := list(itertools.islice(reading, len(read_here))):
+    num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
+    while items := list(itertools.islice(reading, num_read)):
         after = reading.position()
-        if len(items) == len(read_here):
-            mine = items if stream.sharded else [items[row] for row in needed]
-            yield Rows(batch_size, needed, mine, (after.checksum or 0) if is_shared else 0), after
-        else:
-            for size in tail_sizes(len(items), batch_size, remainder, num_batch_shards(mesh)):
-                rows = assembly.needed(size)
-                yield Rows(size, rows, [items[min(row, len(items) - 1)] for row in rows]), after
-                items = items[size:]
+        if stream.batched:
+            rows = needed if stream.sharded else np.arange(batch_size)
+            yield (batch_size, rows, items[0]), after
+            continue
+        is_whole = len(items) == num_read
+        for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
+            rows = assembly.needed(size)
+            mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
+            yield (size, rows, mine), after
+            items = items[size:]
 
 
 def checksum(x: Any, begin: int = 0) -> int:
@@ -340,66 +312,37 @@ def checksum(x: Any, begin: int = 0) -> int:
 
     Of other objects their type and size alone count, since their content may cost more than reading them did.
     """
-    content = _content(x)
+    content, parts = _contents(x)
     if content is not None:
         return zlib.crc32(content, begin) % 2**30
-    for item in _parts(x):
-        begin = checksum(item, begin)
+    for part in parts:
+        begin = checksum(part, begin)
     return begin
 
 
-def _content(x: Any) -> Any:
-    """The bytes of what has no parts, or only numbers and text; `None` for what has parts."""
-    is_sequence = isinstance(x, list | tuple)
-    if is_sequence and x and type(x[0]) is int:  # tokens, say: the fastest way
-        with contextlib.suppress(TypeError, OverflowError):
-            return array.array("q", x)
-    # Not version 3 or 4 of `marshal`, where the bytes depend on what refers to an object.
-    if type(x) in _PLAIN or (is_sequence and _PLAIN.issuperset(map(type, x))):
-        return marshal.dumps(list(x) if is_sequence else x, 2)
+def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
+    """The bytes of what has no parts, or only numbers and text; `None` and its parts for all else."""
+    if isinstance(x, list | tuple):
+        if x and type(x[0]) is int:  # tokens, say: the fastest way
+            with contextlib.suppress(TypeError, OverflowError):
+                return array.array("q", x), ()
+        # Not version 3 or 4 of `marshal`, where the bytes depend on what refers to an object.
+        return marshal.dumps(list(x), 2) if _PLAIN.issuperset(map(type, x)) else None, x
+    if type(x) in _PLAIN:
+        return marshal.dumps(x, 2), ()
     if isinstance(x, np.ndarray | np.generic):
-        return None if x.dtype.hasobject else np.ascontiguousarray(x).tobytes()
-    if is_sequence or isinstance(x, Mapping) or _is_dataclass(x) or _array_of(x) is not None:
-        return None
-    if isinstance(x, str | bytes | bytearray | int | float):
-        return repr(x).encode()
-    size = getattr(x, "size", None)  # of an image
-    return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode()
-
-
-def _parts(x: Any) -> Iterable[Any]:
+        return (None, x.ravel().tolist()) if x.dtype.hasobject else (np.ascontiguousarray(x).tobytes(), ())
     if isinstance(x, Mapping):
-        return x.items()
-    if isinstance(x, np.ndarray):
-        return x.ravel().tolist()
-    if _is_dataclass(x):
-        return (getattr(x, field.name) for field in dataclasses.fields(x))
-    return x if isinstance(x, list | tuple) else [_array_of(x)]
-
-
-def _array_of(x: Any) -> np.ndarray | None:
-    """That of an array of torch or JAX, where NumPy can have it."""
-    if hasattr(x, "__array__"):
+        return None, x.items()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return None, [getattr(x, field.name) for field in dataclasses.fields(x)]
+    if hasattr(x, "__array__"):  # of torch or JAX, where NumPy can have it
         with contextlib.suppress(TypeError, RuntimeError):
-            return np.asarray(x)
-    return None
-
-
-def _is_dataclass(x: Any) -> bool:
-    return dataclasses.is_dataclass(x) and not isinstance(x, type)
-
-
-def tail_sizes(num_examples: int, batch_size: int, remainder: str, num_shards: int) -> list[int]:
-    """The sizes of the batches that are made of the examples after the last whole batch."""
-    if remainder == "drop":
-        return []
-    if remainder == "split":
-        sizes = [num_examples - num_examples % num_shards, num_examples % num_shards]
-    elif remainder == "pad":
-        sizes = [batch_size if num_examples else 0]
-    else:
-        raise ValueError(f'batches: remainder={remainder!r}, but it must be "drop", "split" or "pad".')
-    return [size for size in sizes if size]
+            return None, [np.asarray(x)]
+    if isinstance(x, str | bytes | bytearray | int | float):
+        return repr(x).encode(), ()
+    size = getattr(x, "size", None)  # of an image
+    return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
 
 
 def check_for_evaluation(stream: Stream) -> None:

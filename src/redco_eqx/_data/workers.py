@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from redco_eqx._data.data import Data, Stream
+
 # The work in hand: what each thread that makes batches is doing, so that what hangs can be named.
 
 
@@ -53,23 +55,12 @@ B = TypeVar("B")
 _END = object()
 
 
-def run_ahead(
-    jobs: Iterator[J],
-    make: Callable[[J], B],
-    *,
-    num_ahead: int,
-    num_threads: int,
-    timeout_seconds: float | None = None,
-) -> Generator[B]:
-    """`make(job)` for each job in order, made up to `num_ahead` before it is asked for.
+def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
+    """`make(job)` for each job in order, made ahead of being asked for, as the options say.
 
-    **Arguments:**
-
-    - `jobs`: read by one thread.
-    - `num_ahead`: 0 for no thread at all.
-    - `num_threads`: how many call `make` at the same time.
-    - `timeout_seconds`: for how long at most one is waited for. Raises `TimeoutError` then, saying who hangs.
+    The jobs are read by one thread. Raises `TimeoutError`, saying who hangs, if one does not come in time.
     """
+    num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
     if num_ahead == 0:
         for job in jobs:  # not `map`, which would take a StopIteration in `make` for the end
             yield make(job)
@@ -90,9 +81,9 @@ def run_ahead(
         while True:
             while len(pending) <= num_ahead:
                 pending.append(makers.submit(made, reader.submit(read)))
-            if not wait([pending[0]], timeout_seconds).done:
+            if not wait([pending[0]], options.timeout_seconds).done:
                 raise TimeoutError(
-                    f"batches: the next one has not come for {timeout_seconds:g} s (timeout_seconds).\n"
+                    f"batches: the next one has not come for {options.timeout_seconds:g} s (timeout_seconds).\n"
                     + work_in_hand()
                 )
             batch = pending.popleft().result()

@@ -1,12 +1,14 @@
-"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects."""
+"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
+
+The one file that uses names which JAX keeps private, and imports them where only programs of many processes do.
+"""
 
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
-
-from redco_eqx._distributed.jax_internals import detect_launch
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -99,10 +101,8 @@ def tasks_on_node(environment: Mapping[str, str]) -> int | None:
     """The number of processes that the launcher has put on this node, `None` if it does not say."""
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    counts: list[int] = []
-    for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):  # "2(x3),1"
-        tasks, _, times = part.partition("(x")
-        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "2(x3),1"
+    counts = [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
     node = environment.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
@@ -160,3 +160,33 @@ def _refuse_batch_script(environment: Mapping[str, str]) -> None:
             "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
             f"script, or set {_variable('num_processes')}=1 if one process is meant."
         )
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service, `None` where JAX has not joined others, or has left them."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def has_devices() -> bool:
+    """True if JAX has looked for devices already, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def detect_launch(
+    address: str | None, num_processes: int | None, process_id: int | None, timeout_seconds: int
+) -> tuple[str | None, int | None, int | None, int | None]:
+    """Fills in what JAX detects of a launcher. The last one is the number of the process on its node.
+
+    `jax.distributed.initialize` would do the same, but there is no way to look before it leaps.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    # The last argument but two is for devices: JAX's choice of them is not always good.
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        address, num_processes, process_id, None, None, timeout_seconds
+    )
+    return *found[:3], None if found[3] is None else next(iter(found[3]))

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import jax
 
-from redco_eqx._distributed.cluster import Launch, find_launch
-from redco_eqx._distributed.jax_internals import has_devices
+from redco_eqx._distributed.cluster import Launch, find_launch, has_devices
 from redco_eqx._distributed.process_group import ProcessGroup, log
 
 _ANSWER_SECONDS = 5

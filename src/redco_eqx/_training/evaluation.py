@@ -16,8 +16,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
-from redco_eqx._data.batches import batch_sizes, batches
+from redco_eqx._data.batches import batches
 from redco_eqx._data.data import Data, Stream, check_examples
+from redco_eqx._data.placement import batch_sizes
 from redco_eqx._data.streams import as_sequence
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import kept, signature

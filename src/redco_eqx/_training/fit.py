@@ -11,10 +11,10 @@ import optax
 
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord, local
+from redco_eqx._data.batches import Epochs, Place
 from redco_eqx._data.data import Data, Stream, check_examples
-from redco_eqx._data.epochs import Epochs, Place
 from redco_eqx._data.workers import work_in_hand
-from redco_eqx._distributed.agreement import is_shared
+from redco_eqx._distributed.consensus import is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.optimizer import check_optimizer

@@ -20,11 +20,18 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from redco_eqx._checkpoint.checksum import Starts, indices, mix, summed, unlike_replicas
-from redco_eqx._checkpoint.names import storable, to_names
+from redco_eqx._checkpoint.arrays import (
+    Starts,
+    indices,
+    mix,
+    storable,
+    summed,
+    to_names,
+    unlike_replicas,
+)
 from redco_eqx._checkpoint.record import Identity
 from redco_eqx._data.streams import checksum
-from redco_eqx._distributed.agreement import Facts, agree, is_shared
+from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._jaxprs.program import program_digest
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.state import TrainState, state_mesh

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from redco_eqx._checkpoint.checksum import unlike_replicas
-from redco_eqx._checkpoint.names import storable, to_names
+from redco_eqx._checkpoint.arrays import storable, to_names, unlike_replicas
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
-from redco_eqx._data.epochs import Place
-from redco_eqx._distributed.agreement import agree, is_shared
-from redco_eqx._distributed.consensus import Vote
+from redco_eqx._data.batches import Place
+from redco_eqx._distributed.consensus import Vote, agree, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._jaxprs.program import trace
 from redco_eqx._sharding.mesh import put_global, replicated

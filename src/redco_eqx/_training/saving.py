@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
+from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, CheckpointWriter
-from redco_eqx._checkpoint.checksum import digests
-from redco_eqx._checkpoint.names import storable, to_names
 from redco_eqx._checkpoint.owner import new_id
 from redco_eqx._checkpoint.record import (
     CheckpointError,
