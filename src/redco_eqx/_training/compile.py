@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from redco_eqx._jaxprs.program import trace
+from redco_eqx._jaxprs import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, layout_of, state_mesh
