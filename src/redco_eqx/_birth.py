@@ -320,11 +320,6 @@ def init_model(
         )
     check_function("init_model", "make_model", make_model, "key")
     key = _on_this_process(as_key("init_model", key))
-    decided_by: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "batch": batch,
-        "max_bytes_per_device": max_bytes_per_device,
-    }
     closed, arrays, static = trace_arrays(make_model, key)
     if is_shared(mesh):  # where each process makes other parts of an array, nothing later would tell
         facts = {
@@ -333,7 +328,9 @@ def init_model(
         }
         agree(mesh, "init_model", facts)
     abstract = eqx.combine(arrays, static)
-    layout = _layout(abstract, mesh, overrides, **decided_by)
+    layout = _layout(
+        abstract, mesh, overrides, loss_fn=loss_fn, batch=batch, max_bytes_per_device=max_bytes_per_device
+    )
     is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     program = flatten(closed, [key])

@@ -185,24 +185,7 @@ def program_digest(closed: ClosedJaxpr) -> str:
     return text.hexdigest()[:16]
 
 
-# Outputs that are zero whatever comes in.
-
-
-def zero_outputs(program: Program) -> list[int]:
-    """The numbers of the outputs that are constant (zero) whatever comes in: gradients by what is not used."""
-    zeros = {
-        equation.outvars[0]
-        for equation in program.closed.jaxpr.eqns
-        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
-    }
-    outputs = enumerate(program.closed.jaxpr.outvars)
-    return [i for i, atom in outputs if isinstance(atom, Literal) or atom in zeros]
-
-
-def _is_zero(atom: Atom) -> bool:
-    # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
-    is_literal = isinstance(atom, Literal)
-    return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)
+# Operations that are replaced.
 
 
 Rule: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]

@@ -102,11 +102,14 @@ def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit:
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
     features on that side divide into whole units on every shard.
     """
-    matrix = _only_matrix(layer)
-    if matrix is None:
+    root = read_model(layer)
+    matrices = root.matrices()
+    if len(matrices) != 1 or matrices[0].node is not root:
         return None
+    (matrix,) = matrices
     dim = matrix.out_dim if side == "out" else matrix.in_dim
-    if matrix.weight.shape[dim] % (num_shards * unit):
+    is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
+    if not is_linear or matrix.weight.shape[dim] % (num_shards * unit):
         return None
     cut = _cut(matrix, side)
     arrays, static = eqx.partition(layer, is_array)
@@ -135,16 +138,6 @@ def apply(layer: Layer, x: Array) -> Array:
         for _ in range(x.ndim - 1):
             layer = jax.vmap(layer)
     return layer(x)
-
-
-def _only_matrix(layer: Layer) -> Matrix | None:
-    root = read_model(layer)
-    matrices = root.matrices()
-    if len(matrices) != 1 or matrices[0].node is not root:
-        return None
-    matrix = matrices[0]
-    is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
-    return matrix if is_linear else None
 
 
 def _cut(matrix: Matrix, side: Literal["out", "in"]) -> dict[str, int | None]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from redco_eqx._parallel.linear import (
@@ -68,7 +68,10 @@ def embed(
         table = _vary(table, spec, rows or ())  # its gradient is summed over the devices once, at the end
         if not is_cut:
             found = jnp.take(table, ids, axis=0)
-            return _own_part(found, mesh) if sequence_parallel else found
+            if not sequence_parallel:
+                return found
+            length = found.shape[1] // tensor_size(mesh)
+            return jax.lax.dynamic_slice_in_dim(found, jax.lax.axis_index("tensor") * length, length, axis=1)
         num_rows = table.shape[0] * tensor_size(mesh)
         ids = _wide(ids)
         ids = jnp.where(ids < 0, ids + num_rows, ids)
@@ -286,11 +289,3 @@ def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     """Marks what came in by `spec` as different on each device along all of `axes`."""
     missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _own_part(
-    x: Float[Array, "batch length size"], mesh: AbstractMesh
-) -> Float[Array, "batch own_length size"]:
-    """A device's part along dim 1 of what all devices along `tensor` have whole."""
-    size = x.shape[1] // axis_size(mesh, "tensor")
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, axis=1)

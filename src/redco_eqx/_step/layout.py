@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._jaxprs import Program, trace, zero_outputs
+from redco_eqx._jaxprs import Atom, Program, trace
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._parallel.scan import keep_products
 from redco_eqx._sharding.mesh import BATCH_AXES, axes_of, axis_size, for_use, num_batch_shards, stored_axes
@@ -212,12 +212,24 @@ def _for_mesh(program: Program, inputs: Inputs, layout: Layout | None) -> Progra
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warns of parameters on which the loss does not depend."""
-    first = gradient.results.num_leaves - len(paths)
-    unused = [paths[i - first] for i in zero_outputs(gradient) if i >= first]
+    """Warns of parameters on which the loss does not depend: whose gradient is zero whatever comes in."""
+    jaxpr = gradient.closed.jaxpr
+    zeros = {
+        equation.outvars[0]
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
+    }
+    grads = zip(paths, jaxpr.outvars[-len(paths) :]) if paths else ()
+    unused = [path for path, atom in grads if isinstance(atom, Literal) or atom in zeros]
     if unused:
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
             f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=5,
         )
+
+
+def _is_zero(atom: Atom) -> bool:
+    # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
+    is_literal = isinstance(atom, Literal)
+    return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)

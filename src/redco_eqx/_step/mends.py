@@ -127,21 +127,8 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
     )(lhs, rhs)
 
 
-_SETTINGS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
-
-
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
-    return jax.lax.conv_general_dilated(lhs, rhs, **{name: params[name] for name in _SETTINGS})
+    return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
 # Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.

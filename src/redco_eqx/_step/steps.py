@@ -314,7 +314,12 @@ class JittedStep(Generic[R]):
     """The result of `jit_step`: call it as the step, or look at the program by `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
-        self._jitted = jax.jit(on_its_mesh(step), donate_argnums=0 if donate else ())
+        @functools.wraps(step, assigned=("__doc__",))
+        def run(*arguments: Any, **named: Any) -> R:
+            mended = partitioned(lambda arguments, named: step(*arguments, **named), traced_mesh(arguments))
+            return mended(arguments, named)
+
+        self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
 
     def __call__(self, state: TrainState, *arguments: Any, **named: Any) -> R:
         check_is_state(state, "the first argument of a step")
@@ -356,16 +361,3 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
     `ValueError` on a call with a state that has been deleted.
     """
     return JittedStep(step, donate=donate)
-
-
-def on_its_mesh(step: Callable[..., R]) -> Callable[..., R]:
-    """`step`, made right for the mesh that its arguments lie on (see `partitioned`)."""
-
-    @functools.wraps(step, assigned=("__doc__",))
-    def run(*arguments: Any, **named: Any) -> R:
-        def call(arguments: tuple[Any, ...], named: dict[str, Any]) -> R:
-            return step(*arguments, **named)
-
-        return partitioned(call, traced_mesh(arguments))(arguments, named)
-
-    return run

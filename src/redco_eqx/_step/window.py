@@ -121,13 +121,6 @@ def window_from_json(saved: dict[str, Any]) -> Window:
     return Window(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
 
 
-def is_like(window: Window, other: Window) -> bool:
-    """True if both hold the same metrics."""
-    return jax.tree.structure(window) == jax.tree.structure(other) and (
-        [x.dtype for x in jax.tree.leaves(window)] == [x.dtype for x in jax.tree.leaves(other)]
-    )
-
-
 def _stepped(step_fn: StepFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     new_state, metrics = step_fn(state, batch)
     if not isinstance(new_state, TrainState):

@@ -17,8 +17,8 @@ from redco_eqx._distributed.agreement import agree, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
-from redco_eqx._step.state import TrainState, state_mesh, step_of
-from redco_eqx._step.window import Window, is_like, next_window, window_from_json, window_to_json
+from redco_eqx._step.state import TrainState, first_change, state_mesh, step_of
+from redco_eqx._step.window import Window, next_window, window_from_json, window_to_json
 from redco_eqx._training.checks import BatchShapes
 from redco_eqx._training.compile import NUM_AHEAD, PerShape, TrainProgram
 from redco_eqx._training.evaluation import Evaluation
@@ -113,7 +113,7 @@ class Training:
                 state_mesh(self.state), "fit: step", {"the checksum of the program of the step": program.digest}
             )
             self._empty = program.window
-            if self._window is None or not is_like(self._window, program.window):  # saved by another program
+            if self._window is None or first_change(self._window, program.window):  # saved by another program
                 self._window, self._num_in_window = program.window, 0
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window = window
