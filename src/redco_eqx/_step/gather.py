@@ -84,7 +84,7 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
     # Of a weight that needs no gather it only counts that it is one.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     walk = _Walk()
-    jaxpr, _ = walk.program(program.closed.jaxpr, weights, in_checkpoint=False)
+    jaxpr, _ = walk.program(program.closed.jaxpr, weights)
     return program.replace(jaxpr), not walk.gathers_in_checkpoint and walk.bytes_outside > walk.bytes_inside
 
 
@@ -109,11 +109,10 @@ class _Walk:
         self.gathers_in_checkpoint = False
         self.bytes_outside = 0
         self.bytes_inside = 0
-        self._times = 1  # that what it is at is run
+        # Of what it is at: how often that is run, and whether in a `jax.checkpoint`.
+        self._times, self._in_checkpoint = 1, False
 
-    def program(
-        self, jaxpr: Jaxpr, weights: Layout, *, in_checkpoint: bool, whole_outputs: bool = False
-    ) -> tuple[Jaxpr, Layout]:
+    def program(self, jaxpr: Jaxpr, weights: Layout, *, whole_outputs: bool = False) -> tuple[Jaxpr, Layout]:
         """A program of these `weights` and other inputs, and what weights come out: some are handed on.
 
         Where nothing is gathered it is the same object.
@@ -133,13 +132,13 @@ class _Walk:
                 inner = _traced(lambda x: gather_for_use(x, sharding), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
-                self.gathers_in_checkpoint |= in_checkpoint
-                self.bytes_outside += 0 if in_checkpoint else num_bytes(type_of(atom)) * self._times
+                self.gathers_in_checkpoint |= self._in_checkpoint
+                self.bytes_outside += 0 if self._in_checkpoint else num_bytes(type_of(atom)) * self._times
             return gathered[atom]
 
         for equation in jaxpr.eqns:
             inputs = layout_of(equation.invars)
-            taken = self.take(equation, inputs, in_checkpoint) if any(inputs) else _Taken(equation)
+            taken = self.take(equation, inputs) if any(inputs) else _Taken(equation)
             operands = [a if i in taken.operands else whole(a) for i, a in enumerate(equation.invars)]
             is_same = all(new is old for new, old in zip(operands, equation.invars))
             equations.append(taken.equation if is_same else taken.equation.replace(invars=operands))
@@ -149,32 +148,31 @@ class _Walk:
             jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
         return jaxpr, layout_of(outvars)
 
-    def take(self, equation: JaxprEqn, inputs: Layout, in_checkpoint: bool) -> _Taken:
+    def take(self, equation: JaxprEqn, inputs: Layout) -> _Taken:
         """Choose the operands that `equation` can take as they are; by default none."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
         if kind == "scan":
-            before, self._times = self._times, self._times * equation.params["length"]
-            taken = self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
-            self._times = before
-            return taken
+            one_step = _in_one_step(equation, inputs)
+            return self._inside(equation, one_step, equation.params["length"], self._in_checkpoint)
         if kind in CHECKPOINTS:
             read = [type_of(atom) for atom, weight in zip(equation.invars, inputs) if weight is not None]
-            self.bytes_inside += sum(map(num_bytes, read)) * self._times
-            return self._inside(equation, inputs, in_checkpoint=True)
+            self.bytes_inside += 0 if self._in_checkpoint else sum(map(num_bytes, read)) * self._times
+            return self._inside(equation, inputs, 1, True)
         if kind in ("jit", "pjit"):
-            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs, in_checkpoint=in_checkpoint)
+            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs)
             return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
 
-    def _inside(self, equation: JaxprEqn, weights: Layout, in_checkpoint: bool) -> _Taken:
-        """The operation with what is split gathered in its body."""
-        jaxpr, _ = self.program(
-            body(equation.params["jaxpr"]), weights, in_checkpoint=in_checkpoint, whole_outputs=True
-        )
+    def _inside(self, equation: JaxprEqn, weights: Layout, times: int, in_checkpoint: bool) -> _Taken:
+        """The operation with what is split gathered in its body, which is run this often."""
+        before = self._times, self._in_checkpoint
+        self._times, self._in_checkpoint = self._times * times, in_checkpoint
+        jaxpr, _ = self.program(body(equation.params["jaxpr"]), weights, whole_outputs=True)
+        self._times, self._in_checkpoint = before
         return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(weights) if x is not None])
 
 

@@ -128,6 +128,8 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
 
 
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
+    # Where the operation stood, a sharding may be of other axes than in a `shard_map`.
+    params = {name: None if name == "out_sharding" else value for name, value in params.items()}
     return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
