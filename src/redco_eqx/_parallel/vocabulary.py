@@ -1,8 +1,8 @@
 """Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
 
+import functools
 from typing import TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -17,11 +17,11 @@ from redco_eqx._parallel.linear import (
     batch_axes,
     check_sequence,
     split_layer,
+    take_apart,
     tensor_size,
     traced_mesh,
 )
 from redco_eqx._sharding.mesh import axes_of, axis_size
-from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
 
 
@@ -154,14 +154,14 @@ def cross_entropy(
     weights = counted if weights is None else counted * weights
     mesh = traced_mesh(head, hidden)
     if mesh is None or mesh.size == 1:
-        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
     split = _split_head(head, tensor_size(mesh))
     rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
     if rows is None or split is None:
-        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     axis = "tensor" if tensor_size(mesh) > 1 else None
     axes = (*rows, axis) if axis else rows
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
@@ -263,25 +263,14 @@ def _own_part_of(
     return jnp.where(is_here, own, 0), is_here
 
 
-def _function(head: Head) -> Layer:
-    if callable(head):
-        return lambda x: apply(head, x)
-    return lambda x: jnp.einsum("...i,oi->...o", x, head)
-
-
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
     if num_shards > 1 and callable(head):
         return split_layer(head, "out", num_shards, 1)
     if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
         return None
-    arrays, static = eqx.partition(head, is_array)
-    leaves, treedef = jax.tree.flatten(arrays)
+    leaves, build = take_apart(head)
     spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
-
-    def build(leaves: list[Array]) -> Layer:
-        return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
-
     return SplitLayer(leaves, [spec] * len(leaves), build)
 
 

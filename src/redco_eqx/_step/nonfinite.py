@@ -29,7 +29,8 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
     time. Calls, checkpoints and loops are looked into; conditions, `while` loops and `shard_map` are not. Rows
     that another process holds are not looked at, and nothing is communicated.
     """
-    state = dataclasses.replace(state, key=_own(state.key), step=_own(state.step))
+    # One device's copies of what all have whole.
+    state = dataclasses.replace(state, key=state.key.addressable_data(0), step=state.step.addressable_data(0))
     inputs = state.params, state.frozen, state.model_state, batch, stream(state, TRAIN)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)  # on no mesh
     program = trace(on_arrays(state, loss_fn), *shapes).closed
@@ -60,11 +61,6 @@ def _source(leaves: Sequence[tuple[str, np.ndarray]], row: int, index: int, size
             if np.issubdtype(x.dtype, np.integer) and len(x) > row and value in x[row]:
                 return f"{path} has {value}"
     return f"{' and '.join(path for path, _ in leaves)} gives the index {index}"
-
-
-def _own(x: Array) -> Array:
-    """Return one device's copy of an array that all have whole."""
-    return x.addressable_data(0)
 
 
 def _rows_here(x: Any) -> np.ndarray:

@@ -100,7 +100,9 @@ def next_window(empty: Window, window: Window) -> Window:
 def window_row(window: Window) -> dict[str, float]:
     """The row of a log: `train/loss`, and the other metrics by name, of a window that was fetched."""
     names = sorted(window.metrics, key=lambda name: name != "loss")  # jit sorted them; the loss comes first
-    return {f"train/{name}": _number(window.metrics[name]) for name in names}
+    # Divided by NumPy: an operation of JAX would wait behind the steps that were dispatched since.
+    means = [(name, window.metrics[name]) for name in names]
+    return {f"train/{name}": float(mean.total / mean.weight) if mean.weight else 0.0 for name, mean in means}
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
@@ -150,8 +152,3 @@ def _as_metrics(metrics: Any) -> Metrics:
 def _is_finite(metrics: Metrics) -> Bool[Array, ""]:
     values = [metrics[name].value for name in ("loss", "grad_norm") if name in metrics]
     return jnp.all(jnp.isfinite(jnp.stack(values)))
-
-
-def _number(mean: Mean) -> float:
-    """`mean.value` by NumPy: an operation of JAX would wait behind the steps that were dispatched since."""
-    return float(mean.total / mean.weight) if mean.weight else 0.0
