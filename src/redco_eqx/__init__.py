@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from redco_eqx import errors, layers, types
-from redco_eqx._birth.init_model import init_model
+from redco_eqx._birth import init_model
 from redco_eqx._checkpoint.checkpoints import Checkpoints, save
 from redco_eqx._checkpoint.record import list_checkpoints
 from redco_eqx._checkpoint.restore import restore
@@ -14,9 +14,8 @@ from redco_eqx._distributed.initialize import initialize_distributed
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh
 from redco_eqx._sharding.rules import explain, shard_rules
 from redco_eqx._step.init import init_state
-from redco_eqx._step.jit import jit_step
 from redco_eqx._step.state import TrainState
-from redco_eqx._step.steps import eval_step, predict_step, train_step
+from redco_eqx._step.steps import eval_step, jit_step, predict_step, train_step
 from redco_eqx._step.window import skip_nonfinite
 from redco_eqx._training.course import Change
 from redco_eqx._training.evaluation import Evaluation, evaluate, predict

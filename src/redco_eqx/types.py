@@ -6,7 +6,7 @@ from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
 from redco_eqx._data.batches import Batches
 from redco_eqx._sharding.rules import Decision, Explanation
-from redco_eqx._step.jit import JittedStep
+from redco_eqx._step.steps import JittedStep
 from redco_eqx._step.window import StepFn
 from redco_eqx._training.course import Hook
 from redco_eqx._training.evaluation import MetricFn

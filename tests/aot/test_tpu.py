@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec
 from sharding.zoo import BY_NAME
 
 import redco_eqx as rx
+from redco_eqx import _birth as making
 from redco_eqx import models
-from redco_eqx._birth import init_model as making
-from redco_eqx._birth.flat import flatten
 from redco_eqx._compiled.communication import Collective, communication
 from redco_eqx._tree import leaves_with_paths
 
@@ -206,7 +205,7 @@ def test_a_stack_is_born_in_shards():
         lambda key: models.OPTForCausalLM(config, stacked=True, key=key), key
     )
     sharding = dict(leaves_with_paths(rx.shard_rules(eqx.combine(arrays, static), mesh)))[path]
-    program = flatten(closed, [key])
+    program = making.flatten(closed, [key])
     births = making.births_of(program)
     small = making.compute_small(program, births)
     birth = births[[name for name, _ in leaves_with_paths(arrays)].index(path)]

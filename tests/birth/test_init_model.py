@@ -16,9 +16,8 @@ from helpers import run_two_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from redco_eqx import _birth as making
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
-from redco_eqx._birth import init_model as making
-from redco_eqx._birth.flat import flatten
 from redco_eqx._tree import leaves_with_paths
 from redco_eqx.models._families.registry import FAMILIES, PARTS
 
@@ -29,7 +28,7 @@ def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
     """For each leaf its path, how it is made, its sharding, and its compiled program if it has one."""
     closed, arrays, static = making.trace_arrays(make, KEY)
     shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh, overrides=overrides)))
-    program = flatten(closed, [KEY])
+    program = making.flatten(closed, [KEY])
     made = making.births_of(program)
     small = making.compute_small(program, made)
     planned = []
@@ -86,7 +85,7 @@ def test_every_family_is_made_shard_by_shard(name):
     config, model = {**FAMILIES, **PARTS}[name]
     is_stacked = name in FAMILIES
     closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=is_stacked, key=key), KEY)
-    made = making.births_of(flatten(closed, [KEY]))
+    made = making.births_of(making.flatten(closed, [KEY]))
     assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {"spread"}
 
 

@@ -14,8 +14,7 @@ from helpers import mesh_of
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
-from redco_eqx._parallel.attention import flash_attention
-from redco_eqx.models._blocks.attention import attend
+from redco_eqx.models._blocks.attention import attend, flash_attention
 
 HAS_CUDNN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._compiled.communication import communication
-from redco_eqx._parallel.vocabulary import top_k
+from redco_eqx.models._generate.top_k import top_k
 
 
 def expected(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

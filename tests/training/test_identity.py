@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx._checkpoint.arrays import unlike_replicas
-from redco_eqx._jaxprs.program import program_digest
+from redco_eqx._jaxprs import program_digest
 from redco_eqx._training.identity import _generators_untouched, programs_of
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.values import Dim, Value, new_dim, new_dims, pin, unify
 from redco_eqx._dataflow.walk import Walk, result
-from redco_eqx._jaxprs.read import body, called, scan_counts, shape_of, type_of
+from redco_eqx._jaxprs import body, called, scan_counts, shape_of, type_of
 
 # Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`.
 

@@ -7,7 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
-from redco_eqx._jaxprs.read import NOT_ELEMENTWISE, shape_of, type_of
+from redco_eqx._jaxprs import NOT_ELEMENTWISE, shape_of, type_of
 
 # Operations number by number, along one dim, or of unknown kind.
 

@@ -4,7 +4,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._dataflow import products, shapes
 from redco_eqx._dataflow.walk import Rule
-from redco_eqx._jaxprs.read import NOT_ELEMENTWISE, called
+from redco_eqx._jaxprs import NOT_ELEMENTWISE, called
 
 RULES: dict[str, Rule] = {
     "dot_general": products.dot_general,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 
-from redco_eqx._jaxprs.read import body
+from redco_eqx._jaxprs import body
 from redco_eqx._tree import is_array, leaves_with_paths
 from redco_eqx._types import Mean
 

@@ -21,7 +21,7 @@ from redco_eqx._dataflow.values import (
     new_dims,
     unify,
 )
-from redco_eqx._jaxprs.read import Atom, num_bytes, shape_of, used
+from redco_eqx._jaxprs import Atom, num_bytes, shape_of, used
 
 # One walk through a program: dims become atoms, and what a split would cost is written down.
 

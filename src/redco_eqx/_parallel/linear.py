@@ -6,6 +6,7 @@ also what is done.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
@@ -102,16 +103,18 @@ def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit:
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
     features on that side divide into whole units on every shard.
     """
-    matrix = _only_matrix(layer)
-    if matrix is None:
+    root = read_model(layer)
+    matrices = root.matrices()
+    if len(matrices) != 1 or matrices[0].node is not root:
         return None
+    (matrix,) = matrices
     dim = matrix.out_dim if side == "out" else matrix.in_dim
-    if matrix.weight.shape[dim] % (num_shards * unit):
+    is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
+    if not is_linear or matrix.weight.shape[dim] % (num_shards * unit):
         return None
     cut = _cut(matrix, side)
-    arrays, static = eqx.partition(layer, is_array)
-    leaves, treedef = jax.tree.flatten(arrays)
-    paths = [path for path, _ in leaves_with_paths(arrays)]
+    leaves, build = take_apart(layer)
+    paths = [path for path, _ in leaves_with_paths(eqx.filter(layer, is_array))]
     if set(paths) != set(cut):
         return None
     bias = None
@@ -122,29 +125,28 @@ def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit:
         PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(cut.get, paths)
     ]
 
-    def build(leaves: list[Array]) -> Layer:
-        whole = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
-        return lambda x: apply(whole, x)
-
     return SplitLayer(leaves, specs, build, bias)
 
 
-def apply(layer: Layer, x: Array) -> Array:
-    """The layer on the last dim of `x`. `eqx.nn.Linear` itself takes single vectors only."""
+def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]], Layer]]:
+    """The arrays of a layer, and a function that puts it together again."""
+    arrays, static = eqx.partition(layer, is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+
+    def build(leaves: list[Array]) -> Layer:
+        return functools.partial(apply, eqx.combine(jax.tree.unflatten(treedef, leaves), static))
+
+    return leaves, build
+
+
+def apply(layer: Layer | Array, x: Array) -> Array:
+    """The layer on the last dim of `x`. `eqx.nn.Linear` itself takes single vectors only; a table is a head."""
+    if not callable(layer):
+        return jnp.einsum("...i,oi->...o", x, layer)
     if isinstance(layer, eqx.nn.Linear):
         for _ in range(x.ndim - 1):
             layer = jax.vmap(layer)
     return layer(x)
-
-
-def _only_matrix(layer: Layer) -> Matrix | None:
-    root = read_model(layer)
-    matrices = root.matrices()
-    if len(matrices) != 1 or matrices[0].node is not root:
-        return None
-    matrix = matrices[0]
-    is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
-    return matrix if is_linear else None
 
 
 def _cut(matrix: Matrix, side: Literal["out", "in"]) -> dict[str, int | None]:
@@ -272,7 +274,7 @@ def row(
     mesh = traced_mesh(layers, xs)
     is_plain = mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel)
     if is_plain or mesh is None:
-        return checkpoint_name(_total([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
+        return checkpoint_name(_added([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
     if sequence_parallel:
         for one in xs:
             check_sequence("row", one, mesh)
@@ -282,12 +284,12 @@ def row(
     if found:
         outputs.append(_row([x for x, _ in found], [split for _, split in found], mesh, sequence_parallel))
     outputs += [split.bias for _, split in found if split.bias is not None]
-    return checkpoint_name(_total(outputs), "row_out")
+    return checkpoint_name(_added(outputs), "row_out")
 
 
 def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence_parallel: bool) -> Array:
     def body(xs: list[Array], arrays: list[list[Array]]) -> Array:
-        total = _total([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
+        total = _added([split.build(own)(x) for x, split, own in zip(xs, splits, arrays)])
         if sequence_parallel:
             return jax.lax.psum_scatter(total, "tensor", scatter_dimension=1, tiled=True)
         return psum(total, "tensor")
@@ -305,11 +307,8 @@ def _row(xs: list[Array], splits: list[SplitLayer], mesh: AbstractMesh, sequence
     )(xs, [split.arrays for split in splits])
 
 
-def _total(outputs: list[Array]) -> Array:
-    total = outputs[0]
-    for output in outputs[1:]:
-        total = total + output
-    return total
+def _added(outputs: list[Array]) -> Array:
+    return sum(outputs[1:], outputs[0])
 
 
 def check_sequence(name: str, x: Array, mesh: AbstractMesh) -> None:

@@ -176,24 +176,19 @@ def _marked(x: Array) -> Array:
     return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
-def _check_dims(arrays: list[tuple[str, Array]]) -> None:
-    """Refuses, by `ValueError`, a number within a stack, which plain `jax.jit` makes an array of."""
-    for path, x in arrays:
-        if x.ndim == 0 and isinstance(x, Tracer):
-            raise ValueError(
-                f"scan_layers: {path} is {describe(x)}, but the leading dim of every array numbers the layers. "
-                "If it is a plain number of the model, plain jax.jit (grad, vmap) has made an array of it: use "
-                "eqx.filter_jit (filter_grad, filter_vmap), which leaves it alone."
-            )
-
-
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
     """Refuses, by `ValueError`, no layers, and arrays of a stack that disagree on their number."""
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}
     else:
         arrays = [(path, x) for path, x in leaves_with_paths({"layers": layers}) if is_array(x)]
-        _check_dims(arrays)
+        for path, x in arrays:
+            if x.ndim == 0 and isinstance(x, Tracer):
+                raise ValueError(
+                    f"scan_layers: {path} is {describe(x)}, but the leading dim of every array numbers the "
+                    "layers. If it is a plain number of the model, plain jax.jit (grad, vmap) has made an "
+                    "array of it: use eqx.filter_jit (filter_grad, filter_vmap), which leaves it alone."
+                )
         sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays}
     if not sizes or min(sizes.values()) == 0:
         empty = next((path for path, size in sizes.items() if size == 0), "layers")

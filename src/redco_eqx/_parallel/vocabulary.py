@@ -1,13 +1,13 @@
 """Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
 
+import functools
 from typing import TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from redco_eqx._parallel.linear import (
@@ -17,62 +17,12 @@ from redco_eqx._parallel.linear import (
     batch_axes,
     check_sequence,
     split_layer,
+    take_apart,
     tensor_size,
     traced_mesh,
 )
 from redco_eqx._sharding.mesh import axes_of, axis_size
-from redco_eqx._tree import is_array
 from redco_eqx._types import Mean
-
-# The largest entries of rows whose last dim, a vocabulary, may be split.
-
-
-def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
-    """The `k` largest of each row, in order, and which of all its choices, counted row by row, they are.
-
-    Of equal ones the first comes first, on every mesh. Over `tensor` each shard takes the largest of its part
-    of the last dim, and only these are gathered: on each device at most `8 * tensor * k` bytes for a row. Where
-    that would be more than the row, the row is gathered. Over the batch nothing is communicated.
-
-    **Arguments:**
-
-    - `x`: float32. The leading dim is the batch.
-    - `k`: at most the number of choices.
-    """
-    mesh = traced_mesh(x)
-    if mesh is None or mesh.size == 1:
-        values, places = jax.lax.top_k(x.reshape(x.shape[0], -1), k)
-        return values, places
-    last, num_shards = x.shape[-1], tensor_size(mesh)
-    num_own = x[0].size // num_shards
-    # A place is sent along with each value.
-    is_cut = num_shards > 1 and last % num_shards == 0 and 2 * min(k, num_own) < num_own
-    rows = batch_axes(mesh, x.shape[0])
-
-    def body(x: Array) -> tuple[Array, Array]:
-        flat = x.reshape(x.shape[0], -1)
-        values, places = jax.lax.top_k(flat, min(k, flat.shape[1]))
-        if is_cut:
-            own = x.shape[-1]
-            before, place = jnp.divmod(places, own)
-            places = before * last + jax.lax.axis_index("tensor") * own + place
-        return values, places
-
-    # Left to itself, the compiler gathers the rows of all devices for a top-k: jaxlib 0.10.2 and 0.12.0, no
-    # upstream issue known (on GPUs values of a split dim were wrong, too: jax-ml/jax#19271).
-    cut = "tensor" if is_cut else None
-    values, places = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=PartitionSpec(rows, *[None] * (x.ndim - 2), cut),
-        out_specs=(PartitionSpec(rows, cut), PartitionSpec(rows, cut)),
-    )(x)
-    if not is_cut:
-        return values, places
-    whole = NamedSharding(mesh, PartitionSpec(rows))
-    values, places = (jax.lax.with_sharding_constraint(a, whole) for a in (values, places))
-    negated, places = jax.lax.sort((-values, places), dimension=1, num_keys=2)
-    return -negated[:, :k], places[:, :k]
 
 
 @jax.named_scope("redco_eqx.embed")
@@ -118,7 +68,10 @@ def embed(
         table = _vary(table, spec, rows or ())  # its gradient is summed over the devices once, at the end
         if not is_cut:
             found = jnp.take(table, ids, axis=0)
-            return _own_part(found, mesh) if sequence_parallel else found
+            if not sequence_parallel:
+                return found
+            length = found.shape[1] // tensor_size(mesh)
+            return jax.lax.dynamic_slice_in_dim(found, jax.lax.axis_index("tensor") * length, length, axis=1)
         num_rows = table.shape[0] * tensor_size(mesh)
         ids = _wide(ids)
         ids = jnp.where(ids < 0, ids + num_rows, ids)
@@ -201,14 +154,14 @@ def cross_entropy(
     weights = counted if weights is None else counted * weights
     mesh = traced_mesh(head, hidden)
     if mesh is None or mesh.size == 1:
-        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
     if sequence_parallel:
         check_sequence("cross_entropy", hidden, mesh)
     split = _split_head(head, tensor_size(mesh))
     rows = batch_axes(mesh, hidden.shape[0]) if hidden.ndim == 3 else None
     if rows is None or split is None:
-        return Mean(*_chunked(hidden, _function(head), labels, weights, num_chunks, None))
+        return Mean(*_chunked(hidden, functools.partial(apply, head), labels, weights, num_chunks, None))
     axis = "tensor" if tensor_size(mesh) > 1 else None
     axes = (*rows, axis) if axis else rows
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
@@ -310,25 +263,14 @@ def _own_part_of(
     return jnp.where(is_here, own, 0), is_here
 
 
-def _function(head: Head) -> Layer:
-    if callable(head):
-        return lambda x: apply(head, x)
-    return lambda x: jnp.einsum("...i,oi->...o", x, head)
-
-
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
     if num_shards > 1 and callable(head):
         return split_layer(head, "out", num_shards, 1)
     if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
         return None
-    arrays, static = eqx.partition(head, is_array)
-    leaves, treedef = jax.tree.flatten(arrays)
+    leaves, build = take_apart(head)
     spec = PartitionSpec("tensor") if num_shards > 1 else PartitionSpec()
-
-    def build(leaves: list[Array]) -> Layer:
-        return _function(eqx.combine(jax.tree.unflatten(treedef, leaves), static))
-
     return SplitLayer(leaves, [spec] * len(leaves), build)
 
 
@@ -336,11 +278,3 @@ def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
     """Marks what came in by `spec` as different on each device along all of `axes`."""
     missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _own_part(
-    x: Float[Array, "batch length size"], mesh: AbstractMesh
-) -> Float[Array, "batch own_length size"]:
-    """A device's part along dim 1 of what all devices along `tensor` have whole."""
-    size = x.shape[1] // axis_size(mesh, "tensor")
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, axis=1)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._compiled.hlo import Buffer
-from redco_eqx._jaxprs.read import Atom, body, called, shape_of, source_line, type_of
+from redco_eqx._jaxprs import Atom, body, called, shape_of, source_line, type_of
 from redco_eqx._step.state import TrainState
 from redco_eqx._tree import is_array
 

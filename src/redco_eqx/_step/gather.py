@@ -17,8 +17,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._jaxprs.program import Program, abstract
-from redco_eqx._jaxprs.read import CHECKPOINTS, ELEMENTWISE, Atom, body, called, num_bytes, shape_of, type_of
+from redco_eqx._jaxprs import (
+    CHECKPOINTS,
+    ELEMENTWISE,
+    Atom,
+    Program,
+    abstract,
+    body,
+    num_bytes,
+    shape_of,
+    type_of,
+)
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
 # FSDP: one parameter that is split where it is stored, gathered for use.
@@ -56,7 +65,7 @@ def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
 
 
 Layout: TypeAlias = Sequence[NamedSharding | None]
-"""For each of some arrays how it is split where it is stored; `None` for one that is not."""
+"""For each of some arrays, if it is a weight, how it is split where it is stored."""
 
 
 def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
@@ -70,19 +79,18 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
     inside a `jax.checkpoint`, and those outside are of more than its checkpoints read of weights that need
     none. (If it is of less, as a table of positions is, what these checkpoints save is worth more.)
     """
-    split = [sharding if sharding is not None and is_split(sharding) else None for sharding in layout]
-    if not any(split):
+    if not any(sharding is not None and is_split(sharding) for sharding in layout):
         return program, False
+    # Of a weight that needs no gather it only counts that it is one.
+    weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     walk = _Walk()
-    before = program.closed.jaxpr
-    jaxpr, _ = walk.program(before, split, in_checkpoint=False)
-    read = bytes_in_checkpoints(before, [sharding is not None for sharding in layout])
-    return program.replace(jaxpr), not walk.gathers_in_checkpoint and walk.bytes_outside > read
+    jaxpr, _ = walk.program(program.closed.jaxpr, weights)
+    return program.replace(jaxpr), not walk.gathers_in_checkpoint and walk.bytes_outside > walk.bytes_inside
 
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """An operation that takes split operands: the operation, those that it takes so, and its outputs."""
+    """An operation that takes weights as they are: the operation, the operands, and what weights come out."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -94,72 +102,84 @@ class _Walk:
 
     - `gathers_in_checkpoint`: whether it has put a gather inside a `jax.checkpoint`.
     - `bytes_outside`: of what it has gathered elsewhere, each layer of a scan for itself.
+    - `bytes_inside`: of the weights that checkpoints read, likewise.
     """
 
     def __init__(self) -> None:
         self.gathers_in_checkpoint = False
         self.bytes_outside = 0
-        self._times = 1  # that what it is at is run
+        self.bytes_inside = 0
+        # Of what it is at: how often that is run, and whether in a `jax.checkpoint`.
+        self._times, self._in_checkpoint = 1, False
 
-    def program(
-        self, jaxpr: Jaxpr, split: Layout, *, in_checkpoint: bool, whole_outputs: bool = False
-    ) -> tuple[Jaxpr, Layout]:
-        """A program whose inputs are `split`, and how its outputs are: an input may be handed on as it is."""
-        pending = {var: sharding for var, sharding in zip(jaxpr.invars, split) if sharding is not None}
+    def program(self, jaxpr: Jaxpr, weights: Layout, *, whole_outputs: bool = False) -> tuple[Jaxpr, Layout]:
+        """A program of these `weights` and other inputs, and what weights come out: some are handed on.
+
+        Where nothing is gathered it is the same object.
+        """
+        pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
         gathered: dict[Var, Atom] = {}
         equations: list[JaxprEqn] = []
 
+        def layout_of(atoms: Sequence[Atom]) -> Layout:
+            return [None if isinstance(atom, Literal) else pending.get(atom) for atom in atoms]
+
         def whole(atom: Atom) -> Atom:
-            if isinstance(atom, Literal) or atom not in pending:
+            (sharding,) = layout_of([atom])
+            if isinstance(atom, Literal) or sharding is None or not is_split(sharding):
                 return atom
-            sharding = pending[atom]
             if atom not in gathered:
                 inner = _traced(lambda x: gather_for_use(x, sharding), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
-                self.gathers_in_checkpoint |= in_checkpoint
-                self.bytes_outside += 0 if in_checkpoint else num_bytes(type_of(atom)) * self._times
+                self.gathers_in_checkpoint |= self._in_checkpoint
+                self.bytes_outside += 0 if self._in_checkpoint else num_bytes(type_of(atom)) * self._times
             return gathered[atom]
 
         for equation in jaxpr.eqns:
-            inputs = [None if isinstance(a, Literal) else pending.get(a) for a in equation.invars]
-            taken = self.take(equation, inputs, in_checkpoint) if any(inputs) else _Taken(equation)
+            inputs = layout_of(equation.invars)
+            taken = self.take(equation, inputs) if any(inputs) else _Taken(equation)
             operands = [a if i in taken.operands else whole(a) for i, a in enumerate(equation.invars)]
-            equations.append(taken.equation.replace(invars=operands))
+            is_same = all(new is old for new, old in zip(operands, equation.invars))
+            equations.append(taken.equation if is_same else taken.equation.replace(invars=operands))
             pending |= {var: s for var, s in zip(equation.outvars, taken.outputs) if s is not None}
         outvars = [whole(atom) for atom in jaxpr.outvars] if whole_outputs else jaxpr.outvars
-        outputs = [None if isinstance(a, Literal) else pending.get(a) for a in outvars]
-        return jaxpr.replace(eqns=equations, outvars=outvars), outputs
+        if len(equations) > len(jaxpr.eqns) or any(new is not old for new, old in zip(equations, jaxpr.eqns)):
+            jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
+        return jaxpr, layout_of(outvars)
 
-    def take(self, equation: JaxprEqn, inputs: Layout, in_checkpoint: bool) -> _Taken:
+    def take(self, equation: JaxprEqn, inputs: Layout) -> _Taken:
         """Choose the operands that `equation` can take as they are; by default none."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
         if kind == "scan":
-            before, self._times = self._times, self._times * equation.params["length"]
-            taken = self._inside(equation, _in_one_step(equation, inputs), in_checkpoint)
-            self._times = before
-            return taken
+            one_step = _in_one_step(equation, inputs)
+            return self._inside(equation, one_step, equation.params["length"], self._in_checkpoint)
         if kind in CHECKPOINTS:
-            return self._inside(equation, inputs, in_checkpoint=True)
+            read = [type_of(atom) for atom, weight in zip(equation.invars, inputs) if weight is not None]
+            self.bytes_inside += 0 if self._in_checkpoint else sum(map(num_bytes, read)) * self._times
+            return self._inside(equation, inputs, 1, True)
         if kind in ("jit", "pjit"):
-            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs, in_checkpoint=in_checkpoint)
+            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs)
             return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
-        return _THROUGH.get(kind, _not_at_all)(equation, inputs)
+        return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
 
-    def _inside(self, equation: JaxprEqn, split: Layout, in_checkpoint: bool) -> _Taken:
-        """The operation with what is split gathered in its body."""
-        jaxpr, _ = self.program(
-            body(equation.params["jaxpr"]), split, in_checkpoint=in_checkpoint, whole_outputs=True
-        )
-        return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(split) if x is not None])
+    def _inside(self, equation: JaxprEqn, weights: Layout, times: int, in_checkpoint: bool) -> _Taken:
+        """The operation with what is split gathered in its body, which is run this often."""
+        before = self._times, self._in_checkpoint
+        self._times, self._in_checkpoint = self._times * times, in_checkpoint
+        jaxpr, _ = self.program(body(equation.params["jaxpr"]), weights, whole_outputs=True)
+        self._times, self._in_checkpoint = before
+        return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(weights) if x is not None])
 
 
 def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     old = equation.params["jaxpr"]
+    if jaxpr is body(old):
+        return equation
     new = old.replace(jaxpr=jaxpr) if isinstance(old, ClosedJaxpr) else jaxpr
     return equation.replace(params={**equation.params, "jaxpr": new})
 
@@ -169,58 +189,14 @@ def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
 
     def one(sharding: NamedSharding | None, outer: Atom, inner: Atom) -> NamedSharding | None:
         is_stack = len(shape_of(inner)) < len(shape_of(outer))
-        if sharding is None or not is_stack or sharding.spec[0] is not None:
+        if sharding is None or not is_stack or any(sharding.spec[:1]):
             return None
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
     return [one(*triple) for triple in zip(inputs, scan.invars, body(scan.params["jaxpr"]).invars)]
 
 
-# Bytes that checkpoints read.
-
-
-def bytes_in_checkpoints(program: Jaxpr, weights: Sequence[bool]) -> int:
-    """Bytes of weights that the checkpoints of `program` read, each layer of a scan for itself.
-
-    `weights` says which inputs are some. What is made of weights alone, such as a cast or a slice, is one too.
-    """
-    return _weights_read(program, weights)[0]
-
-
-def _weights_read(program: Jaxpr, weights: Sequence[bool]) -> tuple[int, list[bool]]:
-    """Count the bytes of weights that are read, and mark the results that are weights."""
-    known = {var for var, is_weight in zip(program.invars, weights) if is_weight}
-    total = 0
-    for equation in program.eqns:
-        inputs = [isinstance(atom, Var) and atom in known for atom in equation.invars]
-        read, outputs = _weights_of(equation, inputs)
-        total += read
-        known.update(var for var, is_weight in zip(equation.outvars, outputs) if is_weight)
-    return total, [isinstance(atom, Var) and atom in known for atom in program.outvars]
-
-
-def _weights_of(equation: JaxprEqn, inputs: Sequence[bool]) -> tuple[int, Sequence[bool]]:
-    kind, none = equation.primitive.name, [False] * len(equation.outvars)
-    if not any(inputs):
-        return 0, none
-    if kind in CHECKPOINTS:
-        read = [type_of(atom) for atom, is_weight in zip(equation.invars, inputs) if is_weight]
-        return sum(map(num_bytes, read)), none
-    if kind == "scan":
-        read, _ = _weights_read(body(equation.params["jaxpr"]), inputs)
-        return read * equation.params["length"], none
-    inner = called(equation)
-    if inner is not None:
-        return _weights_read(inner, inputs)
-    arrays = [is_weight for atom, is_weight in zip(equation.invars, inputs) if shape_of(atom)]
-    return 0, [all(arrays) and bool(arrays)] * len(equation.outvars)
-
-
 # Operations that leave a weight split.
-
-
-def _not_at_all(equation: JaxprEqn, inputs: Layout) -> _Taken:
-    return _Taken(equation)
 
 
 def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:

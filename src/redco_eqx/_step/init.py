@@ -138,18 +138,16 @@ def _placement(
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values())
     if not abstract:
         _check_buffers({**arrays, **state_arrays})
-    mesh, source = None, ""
-    layout = {}
-    for path, x in arrays.items():
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            if mesh is not None and sharding.mesh != mesh:
-                raise ValueError(
-                    f"init_state: {source} and {path} lie on different meshes: {mesh} and {sharding.mesh}. "
-                    "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
-                )
-            mesh, source = sharding.mesh, path
-            layout[path] = sharding
+    shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
+    layout = {path: sharding for path, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
+    source = next(iter(layout), "")
+    mesh = layout[source].mesh if layout else None
+    for path, sharding in layout.items():
+        if sharding.mesh != mesh:
+            raise ValueError(
+                f"init_state: {source} and {path} lie on different meshes: {mesh} and {sharding.mesh}. "
+                "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+            )
     if mesh is None:
         if abstract:
             return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import hashlib
 import pathlib
 import sys
@@ -16,6 +15,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
+
+from redco_eqx._step.state import PARTS, closure
 
 # What is installed does not change while a program runs: its global names and its classes are not looked into.
 _INSTALLED = tuple(
@@ -120,11 +121,7 @@ def _parts(x: Any) -> list[Any]:
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
     """The code of a function, and what it may read: closure, defaults, and globals by the names in the code."""
     yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
-    cells: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # not filled yet
-            cells[name] = cell.cell_contents
-    names, scopes = _names(function.__code__), [cells]
+    names, scopes = _names(function.__code__), [closure(function)]
     if not _is_installed(function.__globals__.get("__name__", "")):
         scopes += [function.__globals__, sys.modules]
     for scope in scopes:
@@ -150,13 +147,11 @@ def _held(x: Any, entry: Hashable) -> Any:
 
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
     types.FunctionType: _of_function,
-    types.MethodType: lambda x: (x.__func__, x.__self__),
-    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    **PARTS,
     property: lambda x: (x.fget,),
     type: lambda x: x.__bases__,
     np.ndarray: lambda x: x.tolist(),  # of objects
-    **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
-    **dict.fromkeys((list, tuple, set, frozenset, bytearray, collections.deque), iter),
+    **dict.fromkeys((set, frozenset, bytearray, collections.deque), iter),
 }
 
 

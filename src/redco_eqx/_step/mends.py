@@ -11,8 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._jaxprs.program import Program, manual_axes, rewrite, trace
-from redco_eqx._jaxprs.read import shape_of, source_line
+from redco_eqx._jaxprs import Program, manual_axes, rewrite, shape_of, source_line, trace
 from redco_eqx._parallel.linear import psum, vary
 from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
@@ -128,21 +127,10 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
     )(lhs, rhs)
 
 
-_SETTINGS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
-
-
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
-    return jax.lax.conv_general_dilated(lhs, rhs, **{name: params[name] for name in _SETTINGS})
+    # Where the operation stood, a sharding may be of other axes than in a `shard_map`.
+    params = {name: None if name == "out_sharding" else value for name, value in params.items()}
+    return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
 # Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.

@@ -23,21 +23,17 @@ def check_is_optimizer(where: str, optimizer: object) -> None:
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    what = f"optimizer must be one of optax, such as optax.adam(1e-3), but is a {type(optimizer).__name__}."
     if callable(optimizer) and getattr(optax, name, None) is optimizer:
-        raise TypeError(
-            f"{where}: optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
+        what = f"optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
+    elif isinstance(optimizer, eqx.Module):
+        what = f"optimizer is a {name}. The model comes first, then the optimizer."
+    elif callable(optimizer):
+        what = (
+            f"optimizer is the function {name}, but must be an optimizer of optax. A schedule of the learning "
+            "rate goes into one, optax.adam(schedule); a function that makes one is called."
         )
-    if isinstance(optimizer, eqx.Module):
-        raise TypeError(f"{where}: optimizer is a {name}. The model comes first, then the optimizer.")
-    if callable(optimizer):
-        raise TypeError(
-            f"{where}: optimizer is the function {name}, but must be an optimizer of optax. A schedule of the "
-            "learning rate goes into one, optax.adam(schedule); a function that makes one is called."
-        )
-    raise TypeError(
-        f"{where}: optimizer must be one of optax, such as optax.adam(1e-3), but is a "
-        f"{type(optimizer).__name__}."
-    )
+    raise TypeError(f"{where}: {what}")
 
 
 _UNSUPPORTED = {
@@ -71,9 +67,11 @@ def init_optimizer(
             lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), optimizer.init(params)
         )
 
+    is_abstract, is_traced = (
+        any(isinstance(x, kind) for x in params.values()) for kind in (jax.ShapeDtypeStruct, Tracer)
+    )
     if layout is None:
-        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values())
-        return jax.eval_shape(init, params) if abstract else init(params)
+        return jax.eval_shape(init, params) if is_abstract else init(params)
     try:
         shapes = jax.eval_shape(init, params)
     except Exception as error:
@@ -84,11 +82,11 @@ def init_optimizer(
         raise
     check_supported(shapes)
     shardings = like_params(shapes, params, {path: layout[path] for path in params})
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values()):
+    if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
     # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
-    if any(isinstance(x, Tracer) for x in params.values()) or captured_by((optimizer,)) is None:
+    if is_traced or captured_by((optimizer,)) is None:
         return jitted(params)
     key = "init_optimizer", signature(params)
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)

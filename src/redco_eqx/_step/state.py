@@ -1,9 +1,10 @@
 """`TrainState`: all arrays of a run, flat and named."""
 
+import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -34,17 +35,30 @@ from redco_eqx._types import AnyArray, Key, pytree_dataclass
 # and takes `1`, `1.0` and `True` for the same.
 
 
+def closure(function: types.FunctionType) -> dict[str, Any]:
+    """The variables that a function closes over, by name, but for those that are not filled yet."""
+    cells: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            cells[name] = cell.cell_contents
+    return cells
+
+
+PARTS: dict[Any, Callable[[Any], Any]] = {
+    types.MethodType: lambda x: (x.__func__, x.__self__),
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    **dict.fromkeys((tuple, list), iter),
+    **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
+}
+"""The values that objects of a kind are made of, in order."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Identity:
-    """Equal only to a wrapper of the very same object (which it keeps alive)."""
+    """Equal only to that of the very same object, which it keeps alive."""
 
-    def __init__(self, x: Any):
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.x is other.x
-
-    def __hash__(self) -> int:
-        return id(self.x)
+    number: int
+    x: Any = dataclasses.field(compare=False)
 
 
 def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
@@ -57,56 +71,38 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
         return "recursion"
     of = functools.partial(fingerprint, _open=(*_open, id(x)))
     kind = type(x)
-    if isinstance(x, float):
-        return kind, float.hex(x)
-    if isinstance(x, complex):
-        return kind, float.hex(x.real), float.hex(x.imag)
+    if isinstance(x, float | complex):
+        return kind, repr(x)  # NaN is like NaN, and 0.0 not like -0.0
     if x is None or isinstance(x, bool | int | str | bytes | type):
         return kind, x
     if is_array(x):
-        return (kind, str(x.dtype), x.tobytes()) if isinstance(x, np.generic) else _Identity(x)
+        return (kind, str(x.dtype), x.tobytes()) if isinstance(x, np.generic) else _Identity(id(x), x)
     if isinstance(x, jax.tree_util.PyTreeDef):
         data = x.node_data()
         if data is None:
             return "leaf" if x.num_leaves else "none"
-        return data[0], of(data[1]), *(of(child) for child in x.children())
+        return data[0], of(data[1]), *map(of, x.children())
     if isinstance(x, types.FunctionType):
-        cells = tuple(_cell(cell) for cell in x.__closure__ or ())
-        return (
-            (kind, x.__module__, x.__qualname__, x.__code__.co_filename, x.__code__)
-            + (of(x.__defaults__), of(x.__kwdefaults__))
-            + tuple(of(cell) for cell in cells)
-        )
-    if isinstance(x, types.MethodType):
-        return kind, of(x.__func__), of(x.__self__)
-    if isinstance(x, functools.partial):
-        return kind, of(x.func), of(x.args), of(x.keywords)
-    if isinstance(x, tuple | list):
-        return kind, *(of(item) for item in x)
-    if isinstance(x, dict):
-        return kind, *((of(key), of(value)) for key, value in x.items())
+        code = x.__module__, x.__qualname__, x.__code__.co_filename, x.__code__
+        return kind, *code, of(x.__defaults__), of(x.__kwdefaults__), *map(of, closure(x).values())
+    for plain, parts in PARTS.items():
+        if isinstance(x, plain):
+            return kind, *map(of, parts(x))
     if isinstance(x, set | frozenset):
-        return kind, frozenset(of(item) for item in x)
+        return kind, frozenset(map(of, x))
     plain = kind.__eq__ is object.__eq__ and kind.__init__ is object.__init__
     if plain and getattr(x, "__dict__", None) == {}:
         return kind  # a marker without any content, such as the one that `eqx.nn.Shared` leaves
     leaves, treedef = jax.tree.flatten(x)
     if not (len(leaves) == 1 and leaves[0] is x):
-        return kind, of(treedef), *(of(leaf) for leaf in leaves)
+        return kind, of(treedef), *map(of, leaves)
     try:
         hash(x)
     except TypeError:
-        return _Identity(x)
+        return _Identity(id(x), x)
     if dataclasses.is_dataclass(x):
         return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x) if f.compare)
     return kind, x
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 class Structure:
@@ -124,22 +120,15 @@ class Structure:
         return jax.tree.unflatten(self._treedef, leaves)
 
     @functools.cached_property
-    def _fingerprint(self) -> Any:
-        return self._paths, fingerprint(self._treedef), fingerprint(self._leaves)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self._fingerprint)
+    def _compared(self) -> tuple[int, Any]:
+        content = self._paths, fingerprint(self._treedef), fingerprint(self._leaves)
+        return hash(content), content
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._compared[0]
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Structure) or self._hash != other._hash:
-            return False
-        return self._fingerprint == other._fingerprint
+        return self is other or (isinstance(other, Structure) and self._compared == other._compared)
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"

@@ -100,7 +100,9 @@ def next_window(empty: Window, window: Window) -> Window:
 def window_row(window: Window) -> dict[str, float]:
     """The row of a log: `train/loss`, and the other metrics by name, of a window that was fetched."""
     names = sorted(window.metrics, key=lambda name: name != "loss")  # jit sorted them; the loss comes first
-    return {f"train/{name}": _number(window.metrics[name]) for name in names}
+    # Divided by NumPy: an operation of JAX would wait behind the steps that were dispatched since.
+    means = [(name, window.metrics[name]) for name in names]
+    return {f"train/{name}": float(mean.total / mean.weight) if mean.weight else 0.0 for name, mean in means}
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
@@ -119,13 +121,6 @@ def window_from_json(saved: dict[str, Any]) -> Window:
         for name, (dtype, total, weight) in saved["metrics"].items()
     }
     return Window(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
-
-
-def is_like(window: Window, other: Window) -> bool:
-    """True if both hold the same metrics."""
-    return jax.tree.structure(window) == jax.tree.structure(other) and (
-        [x.dtype for x in jax.tree.leaves(window)] == [x.dtype for x in jax.tree.leaves(other)]
-    )
 
 
 def _stepped(step_fn: StepFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -157,8 +152,3 @@ def _as_metrics(metrics: Any) -> Metrics:
 def _is_finite(metrics: Metrics) -> Bool[Array, ""]:
     values = [metrics[name].value for name in ("loss", "grad_norm") if name in metrics]
     return jnp.all(jnp.isfinite(jnp.stack(values)))
-
-
-def _number(mean: Mean) -> float:
-    """`mean.value` by NumPy: an operation of JAX would wait behind the steps that were dispatched since."""
-    return float(mean.total / mean.weight) if mean.weight else 0.0

@@ -32,10 +32,10 @@ from redco_eqx._checkpoint.arrays import (
 from redco_eqx._checkpoint.record import Identity
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
-from redco_eqx._jaxprs.program import program_digest
+from redco_eqx._jaxprs import program_digest
+from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.state import TrainState, state_mesh
-from redco_eqx._step.traced import on_arrays
 from redco_eqx._tree import first_few, leaves_with_paths
 from redco_eqx._types import Batch, CollateFn, Examples, LossFn
 

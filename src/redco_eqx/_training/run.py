@@ -19,17 +19,16 @@ from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.batches import Place
 from redco_eqx._distributed.consensus import Vote, agree, is_shared
 from redco_eqx._distributed.process_group import Watchdog
-from redco_eqx._jaxprs.program import trace
+from redco_eqx._jaxprs import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
-from redco_eqx._step.state import TrainState, layout_of, state_mesh, step_of
+from redco_eqx._step.state import TrainState, first_change, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
     accumulated,
     empty_window,
-    is_like,
     next_window,
     window_from_json,
     window_to_json,
@@ -235,7 +234,7 @@ class Training:
             self._programs[self._shapes] = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
         program = self._programs[self._shapes]
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
-        if self._window is None or not is_like(self._window, program.window):  # saved by another program
+        if self._window is None or first_change(self._window, program.window):  # saved by another program
             self._window, self._num_in_window = program.window, 0
         return program
 

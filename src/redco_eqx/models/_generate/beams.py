@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from redco_eqx._parallel.vocabulary import top_k
+from redco_eqx.models._generate.top_k import top_k
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._parallel.vocabulary import top_k as largest
 from redco_eqx._types import Key
+from redco_eqx.models._generate.top_k import top_k as largest
 
 
 def sample(

@@ -3,35 +3,187 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from redco_eqx._birth.flat import (
-    Canonical,
-    FlatProgram,
-    Value,
-    cut_out,
-    flatten,
-    run_jaxpr,
-    run_stepwise,
-    variables,
-)
 from redco_eqx._distributed.consensus import agree, is_shared
-from redco_eqx._jaxprs.program import program_digest
-from redco_eqx._jaxprs.read import ELEMENTWISE, dtype_of, shape_of, type_of
+from redco_eqx._jaxprs import CHECKPOINTS, ELEMENTWISE, Atom, dtype_of, program_digest, shape_of, type_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 from redco_eqx._tree import is_array, is_key, leaves_with_paths
 from redco_eqx._types import Key, as_key, check_function
+
+# A traced program with its calls inlined, and the programs of single values that are cut out of it.
+
+
+Value: TypeAlias = jax.Array | np.ndarray
+"""What a variable stands for when the program runs."""
+
+# What these primitives call is run in their place, on the same operands.
+_INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", *CHECKPOINTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatProgram:
+    """A program without calls.
+
+    - `equations`: in the order in which they were traced.
+    - `values`: what is known from the start: arguments, constants, and the literals outside of any call.
+        Those are operands, as they are when Python runs the program, so layers that differ in such a number
+        alone still have equal programs. Literals inside of a call stay in its equations.
+    - `outputs`: its results.
+    - `producers`: for each variable that an equation makes, the index of that equation.
+    - `template`: the jaxpr that all programs cut out of this one are copies of, but for these fields.
+    """
+
+    equations: list[JaxprEqn]
+    values: dict[Var, Value]
+    outputs: list[Var]
+    producers: dict[Var, int]
+    template: Jaxpr
+
+
+def flatten(program: ClosedJaxpr, arguments: Sequence[Value]) -> FlatProgram:
+    """`program` on `arguments`, with its calls inlined."""
+    equations: list[JaxprEqn] = []
+    values: dict[Var, Value] = {}
+
+    def known(value: Value, aval: AbstractValue) -> Var:
+        var = Var(aval)
+        values[var] = value
+        return var
+
+    def lift(atom: Atom) -> Var:
+        return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
+
+    def inline(jaxpr: Jaxpr, consts: Sequence[Value], operands: Sequence[Atom], outermost: bool) -> list[Atom]:
+        env: dict[Var, Atom] = {var: known(value, var.aval) for var, value in zip(jaxpr.constvars, consts)}
+        env.update(zip(jaxpr.invars, operands))
+
+        def read(atom: Atom) -> Atom:
+            if isinstance(atom, Literal):
+                return lift(atom) if outermost else atom
+            return env[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            if equation.primitive.name == "slice" and set(equation.params["strides"] or (1,)) == {1}:
+                # Where it starts is an operand here: keys[0], keys[1], ... are one program.
+                starts = [np.asarray(start, np.uint32) for start in equation.params["start_indices"]]
+                inputs += [known(start, jax.typeof(start)) for start in starts]
+                sizes = {"slice_sizes": shape_of(equation.outvars[0])}
+                equation = equation.replace(primitive=jax.lax.dynamic_slice_p, params=sizes)
+            called = _called_by(equation)
+            if called is None:
+                results = [Var(var.aval) for var in equation.outvars]
+                equations.append(equation.replace(invars=inputs, outvars=results))
+                outputs: list[Atom] = [*results]
+            else:
+                outputs = inline(*called, inputs, False)
+            if outermost:
+                outputs = [rounded(atom) for atom in outputs]
+            env.update(zip(equation.outvars, outputs))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def rounded(atom: Atom) -> Atom:
+        aval = type_of(atom)
+        if not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4:
+            return atom
+        # Within one program, XLA computes in more bits than bfloat16 has, and would not round here.
+        info = jnp.finfo(aval.dtype)
+        rounding = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, info.nexp, info.nmant))(aval)
+        return inline(rounding.jaxpr, (), [atom], False)[0]
+
+    operands = [known(value, var.aval) for var, value in zip(program.jaxpr.invars, arguments)]
+    outputs = [lift(atom) for atom in inline(program.jaxpr, program.consts, operands, True)]
+    producers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
+    return FlatProgram(equations, values, outputs, producers, program.jaxpr)
+
+
+def _called_by(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Value]] | None:
+    """The jaxpr that an equation calls, and its constants."""
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    if equation.primitive.name not in _INLINED or not isinstance(called, Jaxpr | ClosedJaxpr):
+        return None
+    if isinstance(called, ClosedJaxpr):
+        return called.jaxpr, called.consts
+    return None if called.constvars else (called, ())
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The variables among the operands of an equation, each once."""
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def cut_out(program: FlatProgram, targets: Sequence[Var], given: Callable[[Var], bool]) -> Jaxpr:
+    """The program that makes `targets` out of variables that are `given`: its inputs, in order of first use."""
+    needed: set[int] = set()
+    stack = [*targets]
+    while stack:
+        var = stack.pop()
+        if not given(var) and program.producers[var] not in needed:
+            needed.add(program.producers[var])
+            stack += variables(program.equations[program.producers[var]].invars)
+    equations = [program.equations[i] for i in sorted(needed)]
+    inputs = [v for v in variables(a for e in equations for a in e.invars) if given(v)]
+    return program.template.replace(constvars=(), invars=inputs, outvars=[*targets], eqns=equations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonical:
+    """A jaxpr without constants that equals every other which computes the same, whatever their variables are
+    called: by its key."""
+
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
+    key: Hashable
+
+
+def _canonical_key(jaxpr: Jaxpr) -> Hashable:
+    numbers: dict[Atom, int] = {}
+
+    def name(atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    inputs = tuple((name(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
+    equations = tuple(
+        (
+            equation.primitive,
+            tuple((field, _frozen(value)) for field, value in sorted(equation.params.items())),
+            tuple(name(atom) for atom in equation.invars),
+            tuple((name(var), var.aval) for var in equation.outvars),
+        )
+        for equation in jaxpr.eqns
+    )
+    return inputs, equations, tuple(name(atom) for atom in jaxpr.outvars)
+
+
+def _frozen(value: object) -> Hashable:
+    """A parameter of an equation as a key. What can be compared in no other way is equal to itself alone: by
+    its `id`, which nothing else takes while the jaxpr beside the key keeps it alive."""
+    if isinstance(value, ClosedJaxpr):
+        return _canonical_key(value.jaxpr), tuple(map(id, value.consts))
+    if isinstance(value, Jaxpr):
+        return _canonical_key(value)
+    if isinstance(value, tuple | list):
+        return tuple(_frozen(entry) for entry in value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
 
 # The plan of a birth: which values of the traced program are computed where.
 #
@@ -41,8 +193,6 @@ from redco_eqx._types import Key, as_key, check_function
 
 # Up to this many elements a value is small.
 SMALL = 1024
-
-Way: TypeAlias = Literal["given", "spread", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +206,7 @@ class Birth:
     """
 
     leaf: Var
-    way: Way
+    way: str
     program: Jaxpr
 
 
@@ -64,14 +214,14 @@ def births_of(program: FlatProgram) -> list[Birth]:
     """Plan how each output of `program`, which has no effects, is made."""
     ways = _ways(program)
     return [
-        Birth(leaf, ways[leaf], cut_out(program, leaf, lambda var: ways[var] == "given"))
+        Birth(leaf, ways[leaf], cut_out(program, [leaf], lambda var: ways[var] == "given"))
         for leaf in program.outputs
     ]
 
 
-def _ways(program: FlatProgram) -> dict[Var, Way]:
+def _ways(program: FlatProgram) -> dict[Var, str]:
     """Decide for each value of the program how it would be made, were it a leaf."""
-    ways: dict[Var, Way] = dict.fromkeys(program.values, "given")
+    ways: dict[Var, str] = dict.fromkeys(program.values, "given")
     small = {var for var in program.values if is_small(var)}
     for equation in program.equations:
         inputs = variables(equation.invars)
@@ -134,7 +284,7 @@ def init_model(
     larger draw, or what is put together of several (slice, concatenation, reshape, `.at[...].set`); what a loop
     draws (`jax.random.gamma`); draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable`
     off; and what is computed from a large array outside of `make_model`. If anything in `make_model` has an
-    effect (`jax.debug.print`), all of it is run one operation at a time.
+    effect (`jax.debug.print`), all of it is made on one device, one operation at a time, and then placed.
 
     The values do not depend on the mesh. They are those of `make_model(key)` up to the last bit of a fused
     operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that
@@ -170,11 +320,6 @@ def init_model(
         )
     check_function("init_model", "make_model", make_model, "key")
     key = _on_this_process(as_key("init_model", key))
-    decided_by: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "batch": batch,
-        "max_bytes_per_device": max_bytes_per_device,
-    }
     closed, arrays, static = trace_arrays(make_model, key)
     if is_shared(mesh):  # where each process makes other parts of an array, nothing later would tell
         facts = {
@@ -183,13 +328,15 @@ def init_model(
         }
         agree(mesh, "init_model", facts)
     abstract = eqx.combine(arrays, static)
-    layout = _layout(abstract, mesh, overrides, **decided_by)
+    layout = _layout(
+        abstract, mesh, overrides, loss_fn=loss_fn, batch=batch, max_bytes_per_device=max_bytes_per_device
+    )
     is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
     program = flatten(closed, [key])
     _check_apart(arrays, program.outputs)
-    if any(equation.effects for equation in program.equations):
-        made = _one_by_one(program, shardings)  # in order
+    if closed.effects:  # in order
+        made = [put_global(x, sharding) for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)]
     else:
         births = births_of(program)
         small = compute_small(program, births)
@@ -258,8 +405,10 @@ def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
     """Computes what the programs of the leaves take, and the leaves that are given."""
     inputs = list(dict.fromkeys(var for birth in births for var in birth.program.invars))
     given = [birth.leaf for birth in births if birth.way == "given"]
-    values: dict[Var, Value] = {}
-    run_stepwise(program, [*inputs, *given], values.__setitem__)
+    made = [var for var in dict.fromkeys([*inputs, *given]) if var not in program.values]
+    jaxpr = cut_out(program, made, program.values.__contains__)
+    results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*[program.values[var] for var in jaxpr.invars])
+    values = {**program.values, **dict(zip(made, results))}
     # One transfer for all. Programs take NumPy arrays: those are the same for every process, and lie nowhere.
     fetched = [var for var in inputs if is_small(var)]
     data = [jax.random.key_data(values[var]) if is_key(type_of(var)) else values[var] for var in fetched]
@@ -270,11 +419,11 @@ def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
         return put_global(small.values[birth.leaf], sharding)
-    run = compiled(birth, small, sharding)
+    value = compiled(birth, small, sharding)(*operands(birth, small))
     if birth.way == "spread":
-        return run(*operands(birth, small))
-    value = put_global(run(*operands(birth, small)), sharding)
-    return jax.block_until_ready(value)  # or the next would be made, whole, beside this one
+        return value
+    # Waited for, or the next would be made, whole, beside this one.
+    return jax.block_until_ready(put_global(value, sharding))
 
 
 def operands(birth: Birth, small: Small) -> list[Value]:
@@ -284,8 +433,10 @@ def operands(birth: Birth, small: Small) -> list[Value]:
 
 def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..., Array]:
     """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
-    impls = [jax.random.key_impl(small.values[x]) if is_key(type_of(x)) else None for x in birth.program.invars]
-    return _jit(Canonical(birth.program), sharding if birth.way == "spread" else None, tuple(impls))
+    program = birth.program
+    impls = [jax.random.key_impl(small.values[x]) if is_key(type_of(x)) else None for x in program.invars]
+    out_sharding = sharding if birth.way == "spread" else None
+    return _jit(Canonical(program, _canonical_key(program)), out_sharding, tuple(impls))
 
 
 @functools.lru_cache(maxsize=128)
@@ -298,18 +449,6 @@ def _jit(
         return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
     def run(*operands: Array) -> Array:
-        return run_jaxpr(program.jaxpr, [wrap(x, impl) for x, impl in zip(operands, impls)])[0]
+        return jaxpr_as_fun(ClosedJaxpr(program.jaxpr, ()))(*map(wrap, operands, impls))[0]
 
     return jax.jit(run, out_shardings=sharding)
-
-
-def _one_by_one(program: FlatProgram, shardings: Sequence[NamedSharding]) -> list[Array]:
-    """The arrays, of a program that is run one equation at a time, each placed as soon as it is computed."""
-    layout = dict(zip(program.outputs, shardings))
-    arrays: dict[Var, Array] = {}
-
-    def place(var: Var, value: Value) -> None:
-        arrays[var] = put_global(value, layout[var])
-
-    run_stepwise(program, program.outputs, place)
-    return [arrays[var] for var in program.outputs]

@@ -1,1 +1,0 @@
-"""Traced programs: read, changed, run."""
