@@ -52,6 +52,11 @@ AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
+class ShardingWarning(UserWarning):
+    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
+    path rules had to guess."""
+
+
 def make_mesh(
     *,
     tensor: int = 1,

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._dataflow.engine import Analysis, analyse
-from redco_eqx._dataflow.prediction import Prediction, Stored, predict_communication
 from redco_eqx._sharding.mesh import (
     STORED,
+    ShardingWarning,
     axes_of,
     axis_size,
     check_mesh,
@@ -36,6 +35,10 @@ from redco_eqx._sharding.mesh import (
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 
+if TYPE_CHECKING:  # imported where a program is given: most layouts need none
+    from redco_eqx._dataflow.engine import Analysis
+    from redco_eqx._dataflow.prediction import Prediction
+
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
 
@@ -43,11 +46,6 @@ FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
 LARGE_SHARE = 1 / 20
 STORED_BYTES = 2**22
-
-
-class ShardingWarning(UserWarning):
-    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
-    path rules had to guess."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +86,22 @@ class Explanation:
     decisions: dict[str, Decision]
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
-    _analysis: Analysis | None = None
+    _analysis: "Analysis | None" = None
 
     @functools.cached_property
-    def communication(self) -> Prediction | None:
+    def communication(self) -> "Prediction | None":
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        return None if laid_out is None else predict_communication(laid_out, self._stored)
+        if laid_out is None:
+            return None
+        from redco_eqx._dataflow.prediction import Stored, predict_communication
 
-    @property
-    def _stored(self) -> dict[str, Stored]:
-        """The arrays that are gathered for use."""
         stored, over_data = {}, axis_size(self.mesh, "data") > 1
         for path, d in self.decisions.items():
             num_parts = axis_size(self.mesh, stored_axes(d.spec))
             if num_parts > 1:
                 stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
-        return stored
+        return predict_communication(laid_out, stored)
 
     @property
     def bytes_per_device(self) -> int:
@@ -295,7 +292,7 @@ def analysis_of(
     batch: PyTree,
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
-) -> Analysis | None:
+) -> "Analysis | None":
     """Analyse the program, if there is one, for the arrays that are not `chosen`."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
@@ -309,6 +306,8 @@ def analysis_of(
             f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
             "neither: then the path rules decide, by names and shapes."
         )
+    from redco_eqx._dataflow.engine import analyse
+
     tensor = axis_size(mesh, "tensor")
     by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     arrays = to_arrays(model)
@@ -333,7 +332,7 @@ def analysis_of(
 
 
 def explain_by(
-    analysis: Analysis | None,
+    analysis: "Analysis | None",
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from redco_eqx._parallel.linear import traced_mesh
-from redco_eqx._sharding.mesh import BATCH_AXES, axis_size, num_batch_shards
-from redco_eqx._sharding.rules import ShardingWarning
+from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num_batch_shards
 from redco_eqx._step.state import TrainState, is_pair
 from redco_eqx._tree import first_few, leaves_with_paths, to_paths
 from redco_eqx._types import Batch
