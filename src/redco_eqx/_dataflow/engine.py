@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from redco_eqx._dataflow.search import (
     Sent,
@@ -20,7 +20,7 @@ from redco_eqx._dataflow.search import (
     worth,
 )
 from redco_eqx._dataflow.table import rule_of
-from redco_eqx._dataflow.tracing import TracedStep, trace_step
+from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -214,41 +214,11 @@ class Analysis:
         return "follows"
 
 
-def analyse(
-    function: Callable[..., Any],
-    model: Any,
-    batch: Any,
-    *,
-    tensor: int,
-    num_shards: int,
-    given: Mapping[str, int] | None = None,
-    fixed: Mapping[str, int | None] | None = None,
-    held: HeldBytes | None = None,
-    max_bytes: float | None = None,
-) -> Analysis:
-    """Traces `function(model, batch, key)`, walks through it, and chooses.
-
-    **Arguments:**
-
-    - `function`: a loss or a predict function.
-    - `model`, `batch`: may be abstract.
-    - `tensor`: over how many devices layers are split; `num_shards`: over how many the batch is.
-    - `given`: a layout to compare with: by path, the dim that is split.
-    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
-        to go with it.
-    - `held`: see [`HeldBytes`][]; by default `tensor` alone splits what lies on devices.
-    - `max_bytes`: of parameters on one device, at most.
-
-    **Raises:**
-
-    `ValueError` if the function cannot be traced, or no layout fits into `max_bytes`.
-    """
-    analysis = weigh(trace_step(function, model, batch), tensor=tensor, num_shards=num_shards, held=held)
-    return choose_layout(analysis, given=given or {}, fixed=fixed or {}, max_bytes=max_bytes)
-
-
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split: [`analyse`][] before the choice."""
+    """Walks through a program, and weighs every split over `tensor` devices, of a batch in `num_shards` parts.
+
+    `held` (see [`HeldBytes`][]): by default `tensor` alone splits what lies on devices.
+    """
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
@@ -289,7 +259,17 @@ def choose_layout(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> Analysis:
-    """The same with the layout that is worth the most; arguments as of [`analyse`][]."""
+    """The same with the layout that is worth the most.
+
+    **Arguments:**
+
+    - `given`: a layout to compare with: by path, the dim that is split.
+    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
+        to go with it.
+    - `max_bytes`: of parameters on one device, at most.
+
+    Raises `ValueError` if no layout fits into `max_bytes`.
+    """
     costs, paths = analysis.costs, analysis.traced.paths
     total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
     least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)

@@ -38,6 +38,7 @@ from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, 
 if TYPE_CHECKING:  # imported where a program is given: most layouts need none
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction
+    from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
@@ -306,27 +307,34 @@ def analysis_of(
             f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
             "neither: then the path rules decide, by names and shapes."
         )
-    from redco_eqx._dataflow.engine import analyse
+    from redco_eqx._dataflow.tracing import trace_step
+
+    return analyse(trace_step(loss_fn, model, batch), model, mesh, max_bytes_per_device, chosen)
+
+
+def analyse(
+    traced: "TracedStep",
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    max_bytes_per_device: int | None = None,
+    chosen: Chosen = MappingProxyType({}),
+) -> "Analysis":
+    """Weigh every split in the traced program of a model, and choose."""
+    from redco_eqx._dataflow.engine import choose_layout, weigh
 
     tensor = axis_size(mesh, "tensor")
-    by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     arrays = to_arrays(model)
 
     def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
         x, role = arrays[path], Role("buffer" if is_buffer else "whole", "", dim, stack)
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
-        return float(_shard_bytes(tuple(x.shape), x.dtype, spec, mesh))
+        return float(_shard_bytes(x, spec, mesh))
 
     constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
-    return analyse(
-        loss_fn,
-        model,
-        batch,
-        tensor=tensor,
-        num_shards=num_batch_shards(mesh),
-        given=by_paths,
+    return choose_layout(
+        weigh(traced, tensor=tensor, num_shards=num_batch_shards(mesh), held=held),
+        given={path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None},
         fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
-        held=held,
         max_bytes=None if max_bytes_per_device is None else float(max_bytes_per_device - constants),
     )
 
@@ -356,7 +364,7 @@ def explain_by(
             spec, role, reason = _spec(x, roles[path], mesh)
             if analysis is not None and analysis.is_given:
                 reason = f"the path rules' layout sends less: {reason}"
-        num_bytes = _shard_bytes(shape, x.dtype, spec, mesh)
+        num_bytes = _shard_bytes(x, spec, mesh)
         decisions[path] = Decision(path, shape, x.dtype, spec, role, reason, num_bytes, is_guess)
     specs = iter(decisions.values())
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
@@ -389,9 +397,9 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
     return trimmed(PartitionSpec(*entries)), role.name, reason
 
 
-def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     shards = math.prod(axis_size(mesh, entry) for entry in spec)
-    return math.prod(shape) * getattr(dtype, "itemsize", 4) // shards
+    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) // shards
 
 
 def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
