@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.search import (
     Sent,
     SplitOfEach,
@@ -19,7 +20,6 @@ from redco_eqx._dataflow.search import (
     simulate,
     worth,
 )
-from redco_eqx._dataflow.table import rule_of
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
@@ -139,21 +139,6 @@ none. `stack` is how many leading dims number layers of a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The program's finding about one array.
-
-    - `role`: `column`, `row`, `vocabulary`, `expert`, `follows`; or `whole`, `vector`, `buffer`.
-    - `dim`: what `tensor` splits, or `None`.
-    - `stack`: how many leading dims number layers of a scan, which no axis may split.
-    """
-
-    role: str
-    reason: str
-    dim: int | None
-    stack: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Analysis:
     """The program's findings about the layout of its parameters.
 
@@ -184,26 +169,30 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
-    def roles(self) -> dict[str, Found]:
-        """For each array that the program takes, by path."""
-        return {path: self._found(i) for i, path in enumerate(self.traced.paths)}
+    def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
+        """For each array that the program takes, by path: `(role, reason, dim, stack)`.
 
-    def _found(self, leaf: int) -> Found:
+        `role` is `column`, `row`, `vocabulary`, `expert` or `follows`, and `dim` is split by `tensor`; or it is
+        `whole`, `vector` or `buffer`. `stack` leading dims number layers of a scan: no axis may split them.
+        """
+        return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
+
+    def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
         value, shape = self.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
-            return Found("buffer", self.traced.fixed[leaf], None, stack)
+            return "buffer", self.traced.fixed[leaf], None, stack
         number = self.layout.get(leaf)
         if number is not None:
             split = self.costs.splits[number]
             dim = split.leaves[leaf]
             reason = why_split(split, value.dims[dim], leaf)
-            return Found(self._role(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack)
+            return self._name(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack
         name = "whole" if len(shape.shape) - stack > 1 else "vector"
         reason = why_whole(leaf, value.dims, self.costs, self.layout, self.traced.paths)
-        return Found(name, reason, None, stack)
+        return name, reason, None, stack
 
-    def _role(self, leaf: int, dim: Dim) -> str:
+    def _name(self, leaf: int, dim: Dim) -> str:
         """Name the split of `dim`, by the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:

@@ -86,7 +86,7 @@ class Walk:
         self.opaque.setdefault(equation.primitive.name, []).append(equation)
         for operand in operands:
             self.event("whole", operand.dims, operand, equation)
-        return [_of_type(var.aval, operands) for var in equation.outvars]
+        return [result(v.aval, new_dims(getattr(v.aval, "shape", ())), operands) for v in equation.outvars]
 
     @contextlib.contextmanager
     def loop(self, length: int, waits: bool) -> Iterator[None]:
@@ -150,10 +150,6 @@ class Walk:
 def unknown(aval: AbstractValue) -> Value:
     """A value whose dims nothing is known of."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
-
-
-def _of_type(aval: AbstractValue, operands: Sequence[Value]) -> Value:
-    return result(aval, new_dims(getattr(aval, "shape", ())), operands)
 
 
 def result(aval: AbstractValue, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:

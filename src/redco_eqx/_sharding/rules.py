@@ -353,7 +353,7 @@ def explain_by(
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
-        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in analysis.roles().items()}
+        roles |= {path: Role(*found) for path, found in analysis.roles().items()}
     decisions = {}
     for path, x in arrays.items():
         shape, is_guess = tuple(x.shape), analysis is None and roles[path].is_guess
