@@ -42,9 +42,7 @@ from redco_eqx._tree import size_text
 def factors(dim: Dim) -> str:
     """`32 (8 x 4)`: the size of a dim, and the factors that it was found to have."""
     atoms = resolve(dim)
-    size = 1
-    for atom in atoms:
-        size *= atom.size
+    size = math.prod(atom.size for atom in atoms)
     return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
 
 

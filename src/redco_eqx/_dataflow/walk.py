@@ -112,18 +112,8 @@ class Walk:
         if any(dims):
             of = tuple(arrays) or (sent,)
             places = tuple(tuple(numbers) for numbers in along)
-            found = Event(
-                kind,
-                tuple(dims),
-                sent,
-                of,
-                equation,
-                self.times,
-                self.waits,
-                tuple(unless),
-                self.block,
-                places,
-            )
+            times = self.times, self.waits
+            found = Event(kind, tuple(dims), sent, of, equation, *times, tuple(unless), self.block, places)
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)

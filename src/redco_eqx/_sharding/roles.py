@@ -8,6 +8,7 @@ what is left to its parent, up to the block.
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -39,8 +40,7 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     return _Resolver(read_model(model), size).resolve()
 
 
-@dataclasses.dataclass
-class Attention:
+class Attention(NamedTuple):
     """Query, key and value, as three matrices or as one; the projection they end in; numbers of heads."""
 
     inputs: list[Matrix]
