@@ -192,12 +192,6 @@ class _Place(NamedTuple):
         return self._replace(loops=(*self.loops, num_trips))
 
 
-def collectives(program: HloModule, mesh: Sizes) -> list[Collective]:
-    """The collectives of a program, in its order. An asynchronous pair counts once, and a group of one device,
-    which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
-    return list(_walk(program.entry, _Place(program, mesh)))
-
-
 # Only these lines hold or call a collective; no other line is parsed.
 _INTERESTING = re.compile(
     rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
@@ -208,6 +202,8 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _walk(computation: str, place: _Place) -> Iterator[Collective]:
+    """The collectives of a computation, in its order. An asynchronous pair counts once, and a group of one
+    device, which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
     if computation not in place.program.computations:
         raise ValueError(f"communication: the text calls {computation!r}, but does not hold it.")
     lines = place.program.computations[computation].values()
@@ -393,7 +389,8 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
             f"communication: the program is for {program.num_devices} device(s), but the mesh has "
             f"{mesh.size}: {dict(mesh.shape)}. Pass the mesh that the program's arguments lie on."
         )
-    return Communication(tuple(collectives(program, tuple(mesh.shape.items()))))
+    place = _Place(program, tuple(mesh.shape.items()))
+    return Communication(tuple(_walk(program.entry, place)))
 
 
 def _text(compiled: object) -> str:
