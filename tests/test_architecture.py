@@ -4,6 +4,7 @@ import ast
 import graphlib
 import inspect
 import io
+import os
 import pathlib
 import re
 import subprocess
@@ -86,6 +87,62 @@ def test_import_does_not_touch_a_device():
         "import redco_eqx, jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""})
+
+
+FITTED = """
+import equinox as eqx, jax, numpy as np, optax, sys
+import redco_eqx as rx
+
+model, optimizer = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), optax.sgd(0.1)
+rx.fit(
+    rx.init_state(model, optimizer, key=jax.random.key(0)),
+    [np.ones(4, np.float32)] * 16,
+    collate_fn=np.stack,
+    loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
+    optimizer=optimizer,
+    batch_size=8,
+    num_epochs=1,
+    loggers=(),
+)
+print(*(name for name in sys.modules if name.startswith("redco_eqx")))
+"""
+LOADED = 6_650
+"""Code lines of the core that a `fit` on one device loads."""
+
+
+def loaded_by(program: str) -> list[str]:
+    """The modules of the package that a process has after this program."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+def test_import_loads_nothing_but_the_names():
+    program = "import redco_eqx, sys; print(*(name for name in sys.modules if name.startswith('redco_eqx')))"
+    assert loaded_by(program) == ["redco_eqx"]
+    assert set(rx.__all__) <= set(dir(rx))
+
+
+def test_a_fit_loads_what_it_uses():
+    names = loaded_by(FITTED)
+    rooms = {name.split(".")[1] for name in names if "." in name}
+    assert not rooms & {"models", "_planning", "_dataflow", "_compiled", "_birth"}
+    files = [PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names]
+    lines = sum(num_code_lines(path.read_text()) for path in files if path.exists())
+    assert lines + num_code_lines((PACKAGE / "__init__.py").read_text()) <= LOADED
+
+
+def test_path_rules_do_not_load_what_reads_programs():
+    program = FITTED.partition("model, optimizer")[0] + (
+        "rx.shard_rules(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), rx.make_mesh())\n"
+        "print(*(name for name in sys.modules if name.startswith('redco_eqx')))"
+    )
+    assert not any("_dataflow" in name for name in loaded_by(program))
 
 
 @pytest.mark.parametrize("module", [rx, models], ids=["redco_eqx", "models"])

@@ -14,7 +14,7 @@ from redco_eqx._training.loggers import History
 from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 if TYPE_CHECKING:
-    from redco_eqx._planning.report import MeshPlan
+    from redco_eqx._planning.plan import MeshPlan
 
 __all__ = [
     "Batch",
@@ -45,6 +45,6 @@ def __getattr__(name: str) -> Any:
     """Import the planner when its type is asked for."""
     if name != "MeshPlan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from redco_eqx._planning.report import MeshPlan
+    from redco_eqx._planning.plan import MeshPlan
 
     return MeshPlan

@@ -7,8 +7,7 @@ import pytest
 
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._planning.memory import Memory, peak_by_message
-from redco_eqx._planning.plan import search
-from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, variants
+from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, search, variants
 
 CAPACITY = 100
 

@@ -20,7 +20,7 @@ import redco_eqx as rx
 from redco_eqx import models
 from redco_eqx._compiled.communication import communication
 from redco_eqx._compiled.hlo import num_elements
-from redco_eqx._sharding.chains import Link
+from redco_eqx._sharding.matrices import Link
 from redco_eqx._sharding.rules import FSDP_MIN_SIZE
 
 P = PartitionSpec

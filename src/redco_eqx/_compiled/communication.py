@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -169,14 +169,10 @@ class Collective:
         It makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
         """
         n = self.group_size
-        factors = {
-            "all-reduce": 2 * (n - 1) / n,
-            "all-gather": (n - 1) / n,
-            "reduce-scatter": n - 1,
-            "all-to-all": (n - 1) / n,
-            "ragged-all-to-all": (n - 1) / n,
-        }
-        return round(self.total_bytes * factors.get(self.kind, 1))
+        part = (n - 1) / n
+        factors = {"all-reduce": 2 * part, "reduce-scatter": n - 1}
+        is_cut = self.kind in ("all-gather", "all-to-all", "ragged-all-to-all")
+        return round(self.total_bytes * factors.get(self.kind, part if is_cut else 1))
 
     @property
     def is_backward(self) -> bool:
@@ -196,12 +192,6 @@ class _Place(NamedTuple):
         return self._replace(loops=(*self.loops, num_trips))
 
 
-def collectives(program: HloModule, mesh: Sizes) -> list[Collective]:
-    """The collectives of a program, in its order. An asynchronous pair counts once, and a group of one device,
-    which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
-    return list(_walk(program.entry, _Place(program, mesh)))
-
-
 # Only these lines hold or call a collective; no other line is parsed.
 _INTERESTING = re.compile(
     rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
@@ -212,6 +202,8 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _walk(computation: str, place: _Place) -> Iterator[Collective]:
+    """The collectives of a computation, in its order. An asynchronous pair counts once, and a group of one
+    device, which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
     if computation not in place.program.computations:
         raise ValueError(f"communication: the text calls {computation!r}, but does not hold it.")
     lines = place.program.computations[computation].values()
@@ -220,10 +212,8 @@ def _walk(computation: str, place: _Place) -> Iterator[Collective]:
     for x in (instruction(line) for line in lines if _INTERESTING.search(line)):
         if x.opcode.removesuffix("-start") in KINDS:
             # TPU prints a collective that is fused with other work in each fusion that drives it on.
-            driven = "chain_id=" in x.attributes and x.name not in started
-            found = None if driven else _collective(x, computation, place)
-            if found is not None:
-                yield found
+            if "chain_id=" not in x.attributes or x.name in started:
+                yield from _collective(x, computation, place)
         elif x.opcode == "while":
             num_trips = trip_count(place.program, computation, x)
             num_tests = None if num_trips is None else num_trips + 1
@@ -249,7 +239,7 @@ def _called(x: Instruction, computation: str, callee: str, place: _Place) -> Ite
             yield c
 
 
-def _collective(x: Instruction, computation: str, place: _Place) -> Collective | None:
+def _collective(x: Instruction, computation: str, place: _Place) -> Iterator[Collective]:
     kind = x.opcode.removesuffix("-start")
     is_permute = kind == "collective-permute"
     printed = (PAIRS if is_permute else GROUPS).search(x.attributes)
@@ -257,12 +247,12 @@ def _collective(x: Instruction, computation: str, place: _Place) -> Collective |
         raise ValueError(f"communication: the groups of this are not understood: {x.line.strip()[:300]}")
     axes, is_whole, group_size = group_axes(printed[1], place.mesh)
     if group_size == 1:
-        return None
+        return
     shape = x.shape
     if x.opcode.endswith("-start") and kind != "all-reduce":
         # (operands, results, ...); an all-reduce's operands are like its results, and not printed.
         shape = split_commas(shape[1:-1])[1]
-    return Collective(
+    yield Collective(
         kind=kind,
         axes=axes if is_whole or is_permute else (f"part of {','.join(axes)}",),
         group_size=group_size,
@@ -273,32 +263,18 @@ def _collective(x: Instruction, computation: str, place: _Place) -> Collective |
     )
 
 
-class _Result(TypedDict):
-    shapes: tuple[str, ...]
-    result_bytes: int
-
-
-def _result(shape: str) -> _Result:
+def _result(shape: str) -> dict[str, Any]:
     shapes = arrays(shape)
     return {"shapes": shapes, "result_bytes": sum(map(shape_bytes, shapes))}
 
 
-class _Origin(TypedDict):
-    operation: str
-    source: str
-
-
-def _origin(x: Instruction, computation: str, program: HloModule) -> _Origin:
+def _origin(x: Instruction, computation: str, program: HloModule) -> dict[str, Any]:
     lines = program.computations[computation]
     told = x
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
-    frame = re.search(r"\bstack_frame_id=(\d+)", told.line)
-    return {
-        "operation": name[1] if name else x.name,
-        "source": program.sources.get(int(frame[1]), "") if frame else "",
-    }
+    return {"operation": name[1] if name else x.name, "source": program.source(told)}
 
 
 # `communication`: which collectives a compiled program makes, how often, over which axes, from which line.
@@ -366,12 +342,14 @@ class Communication:
 
     def __str__(self) -> str:
         rows = [("kind", "axes", "count", "MiB", "MiB sent", "source")]
-        for (kind, axes, source, backward), total in _grouped(self.collectives, _row).items():
+        groups = _grouped(self.collectives, lambda c: (c.kind, c.axes, c.source, c.is_backward))
+        for (kind, axes, source, backward), total in groups.items():
             where = os.path.basename(source) + (" (backward)" if backward else "")
             rows.append((kind, ",".join(axes), *_cells(total), where))
         rows.append(("total", "", *_cells(self.total), ""))
         lines = table(rows, right=(2, 3, 4))
-        return "\n".join([*lines, *(text for bound, text in _NOTES.items() if bound in _bounds(self.total))])
+        bounds = (">=", "<=") if self.total.bound == "~" else (self.total.bound,)
+        return "\n".join([*lines, *(text for bound, text in _NOTES.items() if bound in bounds)])
 
 
 def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh) -> Communication:
@@ -411,7 +389,8 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
             f"communication: the program is for {program.num_devices} device(s), but the mesh has "
             f"{mesh.size}: {dict(mesh.shape)}. Pass the mesh that the program's arguments lie on."
         )
-    return Communication(tuple(collectives(program, tuple(mesh.shape.items()))))
+    place = _Place(program, tuple(mesh.shape.items()))
+    return Communication(tuple(_walk(program.entry, place)))
 
 
 def _text(compiled: object) -> str:
@@ -436,10 +415,6 @@ _NOTES = {
 }
 
 
-def _bounds(total: Total) -> tuple[str, ...]:
-    return (">=", "<=") if total.bound == "~" else (total.bound,)
-
-
 def _total(members: Iterable[Collective]) -> Total:
     members = list(members)
     return Total(
@@ -456,10 +431,6 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], K]) -> d
         groups.setdefault(key(c), []).append(c)
     totals = {name: _total(group) for name, group in groups.items()}
     return dict(sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0]))))
-
-
-def _row(c: Collective) -> tuple[str, tuple[str, ...], str, bool]:
-    return c.kind, c.axes, c.source, c.is_backward
 
 
 def _cells(total: Total) -> tuple[str, str, str]:
@@ -491,13 +462,11 @@ def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     stats = compiled.memory_analysis()
     assert stats is not None
     peak = peak_bytes(compiled)
-    running = peak - stats.argument_size_in_bytes
-    line = (
-        f"a step takes {size_text(peak)} of each device, {size_text(running)} of it while it runs, and sends "
-    )
+    running = size_text(peak - stats.argument_size_in_bytes)
+    line = f"a step takes {size_text(peak)} of each device, {running} of it while it runs"
     try:
         found = communication(compiled, mesh).by_axes
     except ValueError:  # a form of the text that is not known here
-        return line.removesuffix(", and sends ")
+        return line
     sent = [f"{size_text(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
-    return line + (", ".join(sent) or "nothing")
+    return f"{line}, and sends {', '.join(sent) or 'nothing'}"

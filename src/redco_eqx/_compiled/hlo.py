@@ -81,6 +81,11 @@ class HloModule:
     num_devices: int | None  # None if the text has no header
     sources: dict[int, str]  # id of a stack frame -> "file.py:12"
 
+    def source(self, x: Instruction) -> str:
+        """The line that an instruction was compiled from; empty where the text does not tell."""
+        frame = re.search(r"\bstack_frame_id=(\d+)", x.line)
+        return self.sources.get(int(frame[1]), "") if frame else ""
+
 
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _DEFINITION = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
@@ -324,7 +329,5 @@ def _buffers(program: HloModule, computation: str) -> Iterator[Buffer]:
             for body in bodies:
                 yield from _buffers(program, body)
             continue
-        frame = re.search(r"\bstack_frame_id=(\d+)", x.line)
-        source = program.sources.get(int(frame[1]), "") if frame else ""
         for shape in arrays(x.shape):
-            yield Buffer(shape_bytes(shape), shape, source)
+            yield Buffer(shape_bytes(shape), shape, program.source(x))

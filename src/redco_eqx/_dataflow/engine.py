@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.search import (
     Sent,
     SplitOfEach,
@@ -19,8 +20,7 @@ from redco_eqx._dataflow.search import (
     simulate,
     worth,
 )
-from redco_eqx._dataflow.table import rule_of
-from redco_eqx._dataflow.tracing import TracedStep, trace_step
+from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -42,9 +42,7 @@ from redco_eqx._tree import size_text
 def factors(dim: Dim) -> str:
     """`32 (8 x 4)`: the size of a dim, and the factors that it was found to have."""
     atoms = resolve(dim)
-    size = 1
-    for atom in atoms:
-        size *= atom.size
+    size = math.prod(atom.size for atom in atoms)
     return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
 
 
@@ -139,21 +137,6 @@ none. `stack` is how many leading dims number layers of a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The program's finding about one array.
-
-    - `role`: `column`, `row`, `vocabulary`, `expert`, `follows`; or `whole`, `vector`, `buffer`.
-    - `dim`: what `tensor` splits, or `None`.
-    - `stack`: how many leading dims number layers of a scan, which no axis may split.
-    """
-
-    role: str
-    reason: str
-    dim: int | None
-    stack: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Analysis:
     """The program's findings about the layout of its parameters.
 
@@ -184,26 +167,30 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
-    def roles(self) -> dict[str, Found]:
-        """For each array that the program takes, by path."""
-        return {path: self._found(i) for i, path in enumerate(self.traced.paths)}
+    def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
+        """For each array that the program takes, by path: `(role, reason, dim, stack)`.
 
-    def _found(self, leaf: int) -> Found:
+        `role` is `column`, `row`, `vocabulary`, `expert` or `follows`, and `dim` is split by `tensor`; or it is
+        `whole`, `vector` or `buffer`. `stack` leading dims number layers of a scan: no axis may split them.
+        """
+        return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
+
+    def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
         value, shape = self.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
-            return Found("buffer", self.traced.fixed[leaf], None, stack)
+            return "buffer", self.traced.fixed[leaf], None, stack
         number = self.layout.get(leaf)
         if number is not None:
             split = self.costs.splits[number]
             dim = split.leaves[leaf]
             reason = why_split(split, value.dims[dim], leaf)
-            return Found(self._role(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack)
+            return self._name(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack
         name = "whole" if len(shape.shape) - stack > 1 else "vector"
         reason = why_whole(leaf, value.dims, self.costs, self.layout, self.traced.paths)
-        return Found(name, reason, None, stack)
+        return name, reason, None, stack
 
-    def _role(self, leaf: int, dim: Dim) -> str:
+    def _name(self, leaf: int, dim: Dim) -> str:
         """Name the split of `dim`, by the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
@@ -214,41 +201,11 @@ class Analysis:
         return "follows"
 
 
-def analyse(
-    function: Callable[..., Any],
-    model: Any,
-    batch: Any,
-    *,
-    tensor: int,
-    num_shards: int,
-    given: Mapping[str, int] | None = None,
-    fixed: Mapping[str, int | None] | None = None,
-    held: HeldBytes | None = None,
-    max_bytes: float | None = None,
-) -> Analysis:
-    """Traces `function(model, batch, key)`, walks through it, and chooses.
-
-    **Arguments:**
-
-    - `function`: a loss or a predict function.
-    - `model`, `batch`: may be abstract.
-    - `tensor`: over how many devices layers are split; `num_shards`: over how many the batch is.
-    - `given`: a layout to compare with: by path, the dim that is split.
-    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
-        to go with it.
-    - `held`: see [`HeldBytes`][]; by default `tensor` alone splits what lies on devices.
-    - `max_bytes`: of parameters on one device, at most.
-
-    **Raises:**
-
-    `ValueError` if the function cannot be traced, or no layout fits into `max_bytes`.
-    """
-    analysis = weigh(trace_step(function, model, batch), tensor=tensor, num_shards=num_shards, held=held)
-    return choose_layout(analysis, given=given or {}, fixed=fixed or {}, max_bytes=max_bytes)
-
-
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split: [`analyse`][] before the choice."""
+    """Walks through a program, and weighs every split over `tensor` devices, of a batch in `num_shards` parts.
+
+    `held` (see [`HeldBytes`][]): by default `tensor` alone splits what lies on devices.
+    """
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
@@ -289,7 +246,17 @@ def choose_layout(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> Analysis:
-    """The same with the layout that is worth the most; arguments as of [`analyse`][]."""
+    """The same with the layout that is worth the most.
+
+    **Arguments:**
+
+    - `given`: a layout to compare with: by path, the dim that is split.
+    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
+        to go with it.
+    - `max_bytes`: of parameters on one device, at most.
+
+    Raises `ValueError` if no layout fits into `max_bytes`.
+    """
     costs, paths = analysis.costs, analysis.traced.paths
     total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
     least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)

@@ -86,7 +86,7 @@ class Walk:
         self.opaque.setdefault(equation.primitive.name, []).append(equation)
         for operand in operands:
             self.event("whole", operand.dims, operand, equation)
-        return [_of_type(var.aval, operands) for var in equation.outvars]
+        return [result(v.aval, new_dims(getattr(v.aval, "shape", ())), operands) for v in equation.outvars]
 
     @contextlib.contextmanager
     def loop(self, length: int, waits: bool) -> Iterator[None]:
@@ -112,18 +112,8 @@ class Walk:
         if any(dims):
             of = tuple(arrays) or (sent,)
             places = tuple(tuple(numbers) for numbers in along)
-            found = Event(
-                kind,
-                tuple(dims),
-                sent,
-                of,
-                equation,
-                self.times,
-                self.waits,
-                tuple(unless),
-                self.block,
-                places,
-            )
+            times = self.times, self.waits
+            found = Event(kind, tuple(dims), sent, of, equation, *times, tuple(unless), self.block, places)
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)
@@ -150,10 +140,6 @@ class Walk:
 def unknown(aval: AbstractValue) -> Value:
     """A value whose dims nothing is known of."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
-
-
-def _of_type(aval: AbstractValue, operands: Sequence[Value]) -> Value:
-    return result(aval, new_dims(getattr(aval, "shape", ())), operands)
 
 
 def result(aval: AbstractValue, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:

@@ -8,7 +8,7 @@ also what is done.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import equinox as eqx
 import jax
@@ -17,9 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
-from redco_eqx._sharding.matrices import Matrix, read_model
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 from redco_eqx._tree import is_array, leaves_with_paths
+
+if TYPE_CHECKING:
+    from redco_eqx._sharding.matrices import Matrix
 
 # The mesh that traced arrays lie on, found from the arrays themselves.
 
@@ -103,6 +105,8 @@ def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit:
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
     features on that side divide into whole units on every shard.
     """
+    from redco_eqx._sharding.matrices import read_model  # only where a layer is split
+
     root = read_model(layer)
     matrices = root.matrices()
     if len(matrices) != 1 or matrices[0].node is not root:
@@ -149,7 +153,7 @@ def apply(layer: Layer | Array, x: Array) -> Array:
     return layer(x)
 
 
-def _cut(matrix: Matrix, side: Literal["out", "in"]) -> dict[str, int | None]:
+def _cut(matrix: "Matrix", side: Literal["out", "in"]) -> dict[str, int | None]:
     """`{path: dim that is cut}` of every array that belongs to the matrix."""
     is_out = side == "out"
     cut: dict[str, int | None] = {matrix.weight.path: matrix.out_dim if is_out else matrix.in_dim}

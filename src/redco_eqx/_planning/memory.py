@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import math
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
@@ -115,34 +117,26 @@ def remembered(program: Jaxpr) -> tuple[Buffer, ...]:
 
 def _most(forms: Iterable[_Form]) -> list[Buffer]:
     """List what is kept after the operation after which most is."""
-    changes: dict[int, list[_Form]] = {}
+    of_origin: dict[int, list[_Form]] = {}
     for form in forms:
-        changes.setdefault(form.first, []).append(form)
-        changes.setdefault(form.last, []).append(form)
-    there: dict[int, list[_Form]] = {}
-    total, most, kept = 0, 0, []
-
-    def size(origin: int) -> int:
-        return max((form.buffer.num_bytes for form in there.get(origin, ())), default=0)
-
+        if form.first < form.last:
+            of_origin.setdefault(form.origin, []).append(form)
+    changes: Counter[int] = Counter()  # of bytes, by operation
+    for alike in of_origin.values():
+        for start, end in itertools.pairwise(sorted({now for x in alike for now in (x.first, x.last)})):
+            size = max((x.buffer.num_bytes for x in alike if x.first <= start < x.last), default=0)
+            changes[start] += size
+            changes[end] -= size
+    total, most, peak = 0, 0, 0
     for now in sorted(changes):
-        origins = {form.origin for form in changes[now]}
-        total -= sum(map(size, origins))
-        for form in changes[now]:
-            alike = there.setdefault(form.origin, [])
-            if form.last == now and form in alike:
-                alike.remove(form)
-            elif form.last > now:
-                alike.append(form)
-        total += sum(map(size, origins))
+        total += changes[now]
         if total > most:
-            most = total
-            kept = [max((form.buffer for form in alike), key=_size) for alike in there.values() if alike]
-    return kept
+            most, peak = total, now
+    kept = [[x.buffer for x in alike if x.first <= peak < x.last] for alike in of_origin.values()]
+    return [max(buffers, key=_size) for buffers in kept if buffers]
 
 
-def _size(buffer: Buffer) -> int:
-    return buffer.num_bytes
+_size = operator.attrgetter("num_bytes")
 
 
 def _buffer(equation: JaxprEqn, atom: Atom) -> Buffer:

@@ -1,30 +1,43 @@
 """`plan`: whether a step fits on devices that need not be there, and on which mesh."""
 
+import dataclasses
+import functools
 import itertools
 import math
+import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import optax
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._compiled.communication import Communication
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._dataflow.tracing import trace_step
-from redco_eqx._planning.memory import memory_of, num_flops, remembered
-from redco_eqx._planning.report import MeshPlan
-from redco_eqx._planning.targets import Device, Target, find_target
-from redco_eqx._planning.trial import Candidate, Choice, Option, Trial, attempt, gib, may_fit, meshes, variants
+from redco_eqx._dataflow.tracing import TracedStep, trace_step
+from redco_eqx._planning.memory import Memory, memory_of, num_flops, remembered
+from redco_eqx._planning.targets import Target, find_target, gib
+from redco_eqx._planning.trial import (
+    Candidate,
+    Choice,
+    Option,
+    Trial,
+    Variant,
+    attempt,
+    meshes,
+    search,
+    variants,
+)
 from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
-from redco_eqx._sharding.rules import Decision, Explanation, analysis_of, explain_by
+from redco_eqx._sharding.rules import Decision, Explanation, analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import is_array, is_trainable, leaves_with_paths
+from redco_eqx._step.steps import train_step
+from redco_eqx._tree import is_array, is_trainable, leaves_with_paths, table
 from redco_eqx._types import Batch, LossFn
 
 MakeModel: TypeAlias = Callable[..., PyTree]
@@ -32,8 +45,127 @@ MakeModel: TypeAlias = Callable[..., PyTree]
 RESERVE = 0.05
 """Part of a device's memory for what the compiler does not count: its runtime's, and fragments."""
 
-CLOSE = 1.1
-"""Plans that are predicted to be slower than the best by no more than this factor are compiled too."""
+
+# A plan as people read it: a table.
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """A mesh on which a step fits, or lacks least. `str()` is a table.
+
+    - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
+        `target.margin(mesh)` its margin: what others were measured to ask for.
+    - `capacity`: bytes that a step may take of each device.
+    - `trials`: what was considered, the best first.
+    """
+
+    target: Target
+    capacity: int
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """The trial that fits best; if nothing does, the one that lacks least."""
+        return self.trials[0]
+
+    @property
+    def fits(self) -> bool:
+        """True if anything fits."""
+        return self.best.fits is True
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the axes: `make_mesh(**plan.mesh)`."""
+        return dict(self.best.candidate.choice.mesh)
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options to call the function with that makes the model."""
+        return dict(self.best.candidate.choice.options)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.best.candidate.choice.num_microbatches
+
+    @property
+    def memory(self) -> Memory | None:
+        """On one device; `None` if nothing was compiled."""
+        return self.best.memory
+
+    @property
+    def communication(self) -> Communication | None:
+        """The communication of a step; `None` if it did not compile."""
+        return self.best.communication
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
+        lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate.choice}: {best.verdict}"]
+        if best.memory is not None:
+            margin = self.target.margin(best.candidate.choice.mesh)
+            lines += ["", *table(_of_memory(best.memory, self.capacity, margin), right=(1,))]
+        if best.arrays and not self.fits:
+            lines += ["", "largest arrays of the state, on a device"]
+            lines += table([(path, f"{gib(size)} GiB") for path, size in best.arrays], right=(1,))
+        if best.buffers:
+            lines += ["", "largest values that the step computes, on a device"]
+            lines += _of_buffers(best.buffers)
+        elif best.candidate.remembered and not self.fits:
+            # The compiler gave no program to look into.
+            lines += ["", "largest values that are kept for the backward pass, over all devices"]
+            lines += _of_buffers(best.candidate.remembered[:5])
+        if best.communication is not None:
+            lines += ["", *str(best.communication).splitlines()]
+        lines += ["", *table(_of_trials(self.trials), right=(1, 2, 3, 4))]
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in a notebook, and in IPython."""
+        printer.text(str(self))
+
+
+def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
+    rows = [
+        ("on a device", "GiB"),
+        ("parameters", gib(memory.parameters)),
+        ("optimizer state", gib(memory.optimizer_state)),
+        ("batch", gib(memory.batch)),
+    ]
+    if memory.temporaries is not None:
+        rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
+    peak = "?" if memory.peak is None else gib(memory.peak)
+    rows.append(("peak", f"{peak} of {gib(capacity)}"))
+    if memory.peak is not None and margin is not None:
+        least, most = (gib(int(memory.peak / factor)) for factor in margin[::-1])
+        rows.append(("by the devices' own compiler, as measured", f"{least} to {most}"))
+    return rows
+
+
+def _of_buffers(buffers: Sequence[Buffer]) -> list[str]:
+    rows = [(f"{gib(b.num_bytes)} GiB", b.shape, os.path.basename(b.source)) for b in buffers]
+    return table(rows, right=(0,))
+
+
+def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("considered", "predicted ms", "peak GiB", "MiB sent", "compiled in s", "outcome")
+    ]
+    for trial in trials[:MOST]:
+        peak = "" if trial.memory is None or trial.memory.peak is None else gib(trial.memory.peak)
+        sent = "" if trial.communication is None else f"{trial.communication.total.sent_bytes / 2**20:.0f}"
+        seconds = f"{trial.seconds:.1f}" if trial.seconds else ""
+        milliseconds = f"{1000 * trial.candidate.seconds:.2f}"
+        rows.append((str(trial.candidate.choice), milliseconds, peak, sent, seconds, trial.verdict))
+    if len(trials) > MOST:
+        rows.append((f"and {len(trials) - MOST} more", "", "", "", "", ""))
+    return rows
+
+
+MOST = 12
+"""So many trials are in a table."""
+
+
+# The search for one.
 
 
 @context_of(AbstractMesh((1,), ("none",)), is_traced=False)  # of the meshes that are tried none is set
@@ -43,7 +175,7 @@ def plan(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     batch: Batch,
-    target: str | Sequence[Device] | None = None,
+    target: str | Sequence[Any] | None = None,
     mesh: Mapping[str, int] | None = None,
     options: Mapping[str, Sequence[Option]] | None = None,
     num_microbatches: int | Sequence[int] = 1,
@@ -112,63 +244,13 @@ def plan(
     def compile(candidate: Candidate) -> Trial:
         if progress:
             print(f"plan: compiling {candidate.choice} for {on.name}", file=sys.stderr, flush=True)
-        state = space.state(candidate.choice)
-        return attempt(
-            candidate,
-            state,
-            batch,
-            _mesh_of(candidate.choice, on),
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            capacity=capacity,
-            compiler_options=on.compiler_options,
-        )
+        data, fsdp, tensor = (candidate.choice.mesh[axis] for axis in AXES)
+        on_mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=on.devices)
+        state = space.state(candidate.choice, on_mesh)
+        step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
+        return attempt(candidate, state, batch, on_mesh, step, capacity, on.compiler_options)
 
     return MeshPlan(on, capacity, search(candidates, compile, capacity, max_compilations))
-
-
-def search(
-    candidates: Sequence[Candidate],
-    compile: Callable[[Candidate], Trial],
-    capacity: int,
-    max_compilations: int,
-) -> tuple[Trial, ...]:
-    """Compiles candidates, the fastest first, until one fits, and those that are close; the best comes first.
-
-    After those that fit come those that do not, the one that lacks least first, and then what was not compiled.
-    """
-    tried: list[Trial] = []
-    rest: list[Trial] = []
-    best = math.inf
-    for candidate in sorted(candidates, key=lambda c: c.seconds):
-        peaks = [(t.candidate, t.memory.peak) for t in tried if t.memory is not None and t.memory.peak]
-        if candidate.state_bytes > capacity:
-            need = f"parameters and optimizer state alone take {gib(candidate.state_bytes)} GiB"
-            rest.append(Trial(candidate, False, need))
-        elif candidate.least_bytes > capacity:
-            need = f"with what is kept for the backward pass, evenly spread, {gib(candidate.least_bytes)} GiB"
-            rest.append(Trial(candidate, False, need))
-        elif not may_fit(candidate, capacity, peaks):
-            rest.append(Trial(candidate, False, "the activations alone, evenly spread, are too much"))
-        elif len(tried) >= max_compilations:
-            rest.append(Trial(candidate, None, "not compiled: max_compilations is reached"))
-        elif candidate.seconds > CLOSE * best:
-            slower = f"predicted to take {candidate.seconds / best:.2f} times as long"
-            rest.append(Trial(candidate, None, slower))
-        else:
-            try:
-                tried.append(compile(candidate))
-            except KeyboardInterrupt:
-                max_compilations = len(tried)
-                rest.append(Trial(candidate, None, "not compiled: interrupted"))
-            else:
-                best = min(best, candidate.seconds) if tried[-1].fits else best
-    return *sorted(tried, key=_rank), *rest
-
-
-def _rank(trial: Trial) -> tuple[bool, float]:
-    peak = math.inf if trial.memory is None or trial.memory.peak is None else float(trial.memory.peak)
-    return not trial.fits, trial.candidate.seconds if trial.fits else peak
 
 
 class _Space:
@@ -183,20 +265,21 @@ class _Space:
         trainable: PyTree,
         target: Target,
     ):
-        is_model = any(map(is_array, jax.tree.leaves(model)))
-        self._make = None if is_model else model
-        self._model = eqx.filter_eval_shape(lambda: model) if is_model else None
-        self._models: dict[Hashable, PyTree] = {}
-        self._analyses: dict[Hashable, Analysis] = {}
-        self._works: dict[Hashable, tuple[float, tuple[Buffer, ...]]] = {}
+        self._is_model = any(map(is_array, jax.tree.leaves(model)))
+        self._make = (lambda key: model) if self._is_model else model
         self._loss_fn, self._optimizer, self._trainable = loss_fn, optimizer, trainable
         self._batch, self._target = batch, target
+        # Of each variant of the model once, and of each size of `tensor`.
+        self._abstract = functools.cache(self._abstract_of)
+        self._traced = functools.cache(self._trace)
+        self._analysis = functools.cache(self._analyse)
+        self._work = functools.cache(self._count)
 
     def candidates(
         self, mesh: Mapping[str, int] | None, options: Sequence[Mapping[str, Option]], counts: Sequence[int]
     ) -> list[Candidate]:
         num_devices, rows = len(self._target.devices), self._num_rows()
-        if self._make is None and any(options):
+        if self._is_model and any(options):
             raise ValueError("plan: options are for a function that makes the model, but model is one.")
         for count in counts:
             if count < 1:
@@ -214,9 +297,8 @@ class _Space:
             )
         return found
 
-    def state(self, choice: Choice) -> TrainState:
+    def state(self, choice: Choice, mesh: Mesh) -> TrainState:
         """The state of a run, with no number in it, laid out on the target's devices."""
-        mesh = _mesh_of(choice, self._target)
         return self._laid_out(choice, self._explained(choice, mesh))
 
     def _candidates_of(self, choices: Sequence[Choice]) -> Iterator[Candidate]:
@@ -224,11 +306,10 @@ class _Space:
         if not choices:
             return
         sizes = choices[0].mesh
-        mesh = _abstract_mesh(sizes)
-        explained = self._explained(choices[0], mesh)
+        explained = self._explained(choices[0], _abstract_mesh(sizes))
         state = memory_of(self._laid_out(choices[0], explained), {})
         sent = 0.0 if explained.communication is None else explained.communication.num_bytes
-        flops, kept = self._work(choices[0].options, sizes["tensor"])
+        flops, kept = self._work(choices[0].variant)
         chip, share = self._target.chip, _share_split(explained.decisions, sizes)
         own = flops / (sizes["data"] * sizes["fsdp"]) * (share / sizes["tensor"] + 1 - share)
         for choice in choices:
@@ -238,50 +319,34 @@ class _Space:
             yield Candidate(choice, state.parameters + state.optimizer_state, kept, own, in_all, seconds)
 
     def _explained(self, choice: Choice, mesh: Mesh | AbstractMesh) -> Explanation:
-        analysis = self._analysis(choice.options, choice.mesh["tensor"])
-        return explain_by(analysis, self._abstract(choice.options), mesh)
+        analysis = self._analysis(choice.variant, choice.mesh["tensor"])
+        return explain_by(analysis, self._abstract(choice.variant), mesh)
 
     def _laid_out(self, choice: Choice, explained: Explanation) -> TrainState:
         def lay(x: PyTree, sharding: NamedSharding | None) -> PyTree:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
 
-        model, key = self._abstract(choice.options), jax.random.key(0)
-        placed = jax.tree.map(lay, model, explained.shardings)
-        return init_state(placed, self._optimizer, key=key, trainable=self._trainable)
+        placed = jax.tree.map(lay, self._abstract(choice.variant), explained.shardings)
+        return init_state(placed, self._optimizer, key=jax.random.key(0), trainable=self._trainable)
 
-    def _abstract(self, options: Mapping[str, Option]) -> PyTree:
-        make, key = self._make, _key(options)
-        if make is None:
-            return self._model
-        if key not in self._models:
-            self._models[key] = eqx.filter_eval_shape(lambda k: make(k, **options), jax.random.key(0))
-        return self._models[key]
+    def _abstract_of(self, variant: Variant) -> PyTree:
+        return eqx.filter_eval_shape(lambda key: self._make(key, **dict(variant)), jax.random.key(0))
 
-    def _analysis(self, options: Mapping[str, Option], tensor: int) -> Analysis:
+    def _trace(self, variant: Variant) -> TracedStep:
+        return trace_step(self._loss_fn, self._abstract(variant), self._batch)
+
+    def _analyse(self, variant: Variant, tensor: int) -> Analysis:
         """Analyse the program for a size of `tensor`: the sizes of the other axes change nothing in it."""
-        key = _key(options), tensor
-        if key not in self._analyses:
-            mesh = _abstract_mesh({"data": len(self._target.devices) // tensor, "fsdp": 1, "tensor": tensor})
-            found = analysis_of(self._abstract(options), mesh, self._loss_fn, self._batch)
-            assert found is not None  # there is a program
-            self._analyses[key] = found
-        return self._analyses[key]
+        mesh = _abstract_mesh({"data": len(self._target.devices) // tensor, "fsdp": 1, "tensor": tensor})
+        return analyse(self._traced(variant), self._abstract(variant), mesh)
 
-    def _work(self, options: Mapping[str, Option], tensor: int) -> tuple[float, tuple[Buffer, ...]]:
-        """The products of a step over all devices, and what it remembers: of any size of `tensor`."""
-        key = _key(options)
-        if key not in self._works:
-            program = self._analysis(options, tensor).traced.jaxpr
-            self._works[key] = num_flops(program), remembered(self._on_device(program, options))
-        return self._works[key]
-
-    def _on_device(self, program: Jaxpr, options: Mapping[str, Option]) -> Jaxpr:
-        """The program as one device of the target would run it: on GPUs attention may keep less."""
-        if self._target.compiler != "gpu":
-            return program
-        mesh = make_mesh(devices=self._target.devices[:1])
-        place = NamedSharding(mesh, PartitionSpec())
-        return trace_step(self._loss_fn, self._abstract(options), self._batch, place=place).jaxpr
+    def _count(self, variant: Variant) -> tuple[float, tuple[Buffer, ...]]:
+        """The products of a step over all devices, and what it remembers."""
+        program = placed = self._traced(variant).jaxpr
+        if self._target.compiler == "gpu":  # attention may keep less there
+            place = NamedSharding(make_mesh(devices=self._target.devices[:1]), PartitionSpec())
+            placed = trace_step(self._loss_fn, self._abstract(variant), self._batch, place=place).jaxpr
+        return num_flops(program), remembered(placed)
 
     def _num_rows(self) -> int:
         sizes = {path: x.shape[0] for path, x in leaves_with_paths(self._batch) if is_array(x) and x.shape}
@@ -292,17 +357,8 @@ class _Space:
         return next(iter(sizes.values()))
 
 
-def _mesh_of(choice: Choice, target: Target) -> Mesh:
-    data, fsdp, tensor = (choice.mesh[axis] for axis in AXES)
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=target.devices)
-
-
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes[a] for a in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _key(options: Mapping[str, Option]) -> tuple[tuple[str, Option], ...]:
-    return tuple(options.items())
 
 
 def _sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:

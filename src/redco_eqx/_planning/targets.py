@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -16,6 +16,11 @@ from jax.experimental import topologies
 
 
 GIB = 2**30
+
+
+def gib(num_bytes: int) -> str:
+    """`1.25` of so many bytes."""
+    return f"{num_bytes / GIB:.2f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,19 +134,6 @@ MARGINS = {"fsdp": (0.94, 1.79), "": (1.04, 3.16)}
 of what `benchmarks/applicability.py estimates-tpu estimates-gpu` measured (`benchmarks/RESULTS.md`)."""
 
 
-@runtime_checkable
-class Device(Protocol):
-    """A device of JAX, as far as it is needed here."""
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def device_kind(self) -> str: ...
-
-    def memory_stats(self) -> Mapping[str, int] | None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Devices to plan for.
@@ -154,7 +146,7 @@ class Target:
     """
 
     name: str
-    devices: tuple[Device, ...]
+    devices: tuple[Any, ...]
     chip: Chip
     compiler: str
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
@@ -164,18 +156,11 @@ class Target:
         return None if self.compiler != "cpu" else MARGINS["fsdp" if mesh.get("fsdp", 1) > 1 else ""]
 
     def __str__(self) -> str:
-        memory = f"{self.chip.memory / 2**30:.2f} GiB"
-        how = (
-            "estimated by the CPU compiler"
-            if self.compiler == "cpu"
-            else f"by the {self.compiler.upper()} compiler"
-        )
-        return f"{self.name}: {len(self.devices)} devices of {memory}, {how}"
+        how = "estimated by the CPU" if self.compiler == "cpu" else f"by the {self.compiler.upper()}"
+        return f"{self.name}: {len(self.devices)} devices of {gib(self.chip.memory)} GiB, {how} compiler"
 
 
-def find_target(
-    target: str | Sequence[Device] | None, *, bytes_per_device: int | None, estimate: bool
-) -> Target:
+def find_target(target: str | Sequence[Any] | None, *, bytes_per_device: int | None, estimate: bool) -> Target:
     """The devices that `target` stands for (see `plan`).
 
     **Raises:**
@@ -221,7 +206,7 @@ def _named(name: str, estimate: bool) -> Target:
     return Target(name, _gpu_devices(kind, count), GPUS[kind], "gpu", _NO_TRIALS)
 
 
-def _stand_ins(name: str, count: int) -> tuple[Device, ...]:
+def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
     """So many virtual devices of the CPU."""
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
@@ -232,7 +217,7 @@ def _stand_ins(name: str, count: int) -> tuple[Device, ...]:
     return tuple(devices[:count])
 
 
-def _present(device: Device) -> Chip:
+def _present(device: Any) -> Chip:
     """Describe a device of this machine."""
     kind = device.device_kind.lower()
     named = next((chip for chip in GPUS.values() if chip.name.lower() == kind), _UNKNOWN)
@@ -244,7 +229,7 @@ def _present(device: Device) -> Chip:
 
 
 @cache
-def _tpu_devices(name: str) -> tuple[Device, ...]:
+def _tpu_devices(name: str) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f'plan: for {name} the TPU compiler is needed: python -m pip install "jax[tpu]" (700 MB; no TPU is '
@@ -266,7 +251,7 @@ _TPU_ENVIRONMENT = {
 
 
 @cache
-def _gpu_devices(kind: str, count: int) -> tuple[Device, ...]:
+def _gpu_devices(kind: str, count: int) -> tuple[Any, ...]:
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         raise ImportError(
             f'plan: for {kind}:{count} the GPU compiler is needed: python -m pip install "jax[cuda12]" (5.5 '
@@ -276,7 +261,7 @@ def _gpu_devices(kind: str, count: int) -> tuple[Device, ...]:
     return _topology("cuda", f"{kind}:{count}", topology_name="plan", **of_gpu)
 
 
-def _topology(platform: str, name: str, **options: str) -> tuple[Device, ...]:
+def _topology(platform: str, name: str, **options: str) -> tuple[Any, ...]:
     try:
         return tuple(topologies.get_topology_desc(platform=platform, **options).devices)
     except Exception as error:

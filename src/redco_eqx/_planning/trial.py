@@ -5,25 +5,25 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from redco_eqx._compiled.communication import Communication, communication, peak_bytes
 from redco_eqx._compiled.hlo import Buffer, largest_buffers, parse
 from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, peak_by_message
+from redco_eqx._planning.targets import gib
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._step.state import TrainState, layout_of
-from redco_eqx._step.steps import train_step
-from redco_eqx._types import Batch, LossFn
+from redco_eqx._types import Batch, Metrics
 
 # Which meshes, and which variants of a model, a plan chooses among, and in what order.
 
 
 Option: TypeAlias = bool | int | float | str | None
+Variant: TypeAlias = tuple[tuple[str, Option], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Choice:
     mesh: Mapping[str, int]
     options: Mapping[str, Option]
     num_microbatches: int
+
+    @property
+    def variant(self) -> Variant:
+        """The options, hashable."""
+        return tuple(self.options.items())
 
     def __str__(self) -> str:
         given = {**self.mesh, **self.options}
@@ -131,32 +136,26 @@ def attempt(
     state: TrainState,
     batch: Batch,
     mesh: Mesh,
-    *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    step: Callable[..., tuple[TrainState, Metrics]],
     capacity: int,
     compiler_options: Mapping[str, bool],
 ) -> Trial:
-    """Compiles the step of a candidate, which fits if it takes no more than `capacity` bytes of a device."""
+    """Compiles the `train_step` of a candidate, which fits if it takes no more than `capacity` bytes of a
+    device."""
     start = time.monotonic()
     rows = batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
     step = functools.partial(
-        train_step,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        num_microbatches=candidate.choice.num_microbatches,
-        shardings=layout_of(state),
+        step, num_microbatches=candidate.choice.num_microbatches, shardings=layout_of(state)
     )
     memory = memory_of(state, batch)
-    arrays = tuple(largest_arrays(state).items())
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     sent, buffers = None, ()
     try:
         compiled = lowered.compile(compiler_options=dict(compiler_options))
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        fits, verdict = False, f"does not compile: {_first_line(message)}"
+        fits, verdict = False, f"does not compile: {message.strip().splitlines()[0][:200]}"
         if "RESOURCE_EXHAUSTED" in message:
             memory = dataclasses.replace(memory, peak=peak_by_message(message))
             verdict = _too_much(memory, capacity)
@@ -166,12 +165,8 @@ def attempt(
         fits = peak <= capacity
         verdict = "fits" if fits else _too_much(memory, capacity)
         sent, buffers = communication(text, mesh), tuple(largest_buffers(parse(text)))
+    arrays = tuple(largest_arrays(state).items())
     return Trial(candidate, fits, verdict, memory, sent, arrays, buffers, time.monotonic() - start)
-
-
-def gib(num_bytes: int) -> str:
-    """`1.25` of so many bytes."""
-    return f"{num_bytes / 2**30:.2f}"
 
 
 def _too_much(memory: Memory, capacity: int) -> str:
@@ -179,6 +174,52 @@ def _too_much(memory: Memory, capacity: int) -> str:
     return f"needs {peak}, and {gib(capacity)} GiB are there"
 
 
-def _first_line(message: str) -> str:
-    line = message.strip().partition("\n")[0]
-    return line if len(line) <= 200 else f"{line[:200]}..."
+# The search: the fastest first, until one fits.
+
+
+CLOSE = 1.1
+"""Plans that are predicted to be slower than the best by no more than this factor are compiled too."""
+
+
+def search(
+    candidates: Sequence[Candidate],
+    compile: Callable[[Candidate], Trial],
+    capacity: int,
+    max_compilations: int,
+) -> tuple[Trial, ...]:
+    """Compiles candidates, the fastest first, until one fits, and those that are close; the best comes first.
+
+    After those that fit come those that do not, the one that lacks least first, and then what was not compiled.
+    """
+    tried: list[Trial] = []
+    rest: list[Trial] = []
+    best = math.inf
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        peaks = [(t.candidate, t.memory.peak) for t in tried if t.memory is not None and t.memory.peak]
+        if candidate.state_bytes > capacity:
+            need = f"parameters and optimizer state alone take {gib(candidate.state_bytes)} GiB"
+            rest.append(Trial(candidate, False, need))
+        elif candidate.least_bytes > capacity:
+            need = f"with what is kept for the backward pass, evenly spread, {gib(candidate.least_bytes)} GiB"
+            rest.append(Trial(candidate, False, need))
+        elif not may_fit(candidate, capacity, peaks):
+            rest.append(Trial(candidate, False, "the activations alone, evenly spread, are too much"))
+        elif len(tried) >= max_compilations:
+            rest.append(Trial(candidate, None, "not compiled: max_compilations is reached"))
+        elif candidate.seconds > CLOSE * best:
+            slower = f"predicted to take {candidate.seconds / best:.2f} times as long"
+            rest.append(Trial(candidate, None, slower))
+        else:
+            try:
+                tried.append(compile(candidate))
+            except KeyboardInterrupt:
+                max_compilations = len(tried)
+                rest.append(Trial(candidate, None, "not compiled: interrupted"))
+            else:
+                best = min(best, candidate.seconds) if tried[-1].fits else best
+    return *sorted(tried, key=_rank), *rest
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    peak = math.inf if trial.memory is None or trial.memory.peak is None else float(trial.memory.peak)
+    return not trial.fits, trial.candidate.seconds if trial.fits else peak

@@ -1,4 +1,4 @@
-"""A model as the path rules see it: a tree of named nodes, and the matrices and tables found in it.
+"""A model as the path rules see it: a tree of named nodes, the matrices and tables in it, and their chains.
 
 Nothing is decided here. A matrix is whatever acts like a Linear: a module with a 2-D `weight` or `kernel`, a
 convolution, or either of them with a LoRA branch beside it.
@@ -6,6 +6,7 @@ convolution, or either of them with a LoRA branch beside it.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -229,3 +230,98 @@ def _find_blocks(node: Node) -> None:
     if alike and all(len(child.matrices()) > 1 for child in node.children):
         for child in node.children:
             child.is_block = True
+
+
+# Chains: the matrices of a module that follow one another.
+
+
+def named(names: str, name: str) -> bool:
+    """True if a field's name is one of `names`, alone or as in `to_q`, `wq`, `q_proj`, `c_proj`, `fc_out`."""
+    return re.fullmatch(rf"(to_|w_?|c_|attn_|{_KIND}_)?({names})(_?{_KIND})?", name) is not None
+
+
+_KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
+_LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"  # what comes last in a module
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+_SERIES = re.compile(rf"{_KIND}_?")
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """One step of a chain: a matrix, or parallel siblings of one shape that read the same input.
+
+    - `is_last`: whether its name says that nothing in its module follows it.
+    - `is_known`: whether its place in the chain is known by more than the order in which fields are written.
+    """
+
+    in_size: int
+    out_size: int
+    members: list[Matrix]
+    is_last: bool = False
+    is_known: bool = True
+
+    def feeds(self, after: "Link") -> bool:
+        """True if the output fits the other's input, whole or as the two halves of a fused gate."""
+        return self.out_size in (after.in_size, 2 * after.in_size)
+
+
+def is_guess(chain: list[Link]) -> bool:
+    """True if no name says which of its matrices follow one another: they could be an attention as well."""
+    unknown = [matrix for link in chain if not link.is_known for matrix in link.members]
+    return len(unknown) > 1 and not any(link.is_last for link in chain)
+
+
+def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
+    """The chains that the matrices of one module make; one that feeds no other is a chain of its own.
+
+    In a list each follows the one before. Where the shapes of fields allow both ways, what its name calls last
+    comes last; several siblings come first, then the one that widens, then the one that is written first (dict
+    keys are sorted, so order says least).
+    """
+    is_list = isinstance(scope.value, list | tuple)
+    links = _links(scope, matrices, is_list)
+    place = {link: i for i, link in enumerate(links)}
+    rank = {a: (not a.is_last, len(a.members), a.out_size, -place[a]) for a in links}
+    left = list(links)
+
+    def next_of(a: Link) -> Link | None:
+        """The next one behind `a` that it comes before, or else the first; in a list only the very next."""
+        if is_list:
+            return next((b for b in links[place[a] + 1 : place[a] + 2] if a.feeds(b)), None)
+        others = [b for b in left if place[b] > place[a]] + [b for b in left if place[b] < place[a]]
+        return next((b for b in others if a.feeds(b) and (not b.feeds(a) or rank[a] > rank[b])), None)
+
+    chains: list[list[Link]] = []
+    for link in links:
+        after = link if link in left and next_of(link) is not None else None
+        chain: list[Link] = []
+        while after is not None:
+            left.remove(after)
+            chain.append(after)
+            after = next_of(after)
+        chains += [chain] if chain else []
+    return [*chains, *([link] for link in left)]
+
+
+def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
+    """Matrices as links. Those of one shape are parallel siblings, one link (gate and up), if they are fields
+    or in one element of a list; but square ones, which could follow one another, are not if their names say so:
+    by numbers, or by a name that comes last.
+    """
+    paths = [matrix.name_in(scope) for matrix in matrices]
+    numbers = [_NUMBERED.fullmatch(path[-1]) for path in paths]
+    series = Counter(n[1] for n in numbers if n)
+    runs = Counter((n[1], m.in_size, m.out_size) for n, m in zip(numbers, matrices) if n)
+    links: dict[tuple[object, ...], Link] = {}
+    for matrix, path, number in zip(matrices, paths, numbers):
+        name, shape = path[-1], (matrix.in_size, matrix.out_size)
+        is_last, is_square = named(_LAST, name), matrix.in_size == matrix.out_size
+        is_alone = is_square and (is_last or (number is not None and runs[number[1], *shape] > 1))
+        # Two or three of a kind (`conv1`, `conv2`) are consecutive; four could be an attention.
+        is_series = number is not None and _SERIES.fullmatch(number[1]) and 1 < series[number[1]] < 4
+        key = (path[0] if is_list else "", *shape, name if is_alone else "")
+        link = links.setdefault(key, Link(*shape, [], is_last))
+        says_last = any(named(_LAST, part) for part in path)  # BERT's is at `output.dense`
+        link.is_known = is_list or not is_square or says_last or bool(is_series)
+        link.members.append(matrix)
+    return list(links.values())

@@ -52,6 +52,11 @@ AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
+class ShardingWarning(UserWarning):
+    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
+    path rules had to guess."""
+
+
 def make_mesh(
     *,
     tensor: int = 1,
@@ -107,11 +112,9 @@ def make_mesh(
     for name, size in (("tensor", tensor), ("fsdp", fsdp), ("data", data)):
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise TypeError(f"make_mesh: {name}={size!r} must be a whole number of devices.")
-    for name, size in (("tensor", tensor), ("fsdp", fsdp)):
-        if size < 1:
-            raise ValueError(f"make_mesh: {name}={size}, but a mesh axis has at least one device.")
-    if data < 1 and data != -1:
-        raise ValueError(f"make_mesh: data={data}, but it must be positive, or -1 for all devices.")
+        if size < 1 and (name, size) != ("data", -1):
+            least = "must be positive, or -1 for all devices" if name == "data" else "has at least one device"
+            raise ValueError(f"make_mesh: {name}={size}, but a mesh axis {least}.")
     inner = fsdp * tensor
     found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
     if inner * max(data, 1) > len(devices):

@@ -8,12 +8,12 @@ what is left to its parent, up to the block.
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from redco_eqx._sharding.chains import alternate, find_chains, is_guess, named
-from redco_eqx._sharding.matrices import Matrix, Node, read_model
+from redco_eqx._sharding.matrices import Link, Matrix, Node, find_chains, is_guess, named, read_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,7 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     return _Resolver(read_model(model), size).resolve()
 
 
-@dataclasses.dataclass
-class Attention:
+class Attention(NamedTuple):
     """Query, key and value, as three matrices or as one; the projection they end in; numbers of heads."""
 
     inputs: list[Matrix]
@@ -249,9 +248,9 @@ class _Resolver:
         for chain in find_chains(scope, [m for m in matrices if not _HEAD_NAMES.fullmatch(m.node.name)]):
             if is_guess(chain):
                 self.guesses |= {m.weight.path for link in chain for m in link.members}
-            for link, split in zip(chain, alternate(chain, self.size) if len(chain) > 1 else ()):
+            for link, (name, reason) in zip(chain, alternate(chain, self.size) if len(chain) > 1 else ()):
                 for matrix in link.members:
-                    self._split(matrix, split.name, split.reason)
+                    self._split(matrix, name, reason)
         return self._open(matrices)
 
     def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
@@ -314,3 +313,73 @@ def _is_residual(node: Node) -> bool:
 
 _VECTOR = ("vector", "a vector or scalar")
 _UNKNOWN = ("whole", "no rule knows it: pass `loss_fn` and `batch`, or split it by `overrides`")
+
+
+# The split of consecutive matrices.
+
+
+def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
+    """Split the links of a chain (two or more) over `size` shards: `column`, `row` or `whole`, and why.
+
+    A column split keeps its output split and needs a whole input; a row split takes a split input and sums its
+    output. Of all ways to split every link, the one that sends the fewest bytes is taken: for a widening and a
+    narrowing Linear that is Megatron's column then row.
+    Costs count the features of every activation that a collective returns, forward and backward.
+    """
+    # What the links that are left cost depends on one thing alone of those before: whether the activation
+    # between them is split. So for each of the two only the best way there is kept, and each way is extended by
+    # each split of the next link:
+    #
+    #   link     needs its input    leaves its output    communicates
+    #   whole    whole              whole                nothing
+    #   column   whole              split                the input's gradient, summed: in_size
+    #   row      split              whole                its output, summed: out_size; of an input that came
+    #                                                    whole and is cut here, the gradient, gathered: in_size
+    #
+    # A split activation that the next link needs whole is gathered, and its gradient summed: 2 * in_size.
+    #
+    # best[is the activation split]: (links left whole, cost, splits), compared in this order.
+    best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
+    for index, link in enumerate(chain):
+        paired = any(b.in_size % size == 0 for b in chain[max(index, 1) : index + 2])
+        options: dict[bool, tuple[int, int, list[str]]] = {}
+        for is_split, (whole, cost, names) in best.items():
+            gather = 2 * link.in_size if is_split else 0
+            # Only what could be a column counts as left whole: a few outputs are not worth a reduction.
+            left = whole + (link.out_size % size == 0)
+            candidates = [("whole", False, left, cost + gather)]
+            if paired and link.out_size % size == 0:
+                candidates.append(("column", True, whole, cost + gather + link.in_size))
+            if paired and link.in_size % size == 0:
+                back = 0 if is_split else link.in_size
+                candidates.append(("row", False, whole, cost + link.out_size + back))
+            for name, after, *score in candidates:
+                option = (score[0], score[1], [*names, name])
+                if after not in options or option < options[after]:
+                    options[after] = option
+        best = options
+    last = chain[-1].out_size
+    finished = [(w, c + (last if is_split else 0), names) for is_split, (w, c, names) in best.items()]
+    _, _, names = min(finished)
+    return [(name, _reason(chain, names, i, size)) for i, name in enumerate(names)]
+
+
+def _reason(chain: list[Link], names: list[str], i: int, size: int) -> str:
+    link = chain[i]
+    after = chain[i + 1] if i + 1 < len(chain) else None
+    before = chain[i - 1] if i else None
+    if names[i] == "column":
+        if after is not None and link.out_size == 2 * after.in_size and link.members[0].parts == 1:
+            return "opens a pair: a fused gate, whose halves an even split crosses (costs permutes)"
+        if after is not None and names[i + 1] == "row":
+            several = f", with {len(link.members) - 1} sibling" if len(link.members) > 1 else ""
+            return f"opens a pair: its {link.out_size} outputs stay split{several}"
+        return "last of an odd chain: its output is gathered where it is used"
+    if names[i] == "row":
+        if before is not None and names[i - 1] == "column":
+            return f"closes a pair: its {link.out_size} outputs are summed"
+        return f"unpaired: its input is cut, its {link.out_size} outputs are summed"
+    if before is not None and names[i - 1] == "row":
+        return f"its {link.out_size} outputs do not divide by tensor={size}, and its input is whole"
+    width = after.in_size if after is not None else link.in_size
+    return f"the width {width} between consecutive Linears does not divide by tensor={size}"

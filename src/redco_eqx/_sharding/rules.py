@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from redco_eqx._dataflow.engine import Analysis, analyse
-from redco_eqx._dataflow.prediction import Prediction, Stored, predict_communication
 from redco_eqx._sharding.mesh import (
     STORED,
+    ShardingWarning,
     axes_of,
     axis_size,
     check_mesh,
@@ -36,6 +35,11 @@ from redco_eqx._sharding.mesh import (
 from redco_eqx._sharding.roles import Role, tensor_roles
 from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 
+if TYPE_CHECKING:  # imported where a program is given: most layouts need none
+    from redco_eqx._dataflow.engine import Analysis
+    from redco_eqx._dataflow.prediction import Prediction
+    from redco_eqx._dataflow.tracing import TracedStep
+
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 Chosen: TypeAlias = Mapping[str, tuple[str, PartitionSpec]]
 
@@ -43,11 +47,6 @@ FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
 LARGE_SHARE = 1 / 20
 STORED_BYTES = 2**22
-
-
-class ShardingWarning(UserWarning):
-    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
-    path rules had to guess."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,23 +87,22 @@ class Explanation:
     decisions: dict[str, Decision]
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
-    _analysis: Analysis | None = None
+    _analysis: "Analysis | None" = None
 
     @functools.cached_property
-    def communication(self) -> Prediction | None:
+    def communication(self) -> "Prediction | None":
         dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        return None if laid_out is None else predict_communication(laid_out, self._stored)
+        if laid_out is None:
+            return None
+        from redco_eqx._dataflow.prediction import Stored, predict_communication
 
-    @property
-    def _stored(self) -> dict[str, Stored]:
-        """The arrays that are gathered for use."""
         stored, over_data = {}, axis_size(self.mesh, "data") > 1
         for path, d in self.decisions.items():
             num_parts = axis_size(self.mesh, stored_axes(d.spec))
             if num_parts > 1:
                 stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
-        return stored
+        return predict_communication(laid_out, stored)
 
     @property
     def bytes_per_device(self) -> int:
@@ -295,7 +293,7 @@ def analysis_of(
     batch: PyTree,
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
-) -> Analysis | None:
+) -> "Analysis | None":
     """Analyse the program, if there is one, for the arrays that are not `chosen`."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
@@ -309,31 +307,40 @@ def analysis_of(
             f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
             "neither: then the path rules decide, by names and shapes."
         )
+    from redco_eqx._dataflow.tracing import trace_step
+
+    return analyse(trace_step(loss_fn, model, batch), model, mesh, max_bytes_per_device, chosen)
+
+
+def analyse(
+    traced: "TracedStep",
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    max_bytes_per_device: int | None = None,
+    chosen: Chosen = MappingProxyType({}),
+) -> "Analysis":
+    """Weigh every split in the traced program of a model, and choose."""
+    from redco_eqx._dataflow.engine import choose_layout, weigh
+
     tensor = axis_size(mesh, "tensor")
-    by_paths = {path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None}
     arrays = to_arrays(model)
 
     def held(path: str, dim: int | None, stack: int, is_buffer: bool) -> float:
         x, role = arrays[path], Role("buffer" if is_buffer else "whole", "", dim, stack)
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
-        return float(_shard_bytes(tuple(x.shape), x.dtype, spec, mesh))
+        return float(_shard_bytes(x, spec, mesh))
 
     constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
-    return analyse(
-        loss_fn,
-        model,
-        batch,
-        tensor=tensor,
-        num_shards=num_batch_shards(mesh),
-        given=by_paths,
+    return choose_layout(
+        weigh(traced, tensor=tensor, num_shards=num_batch_shards(mesh), held=held),
+        given={path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None},
         fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
-        held=held,
         max_bytes=None if max_bytes_per_device is None else float(max_bytes_per_device - constants),
     )
 
 
 def explain_by(
-    analysis: Analysis | None,
+    analysis: "Analysis | None",
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
@@ -346,7 +353,7 @@ def explain_by(
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
-        roles |= {path: Role(x.role, x.reason, x.dim, x.stack) for path, x in analysis.roles().items()}
+        roles |= {path: Role(*found) for path, found in analysis.roles().items()}
     decisions = {}
     for path, x in arrays.items():
         shape, is_guess = tuple(x.shape), analysis is None and roles[path].is_guess
@@ -357,7 +364,7 @@ def explain_by(
             spec, role, reason = _spec(x, roles[path], mesh)
             if analysis is not None and analysis.is_given:
                 reason = f"the path rules' layout sends less: {reason}"
-        num_bytes = _shard_bytes(shape, x.dtype, spec, mesh)
+        num_bytes = _shard_bytes(x, spec, mesh)
         decisions[path] = Decision(path, shape, x.dtype, spec, role, reason, num_bytes, is_guess)
     specs = iter(decisions.values())
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
@@ -390,9 +397,9 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
     return trimmed(PartitionSpec(*entries)), role.name, reason
 
 
-def _shard_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
     shards = math.prod(axis_size(mesh, entry) for entry in spec)
-    return math.prod(shape) * getattr(dtype, "itemsize", 4) // shards
+    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) // shards
 
 
 def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:

@@ -16,8 +16,15 @@ from jaxtyping import Array, PyTree
 from redco_eqx._jaxprs import Atom, Program, trace
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._parallel.scan import keep_products
-from redco_eqx._sharding.mesh import BATCH_AXES, axes_of, axis_size, for_use, num_batch_shards, stored_axes
-from redco_eqx._sharding.rules import ShardingWarning
+from redco_eqx._sharding.mesh import (
+    BATCH_AXES,
+    ShardingWarning,
+    axes_of,
+    axis_size,
+    for_use,
+    num_batch_shards,
+    stored_axes,
+)
 from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.state import TrainState, is_pair
