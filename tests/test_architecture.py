@@ -19,7 +19,7 @@ from redco_eqx import models
 
 PACKAGE = pathlib.Path(rx.__file__).parent
 
-PURE = ("_jaxprs", "_dataflow", "_sharding", "_parallel", "_step")
+PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")
 EXCEPT = {
     pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
     pathlib.Path("_step/kept.py"): {"pathlib", "sys"},  # which modules are installed, and what is imported
@@ -163,7 +163,7 @@ def test_only_one_file_knows_what_jax_keeps_private():
 
 
 CORE = [path for path in FILES if path.parts[0] != "models"]
-CEILINGS = {"code lines": 11_500, "files": 90, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+CEILINGS = {"code lines": 10_650, "files": 75, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import batch_sharding, cast, from_arrays, make_mesh, to_arrays
-from redco_eqx._tree import children, describe, is_array, is_trainable, leaves_with_paths
+from redco_eqx._base.tree import children, describe, is_array, is_trainable, leaves_with_paths
 
 KEY = jax.random.key(0)
 ABSTRACT = jax.ShapeDtypeStruct((2,), jnp.float32)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from redco_eqx import errors, layers, types
+    from redco_eqx._base.protocols import Mean
+    from redco_eqx._base.tree import by_path, cast, from_arrays, to_arrays
     from redco_eqx._birth import init_model
     from redco_eqx._checkpoint.checkpoints import Checkpoints, save
     from redco_eqx._checkpoint.record import list_checkpoints
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from redco_eqx._training.evaluation import Evaluation, evaluate, predict
     from redco_eqx._training.fit import fit, num_train_steps
     from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
-    from redco_eqx._tree import by_path, cast, from_arrays, to_arrays
-    from redco_eqx._types import Mean
 
 _NAMES = {
     "_birth": "init_model",
@@ -47,8 +47,8 @@ _NAMES = {
     "_training.evaluation": "Evaluation evaluate predict",
     "_training.fit": "fit num_train_steps",
     "_training.loggers": "ConsoleLogger JSONLLogger TensorBoardLogger",
-    "_tree": "by_path cast from_arrays to_arrays",
-    "_types": "Mean",
+    "_base.tree": "by_path cast from_arrays to_arrays",
+    "_base.protocols": "Mean",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

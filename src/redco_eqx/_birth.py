@@ -15,13 +15,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.jaxprs import CHECKPOINTS, ELEMENTWISE, Atom, dtype_of, program_digest, shape_of, type_of
+from redco_eqx._base.protocols import Key, as_key, check_function
+from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
-from redco_eqx._jaxprs import CHECKPOINTS, ELEMENTWISE, Atom, dtype_of, program_digest, shape_of, type_of
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
-from redco_eqx._tree import is_array, is_key, leaves_with_paths
-from redco_eqx._types import Key, as_key, check_function
 
 # A traced program with its calls inlined, and the programs of single values that are cut out of it.
 

@@ -2,6 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from redco_eqx._base.protocols import (
+    Batch,
+    CollateFn,
+    Examples,
+    Key,
+    Logger,
+    LossFn,
+    Metrics,
+    OutputFn,
+    PredictFn,
+)
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
 from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
 from redco_eqx._data.batches import Batches
@@ -11,7 +22,6 @@ from redco_eqx._step.window import StepFn
 from redco_eqx._training.course import Hook
 from redco_eqx._training.evaluation import MetricFn
 from redco_eqx._training.loggers import History
-from redco_eqx._types import Batch, CollateFn, Examples, Key, Logger, LossFn, Metrics, OutputFn, PredictFn
 
 if TYPE_CHECKING:
     from redco_eqx._planning.plan import MeshPlan

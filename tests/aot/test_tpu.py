@@ -27,8 +27,8 @@ from sharding.zoo import BY_NAME
 import redco_eqx as rx
 from redco_eqx import _birth as making
 from redco_eqx import models
+from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._compiled.communication import Collective, communication
-from redco_eqx._tree import leaves_with_paths
 
 SIZES = workloads.Sizes(dim=512, num_layers=4, num_heads=8, vocabulary=1024, length=128, batch_size=16)
 # Each device has a multiple of 24 rows of every weight: this compiler rounds the parts of a reduce-scatter up

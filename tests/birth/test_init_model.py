@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from redco_eqx import _birth as making
 from redco_eqx import init_model, make_mesh, shard_rules, to_arrays
-from redco_eqx._tree import leaves_with_paths
+from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx.models._families.registry import FAMILIES, PARTS
 
 KEY = jax.random.key(7)

@@ -18,9 +18,9 @@ import pytest
 from fit_helpers import assert_same, to_numpy
 
 import redco_eqx as rx
+from redco_eqx._base.tree import is_trainable, to_arrays
 from redco_eqx._checkpoint.arrays import digests, from_names, to_names
 from redco_eqx._training.identity import identify, what_differs
-from redco_eqx._tree import is_trainable, to_arrays
 
 MESHES: dict[str, dict[str, Any]] = {
     "data 8": {},

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import events
 
+from redco_eqx._base.protocols import Logger
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
-from redco_eqx._types import Logger
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 
 from redco_eqx import make_mesh  # noqa: E402
-from redco_eqx._tree import to_arrays  # noqa: E402
+from redco_eqx._base.tree import to_arrays  # noqa: E402
 from redco_eqx.models import load_pretrained, save_pretrained  # noqa: E402
 from redco_eqx.models._files.safetensors import Stored  # noqa: E402
 

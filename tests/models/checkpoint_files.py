@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import redco_eqx as rx
-from redco_eqx._tree import to_arrays
+from redco_eqx._base.tree import to_arrays
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZE, VOCABULARY, LAYERS = 64, 128, 2  # so that some arrays are above the size at which fsdp splits

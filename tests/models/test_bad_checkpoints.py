@@ -15,7 +15,7 @@ import test_unet_and_autoencoder
 from checkpoint_files import INDEX, SINGLE, SIZE, make_arrays, write
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx._tree import is_array
+from redco_eqx._base.tree import is_array
 from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._families.registry import read_family
 from redco_eqx.models._files.safetensors import Stored

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import redco_eqx as rx
-from redco_eqx._tree import to_arrays, to_paths
+from redco_eqx._base.tree import to_arrays, to_paths
 from redco_eqx.models import load_pretrained, save_pretrained
 from redco_eqx.models._files.safetensors import Stored
 

@@ -18,7 +18,7 @@ from helpers import in_long
 from published import PUBLISHED
 
 import redco_eqx as rx
-from redco_eqx._tree import to_paths
+from redco_eqx._base.tree import to_paths
 from redco_eqx.models._families.registry import read_family
 
 OUT, IN, WHOLE = (None, "mp"), ("mp", None), ()

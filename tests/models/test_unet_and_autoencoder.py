@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 import redco_eqx as rx
 from redco_eqx import models, shard_rules, to_arrays
-from redco_eqx._tree import to_paths
+from redco_eqx._base.tree import to_paths
 from redco_eqx.models import AutoencoderKL, AutoencoderKLConfig, UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.registry import PARTS, read_family
 

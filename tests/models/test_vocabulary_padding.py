@@ -16,7 +16,7 @@ from test_encoder_models import abstract
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._tree import to_arrays
+from redco_eqx._base.tree import to_arrays
 
 ROWS = 192  # of 128 tokens
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redco_eqx._base.tree import to_arrays
 from redco_eqx._step.state import Structure, check_static, fingerprint
-from redco_eqx._tree import to_arrays
 
 KEY = jax.random.key(0)
 

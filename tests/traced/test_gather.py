@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
 from redco_eqx import models
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Collective, communication
-from redco_eqx._jaxprs import trace
 from redco_eqx._sharding.mesh import for_use, stored_axes
 from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.state import layout_of

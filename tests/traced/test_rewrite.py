@@ -10,7 +10,7 @@ import pytest
 from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx._jaxprs import rewrite, trace
+from redco_eqx._base.jaxprs import rewrite, trace
 
 CAPTURED = np.arange(1.0, 4.0, dtype=np.float32)  # a constant of the traced program
 X = jnp.asarray([0.3, 0.5, 0.7])

@@ -19,8 +19,8 @@ from fit_helpers import EXAMPLES, SGD, assert_same, fit, linear_state, loss_fn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
+from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._checkpoint.arrays import unlike_replicas
-from redco_eqx._jaxprs import program_digest
 from redco_eqx._training.identity import _generators_untouched, programs_of
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped, UInt32
 
+from redco_eqx._base.protocols import AnyArray
+from redco_eqx._base.tree import is_key, leaves_with_paths, to_arrays
 from redco_eqx._checkpoint.record import ArrayInfo
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import is_key, leaves_with_paths, to_arrays
-from redco_eqx._types import AnyArray
 
 MODEL = ("model/", "model_state/")
 

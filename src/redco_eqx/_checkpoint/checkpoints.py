@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import jax
 
+from redco_eqx._base.protocols import check_positive
+from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, wait_for
 from redco_eqx._checkpoint.record import (
@@ -35,8 +37,6 @@ from redco_eqx._checkpoint.record import (
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state, step_of
-from redco_eqx._tree import first_few, lack_of_value
-from redco_eqx._types import check_positive
 
 # A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
 #

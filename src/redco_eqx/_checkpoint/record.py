@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from redco_eqx._tree import describe
+from redco_eqx._base.tree import describe
 
 # Numbers that JSON has no form for, as the strings that `float` reads.
 

@@ -12,6 +12,8 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
+from redco_eqx._base.protocols import AnyArray
+from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
 from redco_eqx._checkpoint.record import (
     ArrayInfo,
@@ -25,8 +27,6 @@ from redco_eqx._checkpoint.record import (
 from redco_eqx._distributed.consensus import from_first, together
 from redco_eqx._sharding.mesh import in_own_context, put_global
 from redco_eqx._step.state import TrainState, check_is_state
-from redco_eqx._tree import first_few, lack_of_value
-from redco_eqx._types import AnyArray
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from redco_eqx._base.tree import size_text, table
 from redco_eqx._compiled.hlo import (
     HloModule,
     Instruction,
@@ -23,7 +24,6 @@ from redco_eqx._compiled.hlo import (
     split_commas,
     trip_count,
 )
-from redco_eqx._tree import size_text, table
 
 # Groups of devices in a compiled program, named by the axes of the mesh.
 #

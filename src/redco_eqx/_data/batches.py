@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_function
+from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._data.data import SHUFFLED, Data, Stream, as_data, epoch_order, num_examples_of
 from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size, tail_sizes
 from redco_eqx._data.streams import (
@@ -28,8 +30,6 @@ from redco_eqx._data.streams import (
 )
 from redco_eqx._data.workers import run_ahead, working
 from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
-from redco_eqx._tree import leaves_with_paths
-from redco_eqx._types import Batch, CollateFn, Examples, Key, check_function
 
 
 class Place(NamedTuple):

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Int, Integer, UInt64
 
-from redco_eqx._tree import describe, first_few, is_array
-from redco_eqx._types import Examples, Key
+from redco_eqx._base.protocols import Examples, Key
+from redco_eqx._base.tree import describe, first_few, is_array
 
 
 def check_workers(name: str, prefetch: int, num_workers: int, timeout_seconds: float | None) -> None:

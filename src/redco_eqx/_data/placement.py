@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
+from redco_eqx._base.protocols import Batch, CollateFn, Examples
+from redco_eqx._base.tree import describe, leaves_with_paths
 from redco_eqx._data.data import num_examples_of
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
-from redco_eqx._tree import describe, leaves_with_paths
-from redco_eqx._types import Batch, CollateFn, Examples
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:

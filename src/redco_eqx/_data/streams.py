@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from redco_eqx._base.protocols import Examples
 from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
 from redco_eqx._data.placement import Assembly, needed_rows, tail_sizes
 from redco_eqx._sharding.mesh import batch_sharding
-from redco_eqx._types import Examples
 
 # The position in a stream, and a source's own state as text.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.operations import rule_of
 from redco_eqx._dataflow.search import (
     Sent,
@@ -34,7 +35,6 @@ from redco_eqx._dataflow.values import (
     unify,
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
-from redco_eqx._tree import size_text
 
 # What a program says about a layout, in words and numbers for a reader.
 

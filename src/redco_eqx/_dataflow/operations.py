@@ -7,10 +7,10 @@ from typing import TypeAlias
 import jax
 from jax.extend.core import JaxprEqn
 
+from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, body, called, scan_counts, shape_of, type_of
 from redco_eqx._dataflow import shapes
 from redco_eqx._dataflow.values import Dim, Value, new_dim, new_dims, pin, unify
 from redco_eqx._dataflow.walk import Rule, Walk, result
-from redco_eqx._jaxprs import NOT_ELEMENTWISE, body, called, scan_counts, shape_of, type_of
 
 # Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`.
 

@@ -4,11 +4,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from redco_eqx._base.tree import size_text
 from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
 from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
-from redco_eqx._tree import size_text
 
 # The least that any layout of a stated class sends.
 

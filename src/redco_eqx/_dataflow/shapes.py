@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
+from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, shape_of, type_of
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
-from redco_eqx._jaxprs import NOT_ELEMENTWISE, shape_of, type_of
 
 # Operations number by number, along one dim, or of unknown kind.
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 
-from redco_eqx._jaxprs import body
-from redco_eqx._tree import is_array, leaves_with_paths
-from redco_eqx._types import Mean
+from redco_eqx._base.jaxprs import body
+from redco_eqx._base.protocols import Mean
+from redco_eqx._base.tree import is_array, leaves_with_paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._jaxprs import source_line
+from redco_eqx._base.jaxprs import source_line
 
 # Where in the user's code an operation was asked for.
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from redco_eqx._base.jaxprs import Atom, num_bytes, shape_of, used
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -21,7 +22,6 @@ from redco_eqx._dataflow.values import (
     new_dims,
     unify,
 )
-from redco_eqx._jaxprs import Atom, num_bytes, shape_of, used
 
 # One walk through a program: dims become atoms, and what a split would cost is written down.
 

@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
+from redco_eqx._base.tree import is_array, leaves_with_paths
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
-from redco_eqx._tree import is_array, leaves_with_paths
 
 if TYPE_CHECKING:
     from redco_eqx._sharding.matrices import Matrix

@@ -11,9 +11,9 @@ from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.tree import describe, is_array, leaves_with_paths
 from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
-from redco_eqx._tree import describe, is_array, leaves_with_paths
 
 # Policies of `jax.checkpoint`: what a backward pass keeps, and what it computes again.
 

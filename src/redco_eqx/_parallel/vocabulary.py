@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from redco_eqx._base.protocols import Mean
 from redco_eqx._parallel.linear import (
     Layer,
     SplitLayer,
@@ -22,7 +23,6 @@ from redco_eqx._parallel.linear import (
     traced_mesh,
 )
 from redco_eqx._sharding.mesh import axes_of, axis_size
-from redco_eqx._types import Mean
 
 
 @jax.named_scope("redco_eqx.embed")

@@ -13,10 +13,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from redco_eqx._base.jaxprs import Atom, body, called, shape_of, source_line, type_of
+from redco_eqx._base.tree import is_array
 from redco_eqx._compiled.hlo import Buffer
-from redco_eqx._jaxprs import Atom, body, called, shape_of, source_line, type_of
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import is_array
 
 # How many floating-point operations a traced program takes.
 

@@ -15,6 +15,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._base.protocols import Batch, LossFn
+from redco_eqx._base.tree import is_array, is_trainable, leaves_with_paths, table
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._dataflow.engine import Analysis
@@ -37,8 +39,6 @@ from redco_eqx._sharding.rules import Decision, Explanation, analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.state import TrainState
 from redco_eqx._step.steps import train_step
-from redco_eqx._tree import is_array, is_trainable, leaves_with_paths, table
-from redco_eqx._types import Batch, LossFn
 
 MakeModel: TypeAlias = Callable[..., PyTree]
 

@@ -11,13 +11,13 @@ from typing import TypeAlias
 import jax
 from jax.sharding import Mesh
 
+from redco_eqx._base.protocols import Batch, Metrics
 from redco_eqx._compiled.communication import Communication, communication, peak_bytes
 from redco_eqx._compiled.hlo import Buffer, largest_buffers, parse
 from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, peak_by_message
 from redco_eqx._planning.targets import gib
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._step.state import TrainState, layout_of
-from redco_eqx._types import Batch, Metrics
 
 # Which meshes, and which variants of a model, a plan chooses among, and in what order.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from redco_eqx._tree import children, is_array, join
+from redco_eqx._base.tree import children, is_array, join
 
 
 @dataclasses.dataclass(eq=False)

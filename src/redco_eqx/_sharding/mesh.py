@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from redco_eqx._tree import is_key
+from redco_eqx._base.tree import is_key
 
 # Threads for the virtual devices of a CPU.
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 from redco_eqx._sharding.mesh import (
     STORED,
     ShardingWarning,
@@ -33,7 +34,6 @@ from redco_eqx._sharding.mesh import (
     trimmed,
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
-from redco_eqx._tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 
 if TYPE_CHECKING:  # imported where a program is given: most layouts need none
     from redco_eqx._dataflow.engine import Analysis

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from redco_eqx._jaxprs import (
+from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     ELEMENTWISE,
     Atom,

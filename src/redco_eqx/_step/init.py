@@ -10,10 +10,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
-from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
-from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
-from redco_eqx._tree import (
+from redco_eqx._base.protocols import Key, as_key
+from redco_eqx._base.tree import (
     buffer_paths,
     is_array,
     is_key,
@@ -23,7 +21,9 @@ from redco_eqx._tree import (
     to_arrays,
     to_paths,
 )
-from redco_eqx._types import Key, as_key
+from redco_eqx._sharding.mesh import STORED, in_own_context, one_device_mesh, put_global, replicated
+from redco_eqx._step.optimizer import check_is_optimizer, init_optimizer
+from redco_eqx._step.state import Structure, TrainState, check_static, is_pair
 
 
 @in_own_context

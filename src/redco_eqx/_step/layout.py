@@ -13,7 +13,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._jaxprs import Atom, Program, trace
+from redco_eqx._base.jaxprs import Atom, Program, trace
+from redco_eqx._base.protocols import Batch, Key
+from redco_eqx._base.tree import first_few, leaves_with_paths, to_paths
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._parallel.scan import keep_products
 from redco_eqx._sharding.mesh import (
@@ -28,8 +30,6 @@ from redco_eqx._sharding.mesh import (
 from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.state import TrainState, is_pair
-from redco_eqx._tree import first_few, leaves_with_paths, to_paths
-from redco_eqx._types import Batch, Key
 
 # The layout that a step keeps to.
 

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._jaxprs import Program, manual_axes, rewrite, shape_of, source_line, trace
+from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line, trace
 from redco_eqx._parallel.linear import psum, vary
 from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 

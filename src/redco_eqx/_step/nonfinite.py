@@ -12,12 +12,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from redco_eqx._jaxprs import CALLS, Atom, body, called, scan_counts, shape_of, source_line, trace
+from redco_eqx._base.jaxprs import CALLS, Atom, body, called, scan_counts, shape_of, source_line, trace
+from redco_eqx._base.protocols import Batch, LossFn, Metrics
+from redco_eqx._base.tree import leaves_with_paths
 from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.state import TRAIN, TrainState, stream
 from redco_eqx._step.steps import unpack_loss
-from redco_eqx._tree import leaves_with_paths
-from redco_eqx._types import Batch, LossFn, Metrics
 
 # Lookups whose indices follow from the batch alone, such as the rows for its tokens.
 

@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from redco_eqx._base.tree import children, describe, is_array, join
 from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.kept import captured_by, kept, signature
 from redco_eqx._step.state import TrainState
-from redco_eqx._tree import children, describe, is_array, join
 
 
 def check_is_optimizer(where: str, optimizer: object) -> None:

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._sharding.mesh import as_stored, check_mesh, context_of, one_device_mesh, trimmed
-from redco_eqx._tree import (
+from redco_eqx._base.protocols import AnyArray, Key, pytree_dataclass
+from redco_eqx._base.tree import (
     children,
     describe,
     is_array,
@@ -26,7 +26,7 @@ from redco_eqx._tree import (
     path_of,
     size_text,
 )
-from redco_eqx._types import AnyArray, Key, pytree_dataclass
+from redco_eqx._sharding.mesh import as_stored, check_mesh, context_of, one_device_mesh, trimmed
 
 # What a tree is besides its arrays, as one hashable value that compares by definition.
 #

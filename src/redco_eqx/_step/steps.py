@@ -11,6 +11,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from redco_eqx._base.protocols import (
+    RESERVED_METRICS,
+    AnyArray,
+    Batch,
+    Key,
+    LossFn,
+    Mean,
+    Metrics,
+    PredictFn,
+    as_mean,
+    check_function,
+)
+from redco_eqx._base.tree import describe, is_array, join, leaves_with_paths, to_arrays
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._sharding.mesh import context_of, in_own_context
 from redco_eqx._step.layout import (
@@ -26,19 +39,6 @@ from redco_eqx._step.layout import (
 from redco_eqx._step.mends import partitioned
 from redco_eqx._step.optimizer import check_optimizer, like_params, update
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_alive, check_is_state, stream
-from redco_eqx._tree import describe, is_array, join, leaves_with_paths, to_arrays
-from redco_eqx._types import (
-    RESERVED_METRICS,
-    AnyArray,
-    Batch,
-    Key,
-    LossFn,
-    Mean,
-    Metrics,
-    PredictFn,
-    as_mean,
-    check_function,
-)
 
 # What a loss function returns, checked.
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from redco_eqx._base.protocols import AnyArray, Batch, Mean, Metrics, as_mean, pytree_dataclass
 from redco_eqx._step.state import TrainState, first_change
-from redco_eqx._types import AnyArray, Batch, Mean, Metrics, as_mean, pytree_dataclass
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 """`(state, batch) -> (state, metrics)`, pure; `metrics` is a dict of scalars or `Mean`s that has a `"loss"`."""

@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from redco_eqx._base.protocols import check_positive
 from redco_eqx._checkpoint.record import RunRecord
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState, check_is_state, first_change
-from redco_eqx._types import check_positive
 
 # What is due at a step, as a pure function of where a run stands and what was planned.
 

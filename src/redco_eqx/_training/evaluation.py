@@ -16,15 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
-from redco_eqx._data.batches import batches
-from redco_eqx._data.data import Data, Stream, check_examples
-from redco_eqx._data.placement import batch_sizes
-from redco_eqx._data.streams import as_sequence
-from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh, step_of
-from redco_eqx._step.steps import eval_step, predict_step
-from redco_eqx._types import (
+from redco_eqx._base.protocols import (
     Batch,
     CollateFn,
     Examples,
@@ -35,6 +27,14 @@ from redco_eqx._types import (
     check_positive,
     check_whole,
 )
+from redco_eqx._data.batches import batches
+from redco_eqx._data.data import Data, Stream, check_examples
+from redco_eqx._data.placement import batch_sizes
+from redco_eqx._data.streams import as_sequence
+from redco_eqx._sharding.mesh import in_own_context
+from redco_eqx._step.kept import kept, signature
+from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh, step_of
+from redco_eqx._step.steps import eval_step, predict_step
 
 NUM_AHEAD = 4
 """Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when

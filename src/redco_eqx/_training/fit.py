@@ -9,6 +9,17 @@ from typing import Any
 
 import optax
 
+from redco_eqx._base.protocols import (
+    Batch,
+    CollateFn,
+    Examples,
+    Logger,
+    LossFn,
+    check_function,
+    check_functions,
+    check_positive,
+    check_whole,
+)
 from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.record import RunRecord, local
 from redco_eqx._data.batches import Epochs, Place
@@ -26,17 +37,6 @@ from redco_eqx._training.identity import identify
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
 from redco_eqx._training.saving import Saver, save_every
-from redco_eqx._types import (
-    Batch,
-    CollateFn,
-    Examples,
-    Logger,
-    LossFn,
-    check_function,
-    check_functions,
-    check_positive,
-    check_whole,
-)
 
 
 @in_own_context

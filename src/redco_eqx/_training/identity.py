@@ -20,6 +20,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from redco_eqx._base.jaxprs import program_digest
+from redco_eqx._base.protocols import Batch, CollateFn, Examples, LossFn
+from redco_eqx._base.tree import first_few, leaves_with_paths
 from redco_eqx._checkpoint.arrays import (
     Starts,
     indices,
@@ -32,12 +35,9 @@ from redco_eqx._checkpoint.arrays import (
 from redco_eqx._checkpoint.record import Identity
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
-from redco_eqx._jaxprs import program_digest
 from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.optimizer import update
 from redco_eqx._step.state import TrainState, state_mesh
-from redco_eqx._tree import first_few, leaves_with_paths
-from redco_eqx._types import Batch, CollateFn, Examples, LossFn
 
 _NUM_SUMS = 4
 _NUM_DRAWN = 2**16  # elements of an array

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from redco_eqx._base.protocols import Logger
 from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord, from_json, to_json
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
-from redco_eqx._types import Logger
 
 C = TypeVar("C")
 

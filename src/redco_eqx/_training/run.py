@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from redco_eqx._base.jaxprs import trace
+from redco_eqx._base.protocols import Batch, LossFn
+from redco_eqx._base.tree import describe, lack_of_value, leaves_with_paths
 from redco_eqx._checkpoint.arrays import storable, to_names, unlike_replicas
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.batches import Place
 from redco_eqx._distributed.consensus import Vote, agree, is_shared
 from redco_eqx._distributed.process_group import Watchdog
-from redco_eqx._jaxprs import trace
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.nonfinite import find_nonfinite, find_outside
@@ -39,8 +41,6 @@ from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, at_each_batch
 from redco_eqx._training.identity import programs_of, refuse_unlike
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
-from redco_eqx._tree import describe, lack_of_value, leaves_with_paths
-from redco_eqx._types import Batch, LossFn
 
 # The compiled step.
 

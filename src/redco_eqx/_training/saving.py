@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
 from redco_eqx._checkpoint.checkpoints import Checkpoints, CheckpointWriter
 from redco_eqx._checkpoint.owner import new_id
@@ -25,7 +26,6 @@ from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
 from redco_eqx._training.endings import TrainingInterrupted
 from redco_eqx._training.identity import what_differs
-from redco_eqx._tree import first_few
 
 
 class Saver:

@@ -10,9 +10,9 @@ from einops import rearrange
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import AXES
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.layers import drops
 
 Implementation: TypeAlias = Literal["xla", "cudnn"]

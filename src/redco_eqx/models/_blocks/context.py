@@ -11,9 +11,9 @@ from einops import rearrange
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.vocabulary import embed
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation, attend
 from redco_eqx.models._blocks.layers import Embedding
 

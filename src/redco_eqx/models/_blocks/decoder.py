@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._tree import is_array
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
+from redco_eqx._base.tree import is_array
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Context, Memory, check_tokens, make_context
 from redco_eqx.models._blocks.layers import split_key

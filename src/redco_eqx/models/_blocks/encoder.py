@@ -6,7 +6,7 @@ from collections.abc import Callable
 import equinox as eqx
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.context import Context, check_tokens, make_context
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Model, run_layers

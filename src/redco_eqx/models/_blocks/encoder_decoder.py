@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, tensor_size, traced_mesh
 from redco_eqx._parallel.scan import keep_products_and_row_out
 from redco_eqx._sharding.mesh import axis_size
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Memory
 from redco_eqx.models._blocks.decoder import Decoder

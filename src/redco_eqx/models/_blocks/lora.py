@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
-from redco_eqx._tree import path_of
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
+from redco_eqx._base.tree import path_of
 from redco_eqx.models._blocks.layers import Linear
 
 M = TypeVar("M", bound=eqx.Module)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.context import Cache, Context, Memory

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.layers import Linear

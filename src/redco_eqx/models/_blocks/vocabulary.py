@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._tree import path_of
+from redco_eqx._base.tree import path_of
 from redco_eqx.models._blocks.layers import Embedding, Linear
 from redco_eqx.models._blocks.model import Model
 

@@ -5,8 +5,8 @@ import jax
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation, attend, split_heads
 from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._diffusion.layers import GroupNorm, make_linear

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._diffusion.attention import PixelAttention

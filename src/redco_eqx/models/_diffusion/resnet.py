@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.layers import Linear, dropout
 from redco_eqx.models._diffusion.layers import Conv, GroupNorm, make_linear
 

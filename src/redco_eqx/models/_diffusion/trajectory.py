@@ -6,7 +6,7 @@ from typing import TypeAlias
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
 
 Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]

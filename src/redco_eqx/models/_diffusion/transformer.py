@@ -4,8 +4,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.layers import LayerNorm, Linear
 from redco_eqx.models._diffusion.attention import Attention, to_image, to_tokens

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.model import Options
 from redco_eqx.models._diffusion.attention import PixelAttention

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.encoder import encode_tokens

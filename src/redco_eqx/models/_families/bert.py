@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks import layers
 from redco_eqx.models._blocks.config import Config, Json, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Config, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
 from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Unpack
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.model import Options
 from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM

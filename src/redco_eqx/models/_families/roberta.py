@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, TiedHead, dropout, split_key
 from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._families.bert import POSITIONS, BertConfig, BertModel

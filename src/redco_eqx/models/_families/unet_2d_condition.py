@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import Json
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Options

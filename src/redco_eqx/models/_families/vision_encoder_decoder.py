@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.context import Context
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder

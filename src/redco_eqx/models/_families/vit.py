@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import BaseConfig, Labels, check_activation, check_divides
 from redco_eqx.models._blocks.context import Context, LayerCache
 from redco_eqx.models._blocks.encoder import EncoderLayers

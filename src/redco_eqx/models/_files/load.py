@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from redco_eqx._base.protocols import Key
+from redco_eqx._base.tree import is_array, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._sharding.mesh import one_device_mesh
 from redco_eqx._sharding.rules import Overrides, shard_rules
-from redco_eqx._tree import is_array, leaves_with_paths, to_arrays, to_paths
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model, Options

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from redco_eqx._base.tree import first_few, path_of, to_arrays, to_paths
 from redco_eqx._sharding.mesh import one_device_mesh
 from redco_eqx._sharding.rules import shard_rules
-from redco_eqx._tree import first_few, path_of, to_arrays, to_paths
 from redco_eqx.models._blocks.decoder import DecoderLM
 from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._blocks.lora import LoRA, add_lora, beside

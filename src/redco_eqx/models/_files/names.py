@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from redco_eqx._tree import join, to_arrays
+from redco_eqx._base.tree import join, to_arrays
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._blocks.vocabulary import is_vocabulary
 

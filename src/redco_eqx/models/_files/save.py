@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from redco_eqx._tree import first_few, to_arrays
+from redco_eqx._base.tree import first_few, to_arrays
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside

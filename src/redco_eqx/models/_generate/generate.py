@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from redco_eqx._base.protocols import Key
 from redco_eqx._sharding.mesh import in_own_context
-from redco_eqx._types import Key
 from redco_eqx.models._blocks.context import Cache
 from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prompt, special_tokens

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float, Int
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._diffusion.trajectory import denoise
 from redco_eqx.models._text_to_image.stable_diffusion import StableDiffusion
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from redco_eqx._types import Key
+from redco_eqx._base.protocols import Key
 from redco_eqx.models._diffusion.scheduler import Scheduler
 from redco_eqx.models._families.autoencoder_kl import AutoencoderKL
 from redco_eqx.models._families.clip import CLIPTextModel

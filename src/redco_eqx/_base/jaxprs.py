@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
-from redco_eqx._tree import is_key
+from redco_eqx._base.tree import is_key
 
 # Kinds of operations.
 
