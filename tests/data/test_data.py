@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redco_eqx as rx
-from redco_eqx._data.data import epoch_order
+from redco_eqx._data.order import epoch_order
 from redco_eqx._data.placement import batch_sizes, needed_rows
 from redco_eqx._sharding.mesh import batch_sharding, make_mesh, num_batch_shards, replicated
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import redco_eqx as rx
-from redco_eqx._data.data import Permutation, epoch_order
+from redco_eqx._data.order import Permutation, epoch_order
 from redco_eqx._sharding.mesh import make_mesh, replicated
 
 KEY = jax.random.key(0)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_function
 from redco_eqx._base.tree import leaves_with_paths
-from redco_eqx._data.data import SHUFFLED, Data, Stream, as_data, epoch_order, num_examples_of
+from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
+from redco_eqx._data.order import SHUFFLED, epoch_order
 from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size, tail_sizes
 from redco_eqx._data.streams import (
     Position,

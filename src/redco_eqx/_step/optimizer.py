@@ -193,3 +193,9 @@ def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
     for name, child in children(tree):
         found |= _nodes(child, join(path, name), exactly)
     return found
+
+
+def learning_rate_of(opt_state: PyTree) -> Array | None:
+    """The learning rate that `optax.inject_hyperparams` keeps in the state; `None` without it."""
+    found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+    return next((value for _, value in found if jnp.shape(value) == ()), None)

@@ -37,7 +37,7 @@ from redco_eqx._step.layout import (
     split_rows,
 )
 from redco_eqx._step.mends import partitioned
-from redco_eqx._step.optimizer import check_optimizer, like_params, update
+from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_alive, check_is_state, stream
 
 # What a loss function returns, checked.
@@ -186,7 +186,7 @@ def train_step(
         opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, of_params))
     wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
-    learning_rate = _learning_rate(opt_state)
+    learning_rate = learning_rate_of(opt_state)
     if learning_rate is not None:
         report["learning_rate"] = as_mean(learning_rate, 1.0, "learning_rate")
     new_state = dataclasses.replace(
@@ -300,11 +300,6 @@ def _infer(
 
     inputs = (state.params, state.frozen, state.model_state, batch, key)
     return program_of(on_arrays(state, run), inputs, layout)(*inputs)
-
-
-def _learning_rate(opt_state: PyTree) -> Array | None:
-    found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    return next((value for _, value in found if jnp.shape(value) == ()), None)
 
 
 R = TypeVar("R")
