@@ -130,6 +130,26 @@ def resumed(make: Any, at: int = 2, **options: Any) -> Any:
     return [x for x, _ in rest], [x for x, _ in whole[at:]], said
 
 
+class Bare:
+    """An iterator that says nothing of itself: only `for` knows what to do with it."""
+
+    def __init__(self, items: Any):
+        self._items = iter(items)
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+class OfBare:
+    def __iter__(self) -> Any:
+        return Bare(range(NUM))
+
+
+def test_what_a_for_loop_takes_is_taken():
+    found, expected, _ = resumed(OfBare)
+    assert found == expected
+
+
 class Failing(WithState):
     def load_state_dict(self, state: Any) -> None:
         if int(state["at"]):

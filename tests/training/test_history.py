@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import COUNTING, EXAMPLES, Rows, errors_of, fit_with_history, linear_state, spoiled
+from fit_helpers import COUNTING, EXAMPLES, Rows, collate, errors_of, fit_with_history, linear_state, spoiled
 
 import redco_eqx as rx
 
@@ -47,6 +47,26 @@ def test_it_has_what_the_loggers_got_without_rates() -> None:
     assert history["train/loss"] == [row["train/loss"] for row in history.rows]
     with pytest.raises(KeyError, match=r"eval/los' is in no row .* train/loss, .*eval/loss"):
         history["eval/los"]
+
+
+def test_an_error_comes_with_the_rows_of_all_steps_before_it() -> None:
+    """Also with those that were handed to the devices and not looked at."""
+    rows, num_batches = Rows(), 0
+
+    def fails_later(examples: Any) -> Any:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 8:
+            raise LookupError("mine")
+        return collate(examples)
+
+    examples = rx.Data(EXAMPLES, prefetch=0)
+    with pytest.raises(LookupError) as error:
+        fit_with_history(
+            linear_state(), examples, collate_fn=fails_later, num_steps=9, log_every=1, loggers=[rows]
+        )
+    raised: Any = error.value
+    assert int(raised.state.step) == len(raised.history.rows) == len(rows.rows) == 7
 
 
 def test_a_run_without_rows_has_an_empty_history() -> None:

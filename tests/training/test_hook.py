@@ -141,7 +141,7 @@ def test_an_array_may_stand_twice_in_what_a_hook_returns_and_be_kept() -> None:
     ("change", "exception", "message"),
     [
         (lambda state: state, TypeError, r"hook must return None or an rx.Change, but returned a TrainState"),
-        (lambda state: True, TypeError, r"hook must return None or an rx.Change, but returned a bool"),
+        (lambda state: False, TypeError, r"hook must return None or an rx.Change, but returned a bool"),
         (
             lambda state: rx.Change(state=linear_state(dim=3)),
             ValueError,

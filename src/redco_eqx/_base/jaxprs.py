@@ -25,9 +25,6 @@ CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = (*CHECKPOINTS, "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
 """Operations that run a body once, on their operands, for their results."""
 
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-"""Products of matrices, and convolutions."""
-
 # Each element of the result depends on the elements of the operands at its own place alone.
 _ELEMENTWISE = """
     abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type

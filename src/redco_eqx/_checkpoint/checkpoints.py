@@ -174,7 +174,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
-            self.owner = Owner(self._directory)
+            self.owner = Owner(self._directory, waits=not is_guest)
         except CheckpointError:
             if not is_guest:
                 raise

@@ -7,7 +7,6 @@ whether it moves.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -19,6 +18,11 @@ from typing import Any
 
 from redco_eqx._checkpoint.record import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows: the count alone decides
+    fcntl = None
+
 BEGUN = "begun.json"
 """In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
 
@@ -28,10 +32,11 @@ _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 class Owner:
     """This process, as the only one that writes into a directory. Ends by `release`, or with the process."""
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, *, waits: bool = True):
         """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
 
-        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched.
+        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched. Without
+        `waits` an owner on this host is taken for alive at once.
         """
         self._file = directory / BEGUN
         # Only to be locked: a file open for writing would keep a file system from becoming read-only.
@@ -39,7 +44,7 @@ class Owner:
         self._lock = threading.Lock()
         self._done = threading.Event()
         try:
-            self.content = self._take()
+            self.content = self._take(waits)
             # At once, so that a disk that cannot be written, or a file that is read-only, is told now.
             self.mark = new_id()
             self._write(owner={"host": _host(), "pid": os.getpid(), "mark": self.mark, "count": 0})
@@ -76,7 +81,7 @@ class Owner:
                         self._file.unlink(missing_ok=True)
                 os.close(self._fd)
 
-    def _take(self) -> dict[str, Any]:
+    def _take(self, waits: bool) -> dict[str, Any]:
         """The content of the file, once nobody else owns it."""
         start, first = time.monotonic(), _content(self._file)
         while True:
@@ -89,7 +94,7 @@ class Owner:
             if is_free or (is_late and (lock is not False or (is_here and not _is_alive(owner)))):
                 return content
             is_self = is_here and owner.get("pid") == os.getpid()
-            if is_self or is_late or (owner and content != first):
+            if is_self or is_late or (owner and content != first) or (lock is False and not waits):
                 who = "this very process" if is_self else f"process {owner.get('pid')} on {owner.get('host')}"
                 raise CheckpointError(
                     f"{self._file.parent} is in use: {who} is writing its checkpoints there (a run that goes "
@@ -99,6 +104,8 @@ class Owner:
 
     def _has_lock(self) -> bool | None:
         """Returns true if the kernel's lock is ours; `None` if this file system has none."""
+        if fcntl is None:
+            return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # none is where a lock needs a file open for writing (NFS): the count decides
@@ -161,6 +168,8 @@ def _host() -> str:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
+    if fcntl is None:  # where a signal 0 would end it
+        return True
     with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):  # of another user, or not known
         try:
             os.kill(int(owner["pid"]), 0)

@@ -159,6 +159,8 @@ class Epochs:
             _, batch, num_batches, *_ = self.place(epoch, batch)
             done = batch
             made = self.rest(epoch, batch, key=key, positions=positions, **reading)
+            if isinstance(self._data, Stream):
+                made = _with_ends(made, self._mesh, is_shared=not self._data.sharded)
             with contextlib.closing(made):
                 for done, (x, after, is_last) in enumerate(made, batch + 1):
                     if is_last:
@@ -246,8 +248,7 @@ class Epochs:
             with working(what, f"This is {what}."), working("collate_fn"):
                 return Made(self._assembly(*rows), after)
 
-        made = self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
-        return _with_ends(made, self._mesh, is_shared=not stream.sharded)
+        return self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
 
     def _sizes(self, examples: Examples) -> tuple[int, list[int]]:
         return batch_sizes(examples, self.batch_size, self._remainder, self._mesh)

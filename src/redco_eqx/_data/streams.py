@@ -201,15 +201,16 @@ class Reading(Iterator[Any]):
         A state is that of the iterable, set before that is iterated, or of the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
-        if state is not None and not hasattr(source, "__next__"):
+        has_state = _state_of(source) is not None
+        if state is not None and has_state and not hasattr(source, "__next__") and not _refills(source):
             source = _twin(source)
-        owner = source if _state_of(source) is not None else iter(source)
+        owner = source if has_state else iter(source)
         self._state = None if _refills(source) or self._stream.is_once else _state_of(owner)
         if state is not None:
             if self._state is None:
                 raise LookupError("it has none now")
             self._state.set(state_from_text(state))
-        self._items = iter(owner)
+        self._items = iter(source) if owner is source else owner
         self._num_items, self._checksum = num_items, begin
         self._marks = (self._begin._replace(num_items=num_items, state=state, checksum=begin),) * 2
 

@@ -84,7 +84,8 @@ def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
         return data[0], of(data[1]), *map(of, x.children())
     if isinstance(x, types.FunctionType):
         code = x.__module__, x.__qualname__, x.__code__.co_filename, x.__code__
-        return kind, *code, of(x.__defaults__), of(x.__kwdefaults__), *map(of, closure(x).values())
+        cells = ((name, of(value)) for name, value in closure(x).items())
+        return kind, *code, of(x.__defaults__), of(x.__kwdefaults__), *cells
     for plain, parts in PARTS.items():
         if isinstance(x, plain):
             return kind, *map(of, parts(x))

@@ -136,7 +136,8 @@ def apply_hook(
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """
-    change = hook(run, row, state) or Change()
+    change = hook(run, row, state)
+    change = Change() if change is None else change
     if not isinstance(change, Change):
         raise TypeError(f"hook must return None or an rx.Change, but returned a {type(change).__name__}.")
     has_state = change.state is not None

@@ -123,7 +123,9 @@ class Training:
 
     - `state`: after the last step that was dispatched.
     - `run`: where that is.
+    - `evaluation`, `hook`, `saver`: `None` for a run without.
     - `watchdog`: is told of each step, of evaluations too.
+    - the others: as `fit` has them.
     """
 
     state: TrainState
@@ -337,6 +339,9 @@ class Training:
         """Saves the state if an error ends the run, and gives it to the error, and the history."""
         if not isinstance(error, Exception):
             return
+        if not isinstance(error, NonFiniteError) and jax.process_count() == 1:
+            with contextlib.suppress(Exception):  # rows of steps that were on their way
+                self._catch_up()
         with contextlib.suppress(AttributeError):
             error.history = self.history  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(error, NonFiniteError):

@@ -92,7 +92,7 @@ class Saver:
             warnings.warn(
                 f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
                 f"which goes on from {info.path}.",
-                stacklevel=5,
+                stacklevel=7,
             )
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
@@ -161,10 +161,11 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 def _begun(writer: CheckpointWriter, run: RunRecord) -> tuple[str, bool]:
     """The id of a run without checkpoints, and whether it began before; on process 0."""
     assert writer.owner is not None
-    identity = run.identity or {}
-    return writer.owner.begin(
-        run.begin, lambda before: not what_differs(before.get("identity"), identity), identity=run.identity
-    )
+
+    def is_same(before: dict[str, Any]) -> bool:
+        return not what_differs(before.get("identity") or before.get("origin"), run.identity or {})
+
+    return writer.owner.begin(run.begin, is_same, identity=run.identity)
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
