@@ -28,7 +28,7 @@ from workloads import next_token_loss, sequence_to_sequence_loss, table
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._planning.trial import gib
+from redco_eqx._planning.targets import gib
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -204,7 +204,7 @@ class Reading(Iterator[Any]):
         has_state = _state_of(source) is not None
         if state is not None and has_state and not hasattr(source, "__next__") and not _refills(source):
             source = _twin(source)
-        owner = source if has_state else iter(source)
+        owner: Any = source if has_state else iter(source)
         self._state = None if _refills(source) or self._stream.is_once else _state_of(owner)
         if state is not None:
             if self._state is None:
