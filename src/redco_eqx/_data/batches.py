@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,7 +29,7 @@ from redco_eqx._data.streams import (
     stream_facts,
 )
 from redco_eqx._data.workers import run_ahead, working
-from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
+from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all, is_shared
 
 
 class Place(NamedTuple):
@@ -159,8 +158,8 @@ class Epochs:
             _, batch, num_batches, *_ = self.place(epoch, batch)
             done = batch
             made = self.rest(epoch, batch, key=key, positions=positions, **reading)
-            if isinstance(self._data, Stream):
-                made = _with_ends(made, self._mesh, is_shared=not self._data.sharded)
+            if isinstance(self._data, Stream) and is_shared(self._mesh):
+                made = _with_ends(made, self._mesh, is_whole=not self._data.sharded)
             with contextlib.closing(made):
                 for done, (x, after, is_last) in enumerate(made, batch + 1):
                     if is_last:
@@ -231,22 +230,30 @@ class Epochs:
         position = position_at(stream, self.positions[0], start, positions, self.batch_size)
         note = f"This happened when epoch {epoch} of the stream was read."
 
-        def read() -> Iterator[tuple[int, tuple[Any, ...], Position]]:
+        def read() -> Iterator[tuple[int, tuple[Any, ...], Position, bool]]:
             with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
                 items = Reading(stream, epoch, position, **reading)
             items = read_batches(stream, items, self._assembly, self.batch_size, self._remainder, self._mesh)
+            ready = None  # until it is known whether another one comes
             for index in itertools.count(start):
-                with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
-                    job = next(items, None)
+                try:
+                    with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
+                        job = next(items, None)
+                except Exception:  # in the batch after this one
+                    if ready is not None:
+                        yield *ready, False
+                    raise
+                if ready is not None:
+                    yield *ready, job is None
                 if job is None:
                     return
-                yield index, *job
+                ready = index, *job
 
-        def make(job: tuple[int, tuple[Any, ...], Position]) -> Made:
-            index, rows, after = job
+        def make(job: tuple[int, tuple[Any, ...], Position, bool]) -> Made:
+            index, rows, after, is_last = job
             what = f"batch {index} of epoch {epoch} of the stream"
             with working(what, f"This is {what}."), working("collate_fn"):
-                return Made(self._assembly(*rows), after)
+                return Made(self._assembly(*rows), after, is_last)
 
         return self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
 
@@ -285,25 +292,20 @@ class Epochs:
         return compared()
 
 
-def _with_ends(made: Generator[Made], mesh: Mesh, *, is_shared: bool) -> Generator[Made]:
+def _with_ends(made: Generator[Made], mesh: Mesh, *, is_whole: bool) -> Generator[Made]:
     """Each batch of a stream when it is known whether it is the last one of some process: all stop there.
 
     Of many processes none waits for another: what is asked about a batch is answered a few batches later.
-    With `is_shared` all read the same. Raises `ValueError` on all of them if their checksums differ.
+    With `is_whole` all read the same. Raises `ValueError` on all of them if their checksums differ.
     """
     vote = Vote(mesh)
     behind: deque[Made | None] = deque()
     ready: Made | None = None
     with contextlib.closing(made):
         while True:
-            try:
-                newest = next(made, None)
-            except Exception:  # in the batch after this one, which many processes cannot finish together
-                if ready is not None and jax.process_count() == 1:
-                    yield ready
-                raise
+            newest = next(made, None)
             behind.append(newest)
-            after = newest.after if newest is not None and is_shared else None
+            after = newest.after if newest is not None and is_whole else None
             checksum = 0 if after is None else after.checksum or 0
             answer = vote.of_earlier(int(newest is None), checksum, -checksum)
             if answer is None:
