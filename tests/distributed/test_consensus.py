@@ -34,7 +34,8 @@ said = error(lambda: from_first(lambda: {1, 2}))  # no JSON
 assert "not JSON serializable" in said, said
 assert together(fail, OSError) == me
 said = error(lambda: together(lambda: fail(1, 2), OSError))
-assert said == "OSError: " + (f"no disk on {me}" if me else "this failed on the processes [1, 2]"), said
+expected = f"no disk on {me}" if me else "this failed on the processes [1, 2]: no disk on 1"
+assert said == f"OSError: {expected}", said
 
 vote = Vote(rx.make_mesh())
 answers = [vote(step * (me == 1), me) for step in range(1, 6)]

@@ -75,9 +75,10 @@ def together(load: Callable[[], T], failure: type[Exception]) -> T:
         result = load()
     except failure as error:
         problem = error
-    failed = [process for process, has_failed in enumerate(from_all(problem is not None)) if has_failed]
+    reasons = from_all(None if problem is None else str(problem))
+    failed = [process for process, reason in enumerate(reasons) if reason is not None]
     if failed:
-        raise problem or failure(f"this failed on the processes {failed}")
+        raise problem or failure(f"this failed on the processes {failed}: {reasons[failed[0]]}")
     return cast(T, result)
 
 
