@@ -91,7 +91,7 @@ def identify(
             facts |= {f"the checksum of what {name} computes": x for name, x in programs.items()}
         facts["the checksum of the state's shapes and layout"] = f"{zlib.crc32(repr(layout).encode()):08x}"
         agree(mesh, "fit", {**facts, "the key of the state": key})
-        refuse_unlike(unlike_replicas(storable(to_names(state)))(), "The processes began with different ones")
+        compare_replicas(state, "The processes began with different ones")
     return {"key": key, "parameters": parameter_sums(state).tolist(), "examples": sample, "changing": changing}
 
 
@@ -114,6 +114,12 @@ def programs_of(
         "loss_fn": _traced(on_arrays(state, loss_fn), *arrays, rows, state.key),
         "optimizer": _traced(optimize, state.params, state.opt_state),
     }
+
+
+def compare_replicas(state: TrainState, reason: str) -> None:
+    """Compares all copies of a state's arrays. A collective call, which waits. Raises as `refuse_unlike`."""
+    if is_shared(state_mesh(state)):
+        refuse_unlike(unlike_replicas(storable(to_names(state)))(), reason)
 
 
 def refuse_unlike(names: Sequence[str], reason: str) -> None:

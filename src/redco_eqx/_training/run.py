@@ -17,7 +17,7 @@ import optax
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import describe, lack_of_value, leaves_with_paths
-from redco_eqx._checkpoint.arrays import storable, to_names, unlike_replicas
+from redco_eqx._checkpoint.arrays import unlike_replicas
 from redco_eqx._checkpoint.record import CheckpointError, RunRecord
 from redco_eqx._data.batches import Place
 from redco_eqx._distributed.consensus import Vote, agree, is_shared
@@ -38,7 +38,7 @@ from redco_eqx._step.window import (
 from redco_eqx._training.course import Hook, Plan, apply_hook, due
 from redco_eqx._training.endings import InterruptFlag, NonFiniteError
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, at_each_batch
-from redco_eqx._training.identity import programs_of, refuse_unlike
+from redco_eqx._training.identity import compare_replicas, programs_of, refuse_unlike
 from redco_eqx._training.loggers import History, Reporter
 from redco_eqx._training.saving import Saver
 
@@ -316,9 +316,8 @@ class Training:
         before = self.state
         with self.reporter.paused():
             self.run, self.state = apply_hook(hook, self.run, row, self.state)
-        if self.state is not before and is_shared(self._mesh):
-            unlike = unlike_replicas(storable(to_names(self.state)))
-            refuse_unlike(unlike(), "The hook has changed the state otherwise on another process")
+        if self.state is not before:
+            compare_replicas(self.state, "The hook has changed the state otherwise on another process")
         self.watchdog.beat()
 
     def _save(self, saver: Saver, *, finished: bool) -> None:
@@ -326,9 +325,8 @@ class Training:
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None
-        if is_shared(self._mesh):  # or it would take the place of one that can be read
-            unlike = unlike_replicas(storable(to_names(self.state)))
-            refuse_unlike(unlike(), f"That was so at step {self.run.step}")
+        # Or it would take the place of one that can be read.
+        compare_replicas(self.state, f"That was so at step {self.run.step}")
         with self.reporter.paused():
             saver.save(self.state, dataclasses.replace(self.run, finished=finished, window=window))
 
