@@ -115,11 +115,11 @@ def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tup
         return [name, target, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
     memory, sent = found.memory, found.communication
     # What was not compiled needs its state at least.
-    peak = f"> {gib(found.best.candidate.least_bytes)}"
+    peak = f"> {gib(found.best.candidate.state_bytes)}"
     if memory is not None and memory.peak is not None:
         peak = gib(memory.peak)
     row = [
-        *(name, target, str(length), str(batch), str(found.best.candidate.choice), peak, gib(found.capacity)),
+        *(name, target, str(length), str(batch), str(found.best.candidate), peak, gib(found.capacity)),
         "yes" if found.fits else "no",
         "" if sent is None else f"{sent.total.sent_bytes / 2**20:,.0f}",
         f"{time.monotonic() - start:.0f}",

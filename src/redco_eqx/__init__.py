@@ -4,28 +4,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from redco_eqx import errors, layers, types
-    from redco_eqx._base.protocols import Mean
-    from redco_eqx._base.tree import by_path, cast, from_arrays, to_arrays
-    from redco_eqx._birth import init_model
-    from redco_eqx._checkpoint.checkpoints import Checkpoints, save
-    from redco_eqx._checkpoint.record import list_checkpoints
-    from redco_eqx._checkpoint.restore import restore
-    from redco_eqx._compiled.communication import communication
-    from redco_eqx._data.batches import batches
-    from redco_eqx._data.data import Data, Stream
-    from redco_eqx._distributed.initialize import initialize_distributed
-    from redco_eqx._planning.plan import plan
-    from redco_eqx._sharding.mesh import batch_sharding, make_mesh
-    from redco_eqx._sharding.rules import explain, shard_rules
-    from redco_eqx._step.init import init_state
-    from redco_eqx._step.state import TrainState
-    from redco_eqx._step.steps import eval_step, jit_step, predict_step, train_step
-    from redco_eqx._step.window import skip_nonfinite
-    from redco_eqx._training.course import Change
-    from redco_eqx._training.evaluation import Evaluation, evaluate, predict
-    from redco_eqx._training.fit import fit, num_train_steps
-    from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
+    from redco_eqx import errors as errors
+    from redco_eqx import layers as layers
+    from redco_eqx import types as types
+    from redco_eqx._base.protocols import Mean as Mean
+    from redco_eqx._base.protocols import split_activations as split_activations
+    from redco_eqx._base.tree import by_path as by_path
+    from redco_eqx._base.tree import cast as cast
+    from redco_eqx._base.tree import from_arrays as from_arrays
+    from redco_eqx._base.tree import to_arrays as to_arrays
+    from redco_eqx._birth import init_model as init_model
+    from redco_eqx._checkpoint.checkpoints import Checkpoints as Checkpoints
+    from redco_eqx._checkpoint.checkpoints import save as save
+    from redco_eqx._checkpoint.record import list_checkpoints as list_checkpoints
+    from redco_eqx._checkpoint.restore import restore as restore
+    from redco_eqx._compiled.communication import communication as communication
+    from redco_eqx._data.batches import batches as batches
+    from redco_eqx._data.data import Data as Data
+    from redco_eqx._data.data import Stream as Stream
+    from redco_eqx._distributed.initialize import initialize_distributed as initialize_distributed
+    from redco_eqx._planning.plan import plan as plan
+    from redco_eqx._sharding.mesh import batch_sharding as batch_sharding
+    from redco_eqx._sharding.mesh import make_mesh as make_mesh
+    from redco_eqx._sharding.rules import explain as explain
+    from redco_eqx._sharding.rules import shard_rules as shard_rules
+    from redco_eqx._step.init import init_state as init_state
+    from redco_eqx._step.state import TrainState as TrainState
+    from redco_eqx._step.steps import eval_step as eval_step
+    from redco_eqx._step.steps import jit_step as jit_step
+    from redco_eqx._step.steps import predict_step as predict_step
+    from redco_eqx._step.steps import train_step as train_step
+    from redco_eqx._step.window import skip_nonfinite as skip_nonfinite
+    from redco_eqx._training.course import Change as Change
+    from redco_eqx._training.evaluation import Evaluation as Evaluation
+    from redco_eqx._training.evaluation import evaluate as evaluate
+    from redco_eqx._training.evaluation import predict as predict
+    from redco_eqx._training.fit import fit as fit
+    from redco_eqx._training.fit import num_train_steps as num_train_steps
+    from redco_eqx._training.loggers import ConsoleLogger as ConsoleLogger
+    from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
+    from redco_eqx._training.loggers import TensorBoardLogger as TensorBoardLogger
 
 _NAMES = {
     "_birth": "init_model",
@@ -48,14 +66,17 @@ _NAMES = {
     "_training.fit": "fit num_train_steps",
     "_training.loggers": "ConsoleLogger JSONLLogger TensorBoardLogger",
     "_base.tree": "by_path cast from_arrays to_arrays",
-    "_base.protocols": "Mean",
+    "_base.protocols": "Mean split_activations",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_FACES = ("errors", "layers", "types")
+
+__all__ = sorted([*_HOMES, *_FACES], key=lambda name: (name[0].islower(), name))  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for: a program loads what it uses."""
-    if name in ("errors", "layers", "types"):
+    if name in _FACES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -65,46 +86,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    "Change",
-    "Checkpoints",
-    "ConsoleLogger",
-    "Data",
-    "Evaluation",
-    "JSONLLogger",
-    "Mean",
-    "Stream",
-    "TensorBoardLogger",
-    "TrainState",
-    "batch_sharding",
-    "batches",
-    "by_path",
-    "cast",
-    "communication",
-    "errors",
-    "eval_step",
-    "evaluate",
-    "explain",
-    "fit",
-    "from_arrays",
-    "init_model",
-    "init_state",
-    "initialize_distributed",
-    "jit_step",
-    "layers",
-    "list_checkpoints",
-    "make_mesh",
-    "num_train_steps",
-    "plan",
-    "predict",
-    "predict_step",
-    "restore",
-    "save",
-    "shard_rules",
-    "skip_nonfinite",
-    "to_arrays",
-    "train_step",
-    "types",
-]

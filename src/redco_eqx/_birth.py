@@ -3,19 +3,28 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.jaxprs import CHECKPOINTS, ELEMENTWISE, Atom, dtype_of, program_digest, shape_of, type_of
+from redco_eqx._base.jaxprs import (
+    CALLS,
+    ELEMENTWISE,
+    Atom,
+    body,
+    called,
+    dtype_of,
+    program_digest,
+    shape_of,
+    type_of,
+)
 from redco_eqx._base.protocols import Key, as_key, check_function
 from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
@@ -23,173 +32,14 @@ from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, rep
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.state import is_pair
 
-# A traced program with its calls inlined, and the programs of single values that are cut out of it.
+# A traced program: what is small is computed as it comes, the rest leaf by leaf.
+#
+# Small values (keys, scalars) are computed on one device. What is made of them element by element is computed
+# with the leaf's sharding, each shard where it lies. The rest is computed on one device.
 
 
 Value: TypeAlias = jax.Array | np.ndarray
 """What a variable stands for when the program runs."""
-
-# What these primitives call is run in their place, on the same operands.
-_INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", *CHECKPOINTS)
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatProgram:
-    """A program without calls.
-
-    - `equations`: in the order in which they were traced.
-    - `values`: what is known from the start: arguments, constants, and the literals outside of any call.
-        Those are operands, as they are when Python runs the program, so layers that differ in such a number
-        alone still have equal programs. Literals inside of a call stay in its equations.
-    - `outputs`: its results.
-    - `producers`: for each variable that an equation makes, the index of that equation.
-    - `template`: the jaxpr that all programs cut out of this one are copies of, but for these fields.
-    """
-
-    equations: list[JaxprEqn]
-    values: dict[Var, Value]
-    outputs: list[Var]
-    producers: dict[Var, int]
-    template: Jaxpr
-
-
-def flatten(program: ClosedJaxpr, arguments: Sequence[Value]) -> FlatProgram:
-    """`program` on `arguments`, with its calls inlined."""
-    equations: list[JaxprEqn] = []
-    values: dict[Var, Value] = {}
-
-    def known(value: Value, aval: AbstractValue) -> Var:
-        var = Var(aval)
-        values[var] = value
-        return var
-
-    def lift(atom: Atom) -> Var:
-        return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
-
-    def inline(jaxpr: Jaxpr, consts: Sequence[Value], operands: Sequence[Atom], outermost: bool) -> list[Atom]:
-        env: dict[Var, Atom] = {var: known(value, var.aval) for var, value in zip(jaxpr.constvars, consts)}
-        env.update(zip(jaxpr.invars, operands))
-
-        def read(atom: Atom) -> Atom:
-            if isinstance(atom, Literal):
-                return lift(atom) if outermost else atom
-            return env[atom]
-
-        for equation in jaxpr.eqns:
-            inputs = [read(atom) for atom in equation.invars]
-            if equation.primitive.name == "slice" and set(equation.params["strides"] or (1,)) == {1}:
-                # Where it starts is an operand here: keys[0], keys[1], ... are one program.
-                starts = [np.asarray(start, np.uint32) for start in equation.params["start_indices"]]
-                inputs += [known(start, jax.typeof(start)) for start in starts]
-                sizes = {"slice_sizes": shape_of(equation.outvars[0])}
-                equation = equation.replace(primitive=jax.lax.dynamic_slice_p, params=sizes)
-            called = _called_by(equation)
-            if called is None:
-                results = [Var(var.aval) for var in equation.outvars]
-                equations.append(equation.replace(invars=inputs, outvars=results))
-                outputs: list[Atom] = [*results]
-            else:
-                outputs = inline(*called, inputs, False)
-            if outermost:
-                outputs = [rounded(atom) for atom in outputs]
-            env.update(zip(equation.outvars, outputs))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def rounded(atom: Atom) -> Atom:
-        aval = type_of(atom)
-        if not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4:
-            return atom
-        # Within one program, XLA computes in more bits than bfloat16 has, and would not round here.
-        info = jnp.finfo(aval.dtype)
-        rounding = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, info.nexp, info.nmant))(aval)
-        return inline(rounding.jaxpr, (), [atom], False)[0]
-
-    operands = [known(value, var.aval) for var, value in zip(program.jaxpr.invars, arguments)]
-    outputs = [lift(atom) for atom in inline(program.jaxpr, program.consts, operands, True)]
-    producers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
-    return FlatProgram(equations, values, outputs, producers, program.jaxpr)
-
-
-def _called_by(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Value]] | None:
-    """The jaxpr that an equation calls, and its constants."""
-    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if equation.primitive.name not in _INLINED or not isinstance(called, Jaxpr | ClosedJaxpr):
-        return None
-    if isinstance(called, ClosedJaxpr):
-        return called.jaxpr, called.consts
-    return None if called.constvars else (called, ())
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The variables among the operands of an equation, each once."""
-    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
-
-
-def cut_out(program: FlatProgram, targets: Sequence[Var], given: Callable[[Var], bool]) -> Jaxpr:
-    """The program that makes `targets` out of variables that are `given`: its inputs, in order of first use."""
-    needed: set[int] = set()
-    stack = [*targets]
-    while stack:
-        var = stack.pop()
-        if not given(var) and program.producers[var] not in needed:
-            needed.add(program.producers[var])
-            stack += variables(program.equations[program.producers[var]].invars)
-    equations = [program.equations[i] for i in sorted(needed)]
-    inputs = [v for v in variables(a for e in equations for a in e.invars) if given(v)]
-    return program.template.replace(constvars=(), invars=inputs, outvars=[*targets], eqns=equations)
-
-
-@dataclasses.dataclass(frozen=True)
-class Canonical:
-    """A jaxpr without constants that equals every other which computes the same, whatever their variables are
-    called: by its key."""
-
-    jaxpr: Jaxpr = dataclasses.field(compare=False)
-    key: Hashable
-
-
-def _canonical_key(jaxpr: Jaxpr) -> Hashable:
-    numbers: dict[Atom, int] = {}
-
-    def name(atom: Atom) -> Hashable:
-        if isinstance(atom, Literal):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers.setdefault(atom, len(numbers))
-
-    inputs = tuple((name(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
-    equations = tuple(
-        (
-            equation.primitive,
-            tuple((field, _frozen(value)) for field, value in sorted(equation.params.items())),
-            tuple(name(atom) for atom in equation.invars),
-            tuple((name(var), var.aval) for var in equation.outvars),
-        )
-        for equation in jaxpr.eqns
-    )
-    return inputs, equations, tuple(name(atom) for atom in jaxpr.outvars)
-
-
-def _frozen(value: object) -> Hashable:
-    """A parameter of an equation as a key. What can be compared in no other way is equal to itself alone: by
-    its `id`, which nothing else takes while the jaxpr beside the key keeps it alive."""
-    if isinstance(value, ClosedJaxpr):
-        return _canonical_key(value.jaxpr), tuple(map(id, value.consts))
-    if isinstance(value, Jaxpr):
-        return _canonical_key(value)
-    if isinstance(value, tuple | list):
-        return tuple(_frozen(entry) for entry in value)
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return type(value), value
-
-
-# The plan of a birth: which values of the traced program are computed where.
-#
-# Small values (keys, scalars) are computed as they come. What is made of them element by element is computed
-# with the leaf's sharding, each shard where it lies. The rest is computed on one device.
-
 
 # Up to this many elements a value is small.
 SMALL = 1024
@@ -200,9 +50,9 @@ class Birth:
     """The making of one array of the model.
 
     - `leaf`: its variable in the traced program.
-    - `way`: `"given"`: it is known once the small values are. `"spread"`: by a program that makes each shard
-        where it lies. `"whole"`: by a program on one device.
-    - `program`: makes `leaf` of values that are known before, its inputs.
+    - `way`: `"given"`: it is known, being small. `"spread"`: by a program that makes each shard where it lies.
+        `"whole"`: by a program on one device.
+    - `program`: makes `leaf` of values that are known, its inputs.
     """
 
     leaf: Var
@@ -210,35 +60,103 @@ class Birth:
     program: Jaxpr
 
 
-def births_of(program: FlatProgram) -> list[Birth]:
-    """Plan how each output of `program`, which has no effects, is made."""
-    ways = _ways(program)
-    return [
-        Birth(leaf, ways[leaf], cut_out(program, [leaf], lambda var: ways[var] == "given"))
-        for leaf in program.outputs
-    ]
+def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Value]]:
+    """Plan how each result of `closed` is made of `key`; and compute what is small, and known by then."""
+    jaxpr = closed.jaxpr
+    values: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, key]))
+    equations: list[JaxprEqn] = []
+
+    def known(value: Value, aval: Any) -> Var:
+        var = Var(aval)
+        values[var] = value
+        return var
+
+    def lift(atom: Atom) -> Var:
+        return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
+
+    def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
+        """Goes through a program whose inputs have these names; its results."""
+
+        def read(atom: Atom) -> Var:
+            # Numbers are operands, as they are when Python runs the program, so layers that differ in one alone
+            # still have equal programs: keys[0], keys[1], ... too.
+            return lift(atom) if isinstance(atom, Literal) else names.get(atom, atom)
+
+        for equation in jaxpr.eqns:
+            inputs: list[Any] = [read(atom) for atom in equation.invars]
+            outputs: list[Any] = [Var(x.aval) for x in equation.outvars]
+            inner = called(equation) if equation.primitive.name in CALLS and len(outputs) > 1 else None
+            if inner is not None and not inner.constvars:  # several arrays of the model, each made by itself
+                names.update(zip(equation.outvars, compute(inner, dict(zip(inner.invars, inputs)))))
+                continue
+            names.update(zip(equation.outvars, outputs))
+            if equation.primitive.name == "slice" and set(equation.params["strides"] or (1,)) == {1}:
+                starts = [np.asarray(start, np.uint32) for start in equation.params["start_indices"]]
+                inputs += [known(start, jax.typeof(start)) for start in starts]
+                sizes = {"slice_sizes": shape_of(equation.outvars[0])}
+                equation = equation.replace(primitive=jax.lax.dynamic_slice_p, params=sizes)
+            equation = equation.replace(invars=inputs, outvars=outputs)
+            if values.keys() >= set(inputs) and all(map(is_small, [*inputs, *outputs])):
+                values.update(_computed(closed.jaxpr, equation, values))
+            else:
+                equations.append(equation)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    leaves = compute(jaxpr, {})
+    producers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
+    spread = _spread(equations, {var for var in values if is_small(var)})
+
+    def birth(leaf: Var) -> Birth:
+        needed: set[int] = set()
+        stack = [leaf]
+        while stack:
+            var = stack.pop()
+            if var not in values and producers[var] not in needed:
+                needed.add(producers[var])
+                stack += _variables(equations[producers[var]].invars)
+        own = [equations[i] for i in sorted(needed)]
+        read = [var for equation in own for var in _variables(equation.invars) if var in values]
+        inputs = list(dict.fromkeys(read))
+        way = "given" if leaf in values else "spread" if leaf in spread else "whole"
+        return Birth(leaf, way, jaxpr.replace(constvars=(), invars=inputs, outvars=[leaf], eqns=own))
+
+    return [birth(leaf) for leaf in leaves], values
 
 
-def _ways(program: FlatProgram) -> dict[Var, str]:
-    """Decide for each value of the program how it would be made, were it a leaf."""
-    ways: dict[Var, str] = dict.fromkeys(program.values, "given")
-    small = {var for var in program.values if is_small(var)}
-    for equation in program.equations:
-        inputs = variables(equation.invars)
-        drawn = equation.primitive.name == "random_bits" or any(ways[var] == "spread" for var in inputs)
-        spreads = _is_elementwise(equation) and all(var in small or ways[var] == "spread" for var in inputs)
-        if small.issuperset(inputs) and all(is_small(var) for var in equation.outvars):
-            small.update(equation.outvars)
-            # What is drawn is fused, however small, to be rounded as in the initialiser's own `jit`.
-            way = "spread" if spreads and drawn else "given"
-        else:
-            way = "spread" if spreads else "whole"
-        ways.update(dict.fromkeys(equation.outvars, way))
-    return ways
+def _computed(template: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:
+    """The results of an equation without literals, of these values."""
+    inputs = _variables(equation.invars)
+    alone = template.replace(constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation])
+    return dict(zip(equation.outvars, jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs])))
+
+
+def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
+    """The values of which a device can make its own shard alone, of those that are `given`."""
+    found = set(given)
+    for equation in equations:
+        inputs = _variables(equation.invars)
+        inner = called(equation) if equation.primitive.name in CALLS else None
+        if inner is not None:
+            made = _spread(inner.eqns, _those_of(found, equation.invars, inner.invars))
+            found |= _those_of(made, inner.outvars, equation.outvars)
+            continue
+        are_small = all(map(is_small, [*inputs, *equation.outvars]))
+        if found.issuperset(inputs) and (are_small or _is_elementwise(equation)):
+            found.update(equation.outvars)
+    return found
+
+
+def _those_of(found: set[Var], atoms: Sequence[Atom], names: Sequence[Var]) -> set[Var]:
+    """The `names` on the other side of a call of those `atoms` that are found, or are literals."""
+    return {name for name, atom in zip(names, atoms) if isinstance(atom, Literal) or atom in found}
+
+
+def _variables(atoms: Sequence[Atom]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def is_small(var: Var) -> bool:
-    """True of a value that is computed as it comes, on one device, unless it is drawn."""
+    """True of a value that is computed as it comes, on one device."""
     return is_key(type_of(var)) or math.prod(shape_of(var)) <= SMALL
 
 
@@ -333,14 +251,15 @@ def init_model(
     )
     is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
-    program = flatten(closed, [key])
-    _check_apart(arrays, program.outputs)
     if closed.effects:  # in order
+        _check_apart(arrays, closed.jaxpr.outvars)
         made = [put_global(x, sharding) for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)]
     else:
-        births = births_of(program)
-        small = compute_small(program, births)
-        made = [make(birth, small, sharding) for birth, sharding in zip(births, shardings)]
+        births, values = births_of(closed, key)
+        _check_apart(arrays, [birth.leaf for birth in births])
+        # One transfer for all.
+        operands = jax.device_get([operands_of(birth, values) for birth in births])
+        made = [make(birth, values, x, sharding) for birth, x, sharding in zip(births, operands, shardings)]
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
 
 
@@ -374,11 +293,11 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
     return layout, jax.tree.map(lambda _: replicated(mesh), model_state)
 
 
-def _check_apart(arrays: PyTree, outputs: Sequence[Var]) -> None:
+def _check_apart(arrays: PyTree, outputs: Sequence[Atom]) -> None:
     """Raises `ValueError` if one array is two leaves."""
     first: dict[Var, str] = {}
     for (path, _), var in zip(leaves_with_paths(arrays), outputs):
-        if first.setdefault(var, path) != path:
+        if not isinstance(var, Literal) and first.setdefault(var, path) != path:
             raise ValueError(
                 f"init_model: {first[var]} and {path} are one and the same array, which would be updated "
                 "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
@@ -393,62 +312,71 @@ def _on_this_process(key: Key) -> Key:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-@dataclasses.dataclass(frozen=True)
-class Small:
-    """The small values that leaves are made of: as JAX made them, and on the host (of a key, its data)."""
-
-    values: dict[Var, Value]
-    host: dict[Var, Value]
+def operands_of(birth: Birth, values: dict[Var, Value]) -> list[Value]:
+    """The arguments of the program of an array; of keys their data."""
+    operands = [values[var] for var in birth.program.invars]
+    return [jax.random.key_data(x) if is_key(x) else x for x in operands]
 
 
-def compute_small(program: FlatProgram, births: Sequence[Birth]) -> Small:
-    """Computes what the programs of the leaves take, and the leaves that are given."""
-    inputs = list(dict.fromkeys(var for birth in births for var in birth.program.invars))
-    given = [birth.leaf for birth in births if birth.way == "given"]
-    made = [var for var in dict.fromkeys([*inputs, *given]) if var not in program.values]
-    jaxpr = cut_out(program, made, program.values.__contains__)
-    results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*[program.values[var] for var in jaxpr.invars])
-    values = {**program.values, **dict(zip(made, results))}
-    # One transfer for all. Programs take NumPy arrays: those are the same for every process, and lie nowhere.
-    fetched = [var for var in inputs if is_small(var)]
-    data = [jax.random.key_data(values[var]) if is_key(type_of(var)) else values[var] for var in fetched]
-    return Small(values, {**values, **dict(zip(fetched, jax.device_get(data)))})
-
-
-def make(birth: Birth, small: Small, sharding: NamedSharding) -> Array:
+def make(birth: Birth, values: dict[Var, Value], operands: Sequence[Value], sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
-        return put_global(small.values[birth.leaf], sharding)
-    value = compiled(birth, small, sharding)(*operands(birth, small))
+        return put_global(values[birth.leaf], sharding)
+    value = compiled(birth, values, sharding)(*operands)
     if birth.way == "spread":
         return value
     # Waited for, or the next would be made, whole, beside this one.
     return jax.block_until_ready(put_global(value, sharding))
 
 
-def operands(birth: Birth, small: Small) -> list[Value]:
-    """The arguments of the program of an array."""
-    return [small.host[var] for var in birth.program.invars]
-
-
-def compiled(birth: Birth, small: Small, sharding: NamedSharding) -> Callable[..., Array]:
+def compiled(birth: Birth, values: dict[Var, Value], sharding: NamedSharding) -> Callable[..., Array]:
     """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
     program = birth.program
-    impls = [jax.random.key_impl(small.values[x]) if is_key(type_of(x)) else None for x in program.invars]
+    impls = [jax.random.key_impl(x) if is_key(x := values[var]) else None for var in program.invars]
     out_sharding = sharding if birth.way == "spread" else None
-    return _jit(Canonical(program, _canonical_key(program)), out_sharding, tuple(impls))
+    return _jit(Canonical(program, str(program), tuple(_constants(program))), out_sharding, tuple(impls))
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonical:
+    """A jaxpr that equals every other which computes the same, whatever their variables are called: by its
+    text, and the `id` of each constant in it, which nothing else takes while the jaxpr keeps it alive."""
+
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
+    text: str
+    constants: tuple[int, ...]
+
+
+def _constants(jaxpr: Jaxpr) -> Iterator[int]:
+    for part in jax.tree.leaves([list(equation.params.values()) for equation in jaxpr.eqns]):
+        if isinstance(part, Jaxpr | ClosedJaxpr):
+            yield from map(id, getattr(part, "consts", ()))
+            yield from _constants(body(part))
 
 
 @functools.lru_cache(maxsize=128)
 def _jit(
     program: Canonical, sharding: NamedSharding | None, impls: tuple[Hashable, ...]
 ) -> Callable[..., Array]:
-    """A program of NumPy arrays; where there is a PRNG implementation, the array is the data of its key."""
+    """A program of NumPy arrays, which are the same for every process, and lie nowhere; where there is a PRNG
+    implementation, the array is the data of its key."""
 
     def wrap(x: Array, impl: Hashable) -> Array:
         return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
     def run(*operands: Array) -> Array:
-        return jaxpr_as_fun(ClosedJaxpr(program.jaxpr, ()))(*map(wrap, operands, impls))[0]
+        values = dict(zip(program.jaxpr.invars, map(wrap, operands, impls)))
+        for equation in program.jaxpr.eqns:
+            found = _computed(program.jaxpr, equation, values)
+            values |= {var: _rounded(x) for var, x in found.items()}
+        return values[_variables(program.jaxpr.outvars)[0]]
 
     return jax.jit(run, out_shardings=sharding)
+
+
+def _rounded(x: Array) -> Array:
+    """Rounds as between operations of Python: within a program XLA computes in more bits than bfloat16 has."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return x
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)

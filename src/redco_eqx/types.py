@@ -1,7 +1,5 @@
 """Types that results and annotations have: what is taken and returned, but not made by name."""
 
-from typing import TYPE_CHECKING, Any
-
 from redco_eqx._base.protocols import (
     Batch,
     CollateFn,
@@ -14,17 +12,16 @@ from redco_eqx._base.protocols import (
     PredictFn,
 )
 from redco_eqx._checkpoint.checkpoints import CheckpointWriter
-from redco_eqx._checkpoint.record import CheckpointInfo, RunRecord
+from redco_eqx._checkpoint.record import CheckpointInfo
+from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._data.batches import Batches
+from redco_eqx._planning.plan import MeshPlan
 from redco_eqx._sharding.rules import Decision, Explanation
 from redco_eqx._step.steps import JittedStep
 from redco_eqx._step.window import StepFn
 from redco_eqx._training.course import Hook
 from redco_eqx._training.evaluation import MetricFn
 from redco_eqx._training.loggers import History
-
-if TYPE_CHECKING:
-    from redco_eqx._planning.plan import MeshPlan
 
 __all__ = [
     "Batch",
@@ -49,12 +46,3 @@ __all__ = [
     "RunRecord",
     "StepFn",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the planner when its type is asked for."""
-    if name != "MeshPlan":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from redco_eqx._planning.plan import MeshPlan
-
-    return MeshPlan

@@ -50,11 +50,7 @@ def test_what_the_compiler_refuses_is_said_with_its_numbers() -> None:
     assert found.memory.peak > found.capacity
     assert found.memory.temporaries > found.memory.gradients
     assert "DOES NOT FIT" in str(found)
-    assert "layers" in found.best.arrays[0][0]
-    # The compiler gives no program: what it would keep is known from the traced one.
-    assert re.search(
-        r"kept for the backward pass, over all devices\n[\d.]+ GiB +f32\[16,.*workloads.py", str(found)
-    )
+    assert re.search(r"largest arrays of the state, on a device\n\S*layers", str(found))
 
 
 def test_what_a_refused_step_needs_is_what_a_larger_chip_gives_it() -> None:

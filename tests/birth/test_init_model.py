@@ -28,15 +28,13 @@ def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
     """For each leaf its path, how it is made, its sharding, and its compiled program if it has one."""
     closed, arrays, static = making.trace_arrays(make, KEY)
     shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh, overrides=overrides)))
-    program = making.flatten(closed, [KEY])
-    made = making.births_of(program)
-    small = making.compute_small(program, made)
+    made, values = making.births_of(closed, KEY)
     planned = []
     for (path, _), birth in zip(leaves_with_paths(arrays), made, strict=True):
         compiled = None
         if birth.way != "given":
-            run: Any = making.compiled(birth, small, shardings[path])
-            compiled = run.lower(*making.operands(birth, small)).compile()
+            run: Any = making.compiled(birth, values, shardings[path])
+            compiled = run.lower(*jax.device_get(making.operands_of(birth, values))).compile()
         planned.append((path, birth, shardings[path], compiled))
     return planned
 
@@ -85,7 +83,7 @@ def test_every_family_is_made_shard_by_shard(name):
     config, model = {**FAMILIES, **PARTS}[name]
     is_stacked = name in FAMILIES
     closed, _, _ = making.trace_arrays(lambda key: model(config(), stacked=is_stacked, key=key), KEY)
-    made = making.births_of(making.flatten(closed, [KEY]))
+    made, _ = making.births_of(closed, KEY)
     assert {birth.way for birth in made if not making.is_small(birth.leaf)} == {"spread"}
 
 
@@ -233,6 +231,18 @@ def test_compilations_do_not_grow_with_depth():
             init_model(lambda key, depth=depth: Deep(depth, key), helpers.mesh_of("2x2x2"), key=KEY)
         counts.append(len(compiled))
     assert counts[0] == counts[1]
+
+
+def test_a_jitted_constructor_is_made_array_by_array():
+    """As one that is not: its body would otherwise be compiled once for each of its arrays."""
+    mesh, counts = helpers.mesh_of("2x2x2"), []
+    for make in (births.Block, eqx.filter_jit(births.Block)):
+        jax.clear_caches()
+        making._jit.cache_clear()
+        with helpers.count_compilations() as compiled:
+            init_model(lambda key, make=make: make(key=key), mesh, key=KEY)
+        counts.append(len(compiled))
+    assert counts[1] <= counts[0]
 
 
 def test_a_second_model_compiles_nothing():

@@ -311,10 +311,8 @@ def test_new_and_missing_leaves(saved: Any) -> None:
         source = own if path.startswith("h") else {**state.params, **state.frozen}
         assert to_numpy(arrays[path])[0].tobytes() == to_numpy(source[path])[0].tobytes(), path
     assert int(found.step) == 7
-    for argument in ("new", "unused"):
-        wrong: Any = {argument: ["modle/*"]}
-        with pytest.raises(ValueError, match=rf"{argument}='modle/\*' matches no name"):
-            rx.restore(directory, grown, **wrong)
+    with pytest.raises(ValueError, match=r"model/head.weight: float32\[4,8\] in the state, missing"):
+        rx.restore(directory, grown, new=["modle/*"], unused=["optimizer/*"])
 
 
 class Renamed(eqx.Module):
@@ -345,7 +343,7 @@ def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
                          unused=["model/aside.*"])  # fmt: skip
     assert_same(swapped.frozen["down.bias"], state.frozen["down.bias"])
     assert_same(swapped.params["up.weight"], make(Odd).params["up.weight"])
-    with pytest.raises(ValueError, match=r"'up\.wait' is no path of the model"):
+    with pytest.raises(ValueError, match=r"model/up\.weight: missing in the state"):
         rx.restore(directory, like, renamed={"up.wait": "base.up.weight"})
     with pytest.raises(ValueError, match=r"two arrays of the checkpoint become model/down\.bias"):
         rx.restore(directory, make(Odd), renamed={"up.bias": "down.bias"})
@@ -407,7 +405,7 @@ def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypa
 
 def test_what_is_kept_must_have_a_value(saved: Any) -> None:
     like = jax.eval_shape(lambda x: x, odd_state())
-    with pytest.raises(ValueError, match="abstract or deleted in `like`"):
+    with pytest.raises(ValueError, match="in `like` it is abstract"):
         rx.restore(saved[1], like, only="model")
 
 
@@ -417,7 +415,7 @@ def test_a_donated_state_says_how_to_restore(saved: Any) -> None:
     jax.tree.map(lambda x: x.delete(), like)
     found = rx.restore(directory, like)
     assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
-    with pytest.raises(ValueError, match="abstract or deleted in `like`"):
+    with pytest.raises(ValueError, match="in `like` it has been deleted"):
         rx.restore(directory, like, only="model")
 
 
@@ -563,7 +561,7 @@ def test_a_state_without_arrays_to_save_is_refused(tmp_path: pathlib.Path) -> No
         rx.save(tmp_path, jax.eval_shape(lambda: tiny(0)))
     state = tiny(0)
     state.params["weight"].delete()
-    with pytest.raises(ValueError, match="model/weight of the state has been donated or deleted"):
+    with pytest.raises(ValueError, match="model/weight of the state has been deleted"):
         rx.save(tmp_path, state)
 
 

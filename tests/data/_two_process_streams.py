@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils  # noqa: E402
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._data import streams  # noqa: E402
 from redco_eqx._data.batches import Epochs  # noqa: E402
+from redco_eqx._data.data import Place  # noqa: E402
 
 streams.PROOF = 4  # so that the states of short epochs are used
 
@@ -79,7 +80,7 @@ for name, axes in MESHES.items():
     }.items():
         epochs = Epochs(stream, lambda x: np.asarray(x, np.float32), batch_size=BATCH_SIZE, mesh=mesh)
         seen, places = [], []
-        made = epochs.after(0, 0, key=jax.random.key(0))
+        made = epochs.after(Place(0, 0, None), key=jax.random.key(0))
         for batch, place in made:
             seen.append(multihost_utils.process_allgather(batch, tiled=True).tolist())
             places.append([place.epoch, place.batch, [list(p)[:4] for p in place.positions or ()]])
@@ -105,7 +106,7 @@ for how, stream in {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stre
 try:
     unlike = rx.Stream(lambda epoch: range(100 * process, 200), sharded=False)
     epochs = Epochs(unlike, np.asarray, batch_size=BATCH_SIZE, mesh=mesh)
-    next(epochs.after(0, 0, key=jax.random.key(0)))
+    next(epochs.after(Place(0, 0, None), key=jax.random.key(0)))
 except ValueError as error:
     results["unlike"] = str(error)
 try:

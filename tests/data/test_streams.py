@@ -28,7 +28,8 @@ from stream_sources import (
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
-from redco_eqx._data.streams import Position, checksum, state_from_text, state_to_text
+from redco_eqx._data.data import Place, Position
+from redco_eqx._data.streams import checksum, state_from_text, state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def taken(
     epochs: Epochs, num: int, epoch: int = 0, batch: int = 0, positions: Any = None, **options: Any
 ) -> Any:
     """The first batches from a place on, and the places after them."""
-    made = epochs.after(epoch, batch, key=KEY, positions=positions, **options)
+    made = epochs.after(Place(epoch, batch, None, positions), key=KEY, **options)
     found = [(ids(x), place) for x, place in itertools.islice(made, num)]
     made.close()
     return found
@@ -112,7 +113,7 @@ def test_it_goes_on_after_what_was_consumed(kind, prefetch, at):
     rest = taken(epochs_of(stream), 8 - at, place.epoch, place.batch, positions, say=said.append)
     assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
     assert [p[:2] for _, p in rest] == [p[:2] for _, p in whole[at:]]
-    by_state = kind in WITH_STATE and place.batch > 0
+    by_state = kind in WITH_STATE and place.batch > 1  # from the first batch on, with a proof
     assert (place.positions[0].state is not None) == by_state
     assert len(said) == (place.batch > 0)
     assert all(("set to the state" in how) == by_state for how in said)
@@ -389,11 +390,9 @@ def int_as_any() -> Any:
         (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),  # the type checker of the tests comes first
         (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
-        (lambda: rx.Data([1], num_workers=-1), ValueError, r"Data: num_workers=-1"),
-        (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2 work ahead"),
-        (lambda: rx.Data([1], timeout_seconds=0.0), ValueError, r"timeout_seconds=0.0.* must be positive"),
-        (lambda: rx.Stream([1], timeout_seconds=1.0, prefetch=0), ValueError, r"with prefetch=0"),
-        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch of 8"),
+        (lambda: rx.Data([1], num_workers=-1), ValueError, r"Data: .* num_workers=-1"),
+        (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2.* work ahead"),
+        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch"),
         (
             lambda: taken(epochs_of(rx.Stream(lambda epoch: int_as_any())), 1),
             TypeError,

@@ -11,6 +11,7 @@ from helpers import run_two_processes
 
 import redco_eqx as rx
 from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any], mesh: st
         found = result[mesh]["sharded"]
         assert found["batches"] == expected
         assert [place[:2] for place in found["places"]] == [[*divmod(i, 5)] for i in range(1, 8)]
-        assert found["places"][1][2] == [[process, 2, 8, "1"]]
+        assert found["places"][1][2] == [[process, 2, 8, "4"]]
         assert found["places"][4][2] == [[process, 2, 0, None]]
         assert result[mesh]["opened"] == [[0, process, 2], [1, process, 2]]
 
@@ -68,7 +69,7 @@ def test_runs_go_on(results: list[Any], directory: pathlib.Path) -> None:
     # Where both shards were left, though process 0 alone writes.
     assert [p[:4] for p in four.positions or ()] == [(0, 2, 16, "12"), (1, 2, 16, "12")]
     assert (seven.epoch, seven.batch) == (1, 2)
-    assert [p[:4] for p in seven.positions or ()] == [(0, 2, 8, "1"), (1, 2, 8, "1")]
+    assert [p[:4] for p in seven.positions or ()] == [(0, 2, 8, "4"), (1, 2, 8, "4")]
 
 
 def test_with_another_number_of_processes(results: list[Any], directory: pathlib.Path) -> None:
@@ -92,7 +93,7 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
         batch_size=8,
         mesh=rx.make_mesh(),
     )
-    made = epochs.after(run.epoch, run.batch, key=begin.key, positions=run.positions)
+    made = epochs.after(Place(run.epoch, run.batch, None, run.positions), key=begin.key)
     assert next(made)[0].tolist() == [2008 + i for i in range(8)]
     made.close()
     assert no_threads_left()

@@ -1,6 +1,5 @@
 """Threads that collate: the same batches in the same order, errors at theirs, nothing left."""
 
-import re
 import threading
 import time
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from fit_helpers import no_threads_left
 
 import redco_eqx as rx
-from redco_eqx._data.workers import work_in_hand
 
 OPTIONS: Any = {"batch_size": 8}
 NUM = 80
@@ -82,48 +80,3 @@ def test_closing_waits_for_no_batch():
     assert time.monotonic() - begin < 10
     end.set()
     assert no_threads_left()
-
-
-# What hangs is named
-
-
-@pytest.mark.parametrize("kind", ["collate_fn", "examples[i]", "stream"])
-def test_a_worker_that_hangs_is_named(kind):
-    end = threading.Event()
-
-    def hanging(examples: Any) -> Any:
-        if kind == "collate_fn" and 19 in examples:
-            end.wait(60)
-        return np.asarray(examples)
-
-    class Rows:
-        def __len__(self) -> int:
-            return NUM
-
-        def __getitem__(self, i: int) -> int:
-            if kind == "examples[i]" and i == 19:
-                end.wait(60)
-            return i
-
-    def rows(epoch: int) -> Any:
-        yield from range(19)
-        end.wait(60)
-
-    options: Any = {"num_workers": 2, "timeout_seconds": 2.0}
-    if kind == "stream":
-        made = rx.batches(rx.Stream(rows, **options), hanging, mesh=rx.make_mesh(), **OPTIONS)
-    else:
-        made = batches(hanging, examples=Rows(), **options)
-    message = {
-        "collate_fn": r"(?m)^batch 2 of epoch 0, collate_fn: not back for \d+ s, in the thread redco_eqx",
-        "examples[i]": r"(?m)^batch 2 of epoch 0, examples\[i\]: not back for \d+ s",
-        "stream": r"(?m)^batch 2 of epoch 0 of the stream, reading its examples: not back for \d+ s",
-    }[kind]
-    try:
-        with pytest.raises(TimeoutError, match=r"has not come for \d+ s \(timeout_seconds\)") as caught:
-            list(made)
-        assert re.search(message, str(caught.value)), caught.value
-    finally:
-        end.set()
-    assert no_threads_left()
-    assert work_in_hand() == ""

@@ -3,6 +3,7 @@
 import itertools
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from redco_eqx._data.batches import shapes_of
 from redco_eqx._distributed import consensus
 from redco_eqx._distributed.consensus import Entries
-from redco_eqx._distributed.process_group import ProcessGroup
 
 CALL: dict[str, Any] = {
     "len(examples)": 29,
@@ -54,7 +54,7 @@ def client(monkeypatch):
 def processes(client):
     """What three processes compare."""
     names = [f"process {i}" for i in range(NUM_PROCESSES)]
-    return [Entries(ProcessGroup(i, names), range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
+    return [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 
 
 class Stream:
@@ -171,7 +171,7 @@ def test_a_change_is_found_when_both_have_made_the_batch(processes):
 
 def test_another_call_of_another_kind_is_named(processes):
     open_stream(processes, 0)
-    with pytest.raises(ValueError, match="process 0 has come to batches, but process 1 to fit"):
+    with pytest.raises(ValueError, match="batches has been reached on process 0, but fit on process 1"):
         processes[1].add("fit", {})
 
 
@@ -202,7 +202,8 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
             try:
                 entries = processes[process]
                 entries.add("fit", facts[process])
-                entries.wait()
+                while not entries.compare():
+                    time.sleep(0.01)
             except ValueError as error:
                 return str(error)
 
@@ -222,7 +223,7 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
             assert "[1, 0] on process" in message
         client.values.clear()
         names = [f"process {i}" for i in range(NUM_PROCESSES)]
-        processes[:] = [Entries(ProcessGroup(i, names), range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
+        processes[:] = [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 
 
 def test_a_fact_that_one_process_lacks(processes):

@@ -286,7 +286,7 @@ def test_bad_checkpoints(tmp_path, name, stacked):
         ({"dtype": "halves"}, "dtype='halves' is not a dtype"),
         ({"dtype": np.float64}, "dtype=float64 needs"),
         ({"overrides": [("transformer.h.9.*", P())]}, "matches no array"),
-        ({"overrides": [("transformer.wte.weight", P("rows"))]}, "no axis 'rows'"),
+        ({"overrides": [("transformer.wte.weight", P("rows"))]}, "axis: rows .* is not found in mesh"),
     ],
 )
 def test_bad_arguments_before_anything_is_read(tmp_path, arguments, message, monkeypatch):

@@ -46,7 +46,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-MAIN = ["gpt2", "gptj", "opt_125m", "llama"]
 
 
 def abstract(config: dict[str, Any], **options: Any) -> Any:
@@ -103,7 +102,7 @@ def test_full_size_models_hold_the_published_arrays(name, stacked):
 # One model, run in several ways.
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", ["gpt2", "opt_350m", "mistral"])
 def test_in_pieces_with_a_cache_equals_at_once(name):
     # Left padding, which the window of a row has to count from the right place.
     model, ids = make(name), tokens()
@@ -124,7 +123,7 @@ def test_in_pieces_with_a_cache_equals_at_once(name):
     )
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", ["gpt2", "opt_350m", "mistral"])
 def test_padding_on_either_side_changes_nothing(name):
     model, ids, num = make(name), tokens(), 3
     alone = run(model, ids)
@@ -144,7 +143,7 @@ def loss_and_gradient(model: Any, ids: Any, key: Any) -> Any:
     return -jnp.take_along_axis(logs, ids[:, 1:, None], axis=-1).mean()
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_stacked_and_rematerialised_equal_a_list_of_layers(name):
     # Dropout too: the same keys must reach the same layers.
     model, ids, key = make(name, **DROPOUT[name]), tokens(), jax.random.key(3)
@@ -179,7 +178,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 NO_DROPOUT = {name: dict.fromkeys(options, 0.0) for name, options in DROPOUT.items()}
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_needs_a_key_and_training_mode(name):
     # Not compiled: the many small programs are shared by all these models.
     key, ids = jax.random.key(0), tokens()
@@ -383,9 +382,8 @@ def to_specs(shardings: Any) -> dict[str, PartitionSpec]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gptj", jnp.bfloat16),
         ("gpt2", jnp.float16),
-        *in_long(*((name, jnp.bfloat16) for name in ("gpt2", "opt_350m", "qwen2")), ("llama", jnp.float16)),
+        *in_long(*((name, jnp.bfloat16) for name in ("gptj", "opt_350m", "qwen2")), ("llama", jnp.float16)),
     ],
 )
 def test_gradients_in_low_precision_over_tensor(name, dtype):

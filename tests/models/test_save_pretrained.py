@@ -29,7 +29,7 @@ from checkpoint_files import (
     shapes_of,
     write,
 )
-from helpers import run_two_processes
+from helpers import in_long, run_two_processes
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -192,10 +192,21 @@ ONE, SEVERAL, MORE = 10**9, 140_000, 100_000
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL), (SEVERAL, MORE)]
-)
-@pytest.mark.parametrize(
-    ("config", "error"), [("same config", Killed), ("changed config", Killed), ("changed config", OSError)]
+    ("before", "after", "config", "error"),
+    [
+        (ONE, ONE, "same config", Killed),
+        (ONE, SEVERAL, "changed config", Killed),
+        (SEVERAL, ONE, "changed config", OSError),
+        (SEVERAL, SEVERAL, "changed config", Killed),
+        (SEVERAL, MORE, "same config", OSError),
+        *in_long(
+            (ONE, ONE, "changed config", OSError),
+            (ONE, SEVERAL, "same config", Killed),
+            (SEVERAL, ONE, "same config", Killed),
+            (SEVERAL, SEVERAL, "changed config", OSError),
+            (SEVERAL, MORE, "changed config", Killed),
+        ),
+    ],
 )
 def test_interrupted_save_leaves_one_whole(tmp_path, monkeypatch, old_and_new, before, after, config, error):
     old, new = old_and_new[0], old_and_new[1 if config == "same config" else 2]
@@ -426,6 +437,7 @@ print(loading / size, saving / size)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
 def test_neither_loading_nor_saving_holds_the_model_twice(tmp_path):
     run = subprocess.run(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import QUICK_COMPILE, assert_close, assert_identical, filled, mesh_of, place
+from helpers import QUICK_COMPILE, assert_close, assert_identical, filled, in_long, mesh_of, place
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
@@ -341,7 +341,6 @@ def large(name: str, engine: str) -> tuple[Any, Any]:
     return model, shard_rules(model, mesh, **options)
 
 
-ENGINES = ["names", "program"]
 WHOLE_IS_SAID = pytest.mark.filterwarnings(
     "ignore:shard_rules"
 )  # of shortcuts and projections, 4% of the bytes
@@ -352,8 +351,7 @@ once the batch has a constraint: it sums where a gather of its kernel would do, 
 
 
 @WHOLE_IS_SAID
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["unet", "unet_linear"])
+@pytest.mark.parametrize(("name", "engine"), [("unet", "names"), ("unet", "program"), ("unet_linear", "names")])
 def test_pairs_are_split_and_the_stream_is_whole(name, engine):
     layout = to_paths(large(name, engine)[1], is_leaf=lambda x: isinstance(x, NamedSharding))
     for pattern, expected in (LAYOUT | OVER_THE_TEXT[engine]).items():
@@ -391,8 +389,9 @@ def by_hand(name: str) -> int:
 
 
 @WHOLE_IS_SAID
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["unet", "vae"])
+@pytest.mark.parametrize(
+    ("name", "engine"), [("vae", "program"), *in_long(("vae", "names"), ("unet", "names"), ("unet", "program"))]
+)
 def test_a_step_sends_no_more_than_its_layout_must_and_what_is_predicted(name, engine):
     mesh, optimizer = mesh_of("data2xtensor4"), optax.sgd(1e-3)
     model, shardings = large(name, engine)
@@ -419,8 +418,10 @@ def test_a_step_sends_no_more_than_its_layout_must_and_what_is_predicted(name, e
     assert predicted.num_bytes_unmerged == pytest.approx(found.total.result_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("mesh_name", ["2x2x2", pytest.param("tensor8", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["unet", "vae"])
+@pytest.mark.parametrize(
+    ("name", "mesh_name"),
+    [("vae", "2x2x2"), *in_long(("unet", "2x2x2"), ("unet", "tensor8"), ("vae", "tensor8"))],
+)
 def test_a_step_is_the_same_on_every_mesh(name, mesh_name):
     # The new parameters of SGD with step 1 are the gradient. Over 8 shards 4 heads do not divide.
     model, batch, optimizer = make(name), batch_of(name), optax.sgd(1.0)

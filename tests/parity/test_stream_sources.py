@@ -11,6 +11,7 @@ import pytest
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
 
 NUM, BATCH_SIZE = 29, 4  # seven batches, and one left over
 
@@ -133,9 +134,11 @@ SOURCES = {
 }
 
 
-def taken(stream: rx.Stream, num: int, *place: Any, **options: Any) -> Any:
+def taken(
+    stream: rx.Stream, num: int, epoch: int = 0, batch: int = 0, positions: Any = None, **options: Any
+) -> Any:
     epochs = Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
-    made = epochs.after(*place or (0, 0), key=jax.random.key(0), **options)
+    made = epochs.after(Place(epoch, batch, None, positions), key=jax.random.key(0), **options)
     found = [(x.tolist(), place) for x, place in itertools.islice(made, num)]
     made.close()
     return found
@@ -160,7 +163,8 @@ def test_it_goes_on_where_it_was_left(source: Any, has_state: bool) -> None:
         options: Any = {"positions": positions, "say": said.append}
         rest = taken(rx.Stream(source()), 12 - at, place.epoch, place.batch, **options)
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
-        assert ["set to the state" in how for how in said] == [has_state] * (place.batch > 0)
+        by_state = has_state and place.batch > 1  # from the first batch on, with a proof
+        assert ["set to the state" in how for how in said] == [by_state] * (place.batch > 0)
 
 
 def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
@@ -192,7 +196,7 @@ def test_batches_of_a_loader() -> None:
     loader = torch.utils.data.DataLoader(range(NUM), batch_size=BATCH_SIZE, drop_last=True)
     stream = rx.Stream(loader, batched=True)
     epochs = Epochs(stream, np.asarray, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
-    made = epochs.after(0, 0, key=jax.random.key(0))
+    made = epochs.after(Place(0, 0, None), key=jax.random.key(0))
     assert [x.tolist() for x, _ in itertools.islice(made, 8)] == [
         [i % 7 * 4 + j for j in range(4)] for i in range(8)
     ]

@@ -1,8 +1,6 @@
 """Plans of small models by the CPU compiler: what they say is what the program needs and sends."""
 
-import dataclasses
 import functools
-import re
 from typing import Any
 
 import equinox as eqx
@@ -41,9 +39,9 @@ def plan(model: Any = make_mlp, **arguments: Any) -> Any:
         "max_compilations": 1,
     }
     found = rx.plan(model, **{**defaults, **arguments})
-    for trial in found.trials:  # what is excluded by these bytes does not fit
+    for trial in found.trials:  # what is refused by these bytes does not fit
         if trial.memory is not None and trial.memory.peak is not None:
-            assert trial.candidate.least_bytes <= trial.memory.peak
+            assert trial.candidate.state_bytes <= trial.memory.peak
     return found
 
 
@@ -81,7 +79,7 @@ def test_what_fits_best_sends_least() -> None:
     assert found.fits
     seconds = [trial.candidate.seconds for trial in found.trials]
     assert seconds == sorted(seconds)
-    meshes = {tuple(t.candidate.choice.mesh.values()) for t in found.trials}
+    meshes = {tuple(t.candidate.mesh.shape.values()) for t in found.trials}
     assert meshes == {
         (8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2),
         (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8),
@@ -99,7 +97,6 @@ def test_a_smaller_device_asks_for_another_mesh_and_a_tiny_one_for_more() -> Non
     assert found.memory.parameters < whole.parameters
     assert found.memory.peak <= found.capacity
     none = plan(wide, bytes_per_device=1000)
-    assert "largest values that are kept for the backward pass" in str(none)  # by line, with no program
     assert not none.fits
     assert "alone take" in none.best.verdict
     few = plan(wide, mesh={"data": 8}, bytes_per_device=int(whole.peak * 1.02))  # less than with the reserve
@@ -107,7 +104,6 @@ def test_a_smaller_device_asks_for_another_mesh_and_a_tiny_one_for_more() -> Non
     text = str(few)
     assert "DOES NOT FIT" in text
     assert "layers.0.weight" in text  # the largest arrays, by path
-    assert re.search(r"f32\[[\d,]+\]\s+\w+\.py:\d+", text)  # and values, by line
 
 
 LLAMA = models.LlamaConfig(
@@ -149,14 +145,12 @@ def test_options_that_change_paths_or_the_program_are_laid_out_and_counted_for_t
     assert len(found.trials) == 4
     for trial in found.trials:
         own = plan(
-            functools.partial(make_llama, **trial.candidate.choice.options), **OF_LLAMA, bytes_per_device=1
-        )
-        assert dataclasses.replace(own.best.candidate, choice=trial.candidate.choice) == trial.candidate
+            functools.partial(make_llama, **trial.candidate.options), **OF_LLAMA, bytes_per_device=1
+        ).best.candidate
+        for name in ("state_bytes", "flops", "sent_bytes", "seconds"):
+            assert getattr(own, name) == getattr(trial.candidate, name)
     stacked = plan(make_llama, **OF_LLAMA, options={"stacked": [False, True]}, max_compilations=2)
     assert [trial.fits for trial in stacked.trials] == [True, True]
-    kept = {tuple(t.candidate.choice.options.values()): t.candidate.remembered for t in found.trials}
-    for stacked in (False, True):
-        assert sum(x.num_bytes for x in kept[stacked, "full"]) < sum(x.num_bytes for x in kept[stacked, "none"])
 
 
 def test_what_is_planned_trains() -> None:
@@ -214,7 +208,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "memory of a CPU": ({"bytes_per_device": None}, r"kind 'cpu' have is not known.*bytes_per_device"),
     "no memory": ({"bytes_per_device": 0}, "bytes_per_device=0.*positive"),
     "no devices": ({"target": []}, "no devices"),
-    "a mesh of others": ({"mesh": {"tensor": 3}}, r"\{'tensor': 3\} is of other than the target's 8"),
+    "a mesh of others": ({"mesh": {"tensor": 3}}, "tensor = 3 must divide the number of devices"),
+    "a mesh of fewer": ({"mesh": {"data": 4}}, r"\{'data': 4\} is of other than the target's 8"),
     "an unknown axis": ({"mesh": {"model": 2}}, r"axes \['model'\]"),
     "a batch that no mesh splits": ({"mesh": {"data": 8}, "num_microbatches": 3}, "batch of 16 evenly into 3"),
     "no microbatch": ({"num_microbatches": 0}, "num_microbatches=0"),

@@ -3,21 +3,22 @@
 import itertools
 from typing import Any
 
+import equinox as eqx
+import jax
+import optax
 import pytest
 
-from redco_eqx._compiled.hlo import Buffer
+import redco_eqx as rx
 from redco_eqx._planning.memory import Memory, peak_by_message
-from redco_eqx._planning.trial import Candidate, Choice, Trial, meshes, search, variants
+from redco_eqx._planning.trial import Candidate, Trial, meshes, search, variants
 
 CAPACITY = 100
+MESH = rx.make_mesh()
+STATE = rx.init_state(eqx.nn.Linear(1, 1, key=jax.random.key(0)), optax.sgd(0.1), key=jax.random.key(0))
 
 
-def candidate(
-    seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1, remembered: int = 0
-) -> Candidate:
-    choice = Choice({"data": 8, "fsdp": 1, "tensor": 1}, {"remat": remat}, microbatches)
-    kept = (Buffer(remembered, f"u8[{remembered}]", ""),) if remembered else ()
-    return Candidate(choice, state, kept, 0.0, 0.0, seconds)
+def candidate(seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1) -> Candidate:
+    return Candidate(MESH, {"remat": remat}, microbatches, STATE, state, 0.0, 0.0, seconds)
 
 
 class Compiler:
@@ -55,24 +56,37 @@ def test_the_fastest_that_fits_is_best_and_those_close_behind_are_compiled() -> 
     assert compiler.asked == [1.0, 1.05]
 
 
-def test_what_cannot_fit_is_not_compiled() -> None:
-    candidates = [
-        candidate(1.0, state=101),  # the state alone
-        candidate(1.5, remembered=8 * 91),  # 91 of each device, and 10
-        candidate(1.6, remembered=8 * 91, remat="half", microbatches=2),
-        candidate(2.0, state=20),
-        candidate(2.5, state=10),  # the activations of the last, 300 - 2 * 20, are too much
-        candidate(3.0, state=10, microbatches=4),  # a quarter of them, and 10
-        candidate(4.0, state=10, remat="full"),
-    ]
-    compiler = Compiler({1.6: 110, 2.0: 300, 3.0: 120, 4.0: 60})
+def test_only_the_state_is_a_reason_to_refuse() -> None:
+    candidates = [candidate(1.0, state=101), candidate(2.0, state=120), candidate(3.0, remat="full")]
+    compiler = Compiler({3.0: 60})
     found = run(candidates, compiler)
-    assert compiler.asked == [1.6, 2.0, 3.0, 4.0]
+    assert compiler.asked == [3.0]
+    assert [t.candidate.seconds for t in found] == [3.0, 1.0, 2.0]  # what lacks least first
+    assert all("alone take" in t.verdict for t in found[1:])
+
+
+CANDIDATES = [
+    candidate(2.0, state=20),
+    candidate(2.5, state=10),  # with the activations of the first, 300 - 2 * 20, too much
+    candidate(3.0, state=10, microbatches=4),  # with a quarter of them, not
+    candidate(4.0, state=10, remat="full"),
+]
+
+
+def test_what_seems_too_large_waits_for_the_others() -> None:
+    compiler = Compiler({2.0: 300, 3.0: 120, 4.0: 60})
+    found = run(CANDIDATES, compiler)
+    assert compiler.asked == [2.0, 3.0, 4.0]
     assert found[0].candidate.seconds == 4.0
-    outcomes = {t.candidate.seconds: t.verdict for t in found}
-    assert "alone take" in outcomes[1.0]
-    assert "kept for the backward pass" in outcomes[1.5]
-    assert "evenly spread" in outcomes[2.5]
+    assert "seems too large" in {t.candidate.seconds: t.verdict for t in found}[2.5]
+
+
+def test_what_seems_too_large_is_compiled_if_nothing_else_fits() -> None:
+    compiler = Compiler({2.0: 300, 2.5: 90, 3.0: 120, 4.0: 110})
+    found = run(CANDIDATES, compiler)
+    assert compiler.asked == [2.0, 3.0, 4.0, 2.5]
+    assert found[0].fits
+    assert found[0].candidate.seconds == 2.5
 
 
 def test_if_nothing_fits_what_lacks_least_comes_first() -> None:

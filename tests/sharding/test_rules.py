@@ -294,11 +294,11 @@ def test_first_matching_override_decides_alone():
     ("override", "message"),
     [
         (("layers.9.*", P()), r"'layers\.9\.\*' matches no array.*layers\.0\.weight"),
-        (("layers.0.weight", P("model")), r"'layers\.0\.weight'.*no axis 'model'.*data"),
-        (("layers.0.weight", P("tensor", "tensor")), r"layers\.0\.weight.*'tensor' appears twice"),
-        (("layers.0.weight", P(("fsdp", "fsdp"))), r"'fsdp' appears twice"),
+        (("layers.0.weight", P("model")), r"'layers\.0\.weight'.*axis: model.*not found in mesh.*data"),
+        (("layers.0.weight", P("tensor", "tensor")), r"layers\.0\.weight.*duplicate entries for `tensor`"),
+        (("layers.0.weight", P(("fsdp", "fsdp"))), r"duplicate entries for `fsdp`"),
         (("layers.0.bias", P(None, "tensor")), r"layers\.0\.bias.*2 entries for 1 dims"),
-        (("layers.3.weight", P("third")), r"dim 0 of size 32 does not divide by 3"),
+        (("layers.3.weight", P("third")), r"axis 0 is partitioned 3 times, but the dimension size is 32"),
     ],
     ids=lambda x: "" if isinstance(x, str) else str(x),
 )

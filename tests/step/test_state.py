@@ -457,21 +457,21 @@ def test_two_meshes_are_refused_by_path(mesh):
         "a": jax.device_put(jnp.ones(8), replicated(mesh)),
         "b": jax.device_put(jnp.ones(8), replicated(make_mesh())),
     }
-    with pytest.raises(ValueError, match=r"a and b lie on different meshes") as error:
+    with pytest.raises(ValueError, match=r"a lies on a mesh of 8.*, but b on a mesh of 8") as error:
         init_state(model, ADAM, key=KEY)
     assert "eqx.filter_shard" in str(error.value)
 
 
 def test_a_mesh_and_a_single_device_are_refused_by_path(mesh):
     model = {"a": jax.device_put(jnp.ones(8), replicated(mesh)), "b": jnp.ones(8)}
-    with pytest.raises(ValueError, match=r"a lies on a mesh of 8 devices, but b on one device") as error:
+    with pytest.raises(ValueError, match=r"a lies on a mesh of 8 devices.*, but b on \S+0") as error:
         init_state(model, ADAM, key=KEY)
     assert "eqx.filter_shard" in str(error.value)
 
 
 def test_two_single_devices_are_refused():
     model = {"a": jnp.ones(8), "b": jax.device_put(jnp.ones(8), jax.devices()[1])}
-    with pytest.raises(ValueError, match="2 devices without a mesh"):
+    with pytest.raises(ValueError, match=r"a lies on \S+0, but b on \S+1"):
         init_state(model, ADAM, key=KEY)
 
 

@@ -14,11 +14,17 @@ from helpers import MESHES, assert_close, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import communication
-from redco_eqx._step.mends import partitioned
+from redco_eqx._step.mends import for_partitioner
 
 SGD = optax.sgd(1.0)
 SEVERAL = [name for name in MESHES if name != "one"]
+
+
+def partitioned(function: Any, mesh: Any, kernels: Any = None) -> Any:
+    """The function by way of `for_partitioner`."""
+    return lambda *arguments: for_partitioner(trace(function, *arguments), mesh, kernels or {})(*arguments)
 
 
 class Stem(eqx.Module):

@@ -183,7 +183,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "evaluation's batch over shards",
         lambda: on_eight(evaluation=rx.Evaluation(make_examples(48), batch_size=12)),
         ValueError,
-        r"fit: Evaluation's batch_size=12 must be a positive multiple of 8, the number of data",
+        r"batches: batch_size=12 must be a positive multiple of 8, the number of data",
     ),
     ("evaluation's batch of 0", lambda: evaluating(batch_size=0), ValueError, r"Evaluation: batch_size=0, but"),
     # Examples

@@ -35,7 +35,7 @@ from jax._src.array import ArrayImpl
 
 import redco_eqx as rx
 from redco_eqx._training.evaluation import NUM_AHEAD
-from redco_eqx._training.run import Training, describe_batch, warn_of_shapes
+from redco_eqx._training.run import Training
 
 # The loop is the one that a reader would write
 
@@ -166,20 +166,6 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
     messages = [str(w.message) for w in caught]
     assert len(messages) == 1
     assert "pad is float32[4,5], but was float32[4,3] in the first batch" in messages[0]
-
-
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ({"x": np.zeros((2, 3)), "y": np.zeros(2, np.int32)}, r"y is int32\[2\], but was float64\[2\]"),
-        ({"x": np.zeros((2, 3))}, r"y is missing, but was float64\[2\]"),
-        ({"x": np.zeros((2, 3)), "y": np.zeros(2), "z": np.zeros(2)}, r"z is float64\[2\], but was missing"),
-    ],
-)
-def test_what_changed_in_a_batch_is_named(second: Any, message: str) -> None:
-    first = {"x": np.zeros((2, 3)), "y": np.zeros(2)}
-    with pytest.warns(UserWarning, match=message):
-        warn_of_shapes(describe_batch(first), describe_batch(second))
 
 
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,17 @@ from fit_helpers import (
 from stream_sources import KINDS, WITH_STATE, Unlike, generate, order
 
 import redco_eqx as rx
+from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
 from redco_eqx._step.state import order_key
 
 EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind():
+def _nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(streams, "PROOF", 4)  # a batch, so that the states of short epochs are used
     yield
     assert no_threads_left()
 
@@ -111,9 +114,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert info.run is not None
     assert info.run.positions is not None
     said = capsys.readouterr().err
-    is_inside = caught.value.step % 5 != 0
-    assert ("is set to the state" in said) == (kind in WITH_STATE and is_inside)
-    assert ("is read again" in said) == (kind not in WITH_STATE and is_inside)
+    batch = caught.value.step % 5
+    assert ("is set to the state" in said) == (kind in WITH_STATE and batch > 1)
+    assert ("is read again" in said) == (batch == 1 or (kind not in WITH_STATE and batch > 1))
     assert rows("cut")[-1] == rows("whole")[-1]
 
 
@@ -202,9 +205,9 @@ def test_a_loop_of_ones_own_saves_the_position(tmp_path: pathlib.Path) -> None:
             state, record = rx.restore(tmp_path, state), saved[-1].run
             assert record is not None
         key = order_key(linear_state(), 0)
-        seen = []
+        seen, here = [], Place(record.epoch, record.batch, None, record.positions)
         with rx.Checkpoints(tmp_path).open() as writer:
-            for batch, place in epochs.after(record.epoch, record.batch, key=key, positions=record.positions):
+            for batch, place in epochs.after(here, key=key):
                 state = counting_step(state, batch)[0]
                 seen += np.asarray(batch["id"]).tolist()
                 record = record.advanced(place.epoch, place.batch, place.positions)

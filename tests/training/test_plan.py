@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._training.course import Due, Plan, due
 
 # Ten examples in batches of 2: five steps an epoch.

@@ -93,14 +93,14 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
         now += 3600.0 if now else 0.0
         return {}
 
-    look = Training._look
+    catch_up = Training._catch_up
 
-    def look_when_done(self: Any) -> None:
+    def catch_up_when_done(self: Any, num_ahead: int = 0) -> None:
         jax.block_until_ready([step.window for step in self._ahead])
-        look(self)
+        catch_up(self, num_ahead)
 
     # Devices that are always done with a window when the next step is dispatched.
-    monkeypatch.setattr(Training, "_look", look_when_done)
+    monkeypatch.setattr(Training, "_catch_up", catch_up_when_done)
     for module in ("run", "loggers"):
         monkeypatch.setattr(f"redco_eqx._training.{module}.time", types.SimpleNamespace(perf_counter=clock))
     rows = Rows()

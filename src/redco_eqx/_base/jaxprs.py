@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
@@ -37,20 +37,11 @@ _ELEMENTWISE = """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 
 # Shapes would fit, but every number may depend on every other.
-NOT_ELEMENTWISE = frozenset(
-    [
-        "custom_call",
-        "custom_partitioning",
-        "debug_callback",
-        "ffi_call",
-        "io_callback",
-        "mosaic_gpu",
-        "pallas_call",
-        "pure_callback",
-        "shard_map",
-        "tpu_custom_call",
-    ]
-)
+_NOT_ELEMENTWISE = """
+    custom_call custom_partitioning debug_callback ffi_call io_callback mosaic_gpu pallas_call pure_callback
+    shard_map tpu_custom_call
+"""
+NOT_ELEMENTWISE = frozenset(_NOT_ELEMENTWISE.split())
 
 
 # Values.
@@ -90,11 +81,9 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
     """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...), or None of what is no call."""
-    for value in equation.params.values():
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            inner = body(value)
-            fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
-            return inner if fits else None
+    for inner in jaxprs_in_params(equation.params):
+        fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
+        return inner if fits else None
     return None
 
 
@@ -216,22 +205,21 @@ def _rewritten(equation: JaxprEqn, rule: Rule) -> JaxprEqn:
         replaced.__name__ = _REPLACED
         (call,) = jax.make_jaxpr(jax.jit(replaced))(*operands).jaxpr.eqns
         return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
-    params = {name: _rewritten_parameter(value, rule) for name, value in equation.params.items()}
-    changed = any(params[name] is not value for name, value in equation.params.items())
-    return equation.replace(params=params) if changed else equation
+    # Of a conditional or a linear solve the programs are in a tuple.
+    old, structure = jax.tree.flatten(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
+    inner = [_rewritten_program(x, rule) for x in old]
+    if all(new is x for new, x in zip(inner, old)):
+        return equation
+    return equation.replace(params=jax.tree.unflatten(structure, inner))
 
 
-def _rewritten_parameter(value: Any, rule: Rule) -> Any:
-    if isinstance(value, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
-        return rewrite(value, rule)
-    if isinstance(value, ClosedJaxpr):
-        inner = rewrite(value.jaxpr, rule)
-        return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-    if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):
-        parts = [_rewritten_parameter(x, rule) for x in value]
-        changed = any(new is not old for new, old in zip(parts, value))
-        return getattr(type(value), "_make", tuple)(parts) if changed else value  # a linear solve's have names
-    return value
+def _rewritten_program(x: Any, rule: Rule) -> Any:
+    if isinstance(x, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
+        return rewrite(x, rule)
+    if isinstance(x, ClosedJaxpr):
+        inner = rewrite(x.jaxpr, rule)
+        return x if inner is x.jaxpr else x.replace(jaxpr=inner)
+    return x
 
 
 def manual_axes(equation: JaxprEqn) -> set[str]:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, dataclass_transform, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,42 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-# Frozen dataclasses as PyTrees, whose annotations may say what their leaves are.
-
-
-C = TypeVar("C", bound=type)
-
-
-@dataclass_transform(frozen_default=True)
-def pytree_dataclass(cls: C) -> C:
-    """A frozen dataclass that is a PyTree; a field with `metadata={"static": True}` is no child.
-
-    Unlike what `jax.tree_util.register_dataclass` makes, it is not initialised when JAX puts it together
-    again, which JAX also does with shardings, shapes or `None` for leaves. So types that are checked at run
-    time hold where an instance is made.
-    """
-    dataclasses.dataclass(frozen=True)(cls)
-    fields = dataclasses.fields(cls)
-    static = tuple(field.name for field in fields if field.metadata.get("static", False))
-    dynamic = tuple(field.name for field in fields if field.name not in static)
-    keys = tuple(map(jax.tree_util.GetAttrKey, dynamic))
-
-    def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(x, name) for name in dynamic), tuple(getattr(x, name) for name in static)
-
-    def flatten_with_keys(x: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
-        children, auxiliary = flatten(x)
-        return tuple(zip(keys, children)), auxiliary
-
-    def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        x = object.__new__(cls)
-        x.__dict__.update(zip(dynamic, children))
-        x.__dict__.update(zip(static, auxiliary))
-        return x
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
-
+from redco_eqx._base.tree import is_key
 
 Key: TypeAlias = PRNGKeyArray
 """A typed PRNG key, as made by `jax.random.key`."""
@@ -60,17 +26,14 @@ Examples: TypeAlias = Any
 """Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
 
 
-# For a type checker an array, and any number; at run time, all that may stand for one (abstract values, say).
+# For a type checker an array; at run time, all that may stand for one (abstract values, say).
 if TYPE_CHECKING:
     AnyArray: TypeAlias = Array
-    Number: TypeAlias = Any
 else:
     AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    Number: TypeAlias = AnyArray | float | int
 
 
-@pytree_dataclass
-class Mean:
+class Mean(eqx.Module):
     """A weighted mean that can still be added to: the sum and the weight it is over.
 
     Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a
@@ -94,8 +57,8 @@ class Mean:
     - `weight`: the sum of weights (tokens, say), a scalar.
     """
 
-    total: Number
-    weight: Number
+    total: Any
+    weight: Any
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
@@ -106,25 +69,23 @@ class Mean:
         empty = self.weight == 0
         return jnp.where(empty, 0, self.total) / jnp.where(empty, 1, self.weight)
 
+    def __repr__(self) -> str:
+        return f"Mean(total={self.total!r}, weight={self.weight!r})"
+
     def __float__(self) -> float:
-        return float(self.value) if self._is_traced else float(np.asarray(self))
+        return float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
         """That of the number; under a trace, where there is none, that of the pair."""
-        return repr(self) if self._is_traced else format(float(self), spec)
+        is_traced = isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
+        return repr(self) if is_traced else format(float(self), spec)
 
     def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        if self._is_traced:
-            return np.array(self.value, dtype)
         # By NumPy: under `jax.set_mesh` of another mesh JAX does not compute with what a step gave.
         total, weight = np.asarray(self.total), np.asarray(self.weight)
         empty = weight == 0
         value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
         return np.array(value, dtype)
-
-    @property
-    def _is_traced(self) -> bool:
-        return isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
 
 
 Loss: TypeAlias = Mean | ArrayLike
@@ -132,8 +93,6 @@ Loss: TypeAlias = Mean | ArrayLike
 
 Metrics: TypeAlias = dict[str, Mean]
 """What a step reports, by name. Means, so that they can be added over steps."""
-
-_RETURN = "Does the function return it?"
 
 # How the docstring begins that `jax.value_and_grad` and `jax.grad` give to what they make.
 _OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
@@ -180,6 +139,46 @@ class Logger(Protocol):
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitActivations:
+    """A function of `(model, batch, key)` whose activations the steps lay out: see `split_activations`."""
+
+    function: Callable[..., PyTree]
+
+    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree:
+        return self.function(model, batch, key)
+
+
+def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
+    """The same loss or predict function, with its activations split over `tensor` where that sends less.
+
+    By itself a layout says how parameters are split, and the compiler decides about all else. Given this
+    function, `shard_rules` and `explain` choose for each value of the traced gradient whether it is whole or
+    split along one of its dims, those of tokens, pixels and rows among them, together with the parameters; and
+    the steps put the choice into the program. Without `shardings=` a step leaves it to the compiler.
+
+    ```python
+    loss_fn = rx.split_activations(loss_fn)
+    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
+    state, metrics = rx.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    ```
+
+    **Arguments:**
+
+    - `function`: a loss function or a predict function, of `(model, batch, key)`.
+
+    **Returns:**
+
+    A function that returns the same.
+
+    **Raises:**
+
+    `TypeError` for what is no such function.
+    """
+    check_function("split_activations", "function", function, "model", "batch", "key")
+    return SplitActivations(function)
+
+
 _CALLED_WITH = {
     "collate_fn": ("examples",),
     **dict.fromkeys(("loss_fn", "predict_fn"), ("model", "batch", "key")),
@@ -190,16 +189,14 @@ _CALLED_WITH = {
 }
 
 
-def as_key(where: str, key: object) -> Any:
+def as_key(where: str, key: Any) -> Any:
     """One typed PRNG key; of raw words, such as `jax.random.PRNGKey` makes, the key that they are.
 
     Raises `TypeError` for anything else, `ValueError` for many keys.
     """
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)
-    if not isinstance(key, jax.Array | jax.ShapeDtypeStruct) or not jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    ):
+    if not is_key(key):
         raise TypeError(f"{where}: key must be a PRNG key, jax.random.key(0), but is {_short(key)}.")
     if key.shape != ():
         raise ValueError(f"{where}: key must be one PRNG key, but is {key.shape} of them. Pass one: keys[0].")
@@ -281,7 +278,10 @@ def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
             '{"group/name": value}.'
         )
     if x is None or isinstance(x, Sequence):
-        raise TypeError(f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. {_RETURN}")
+        raise TypeError(
+            f"{what} must be a scalar or a Mean(total, weight), but is {_short(x)}. Does the function return "
+            "it?"
+        )
     if not isinstance(x, Mean):
         x = Mean(jnp.asarray(x) * weight, weight)
     for part in ("total", "weight"):

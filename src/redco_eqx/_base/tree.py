@@ -6,7 +6,7 @@ and errors.
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -43,18 +43,7 @@ def is_trainable(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-@runtime_checkable
-class Shaped(Protocol):
-    """An object with a shape and a dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> object: ...
-
-
-def describe(x: Shaped, *, leading: str = "") -> str:
+def describe(x: Any, *, leading: str = "") -> str:
     """An array's dtype and shape for messages, `float32[4,8]`; with a word for its first dim `float32[n,8]`."""
     shape = (leading, *x.shape[1:]) if leading else x.shape
     return f"{x.dtype}[{','.join(map(str, shape))}]"
@@ -103,15 +92,7 @@ def join(*parts: str) -> str:
 
 def path_of(keypath: KeyPath) -> str:
     """A JAX key path as `layers.0.weight`."""
-    parts = []
-    for entry in keypath:
-        for attribute in ("name", "idx", "key"):
-            if hasattr(entry, attribute):
-                parts.append(str(getattr(entry, attribute)))
-                break
-        else:
-            parts.append(str(entry))
-    return ".".join(parts)
+    return jax.tree_util.keystr(keypath, simple=True, separator=".")
 
 
 def children(node: PyTree) -> list[tuple[str, PyTree]]:
@@ -183,17 +164,10 @@ def buffer_paths(tree: PyTree) -> set[str]:
     """Paths of arrays that are not trained because the class of a module has them in a tuple `buffers`, by
     paths in that module. NumPy arrays need no such word, until something makes JAX arrays of them.
     """
-
-    def has_some(x: object) -> bool:
-        return isinstance(x, eqx.Module) and isinstance(getattr(type(x), "buffers", None), tuple)
-
-    found: set[str] = set()
-    for keypath, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_some)[0]:
-        if has_some(node):
-            path = path_of(keypath)
-            found |= {join(path, name) for name in type(node).buffers}
-            for name, child in children(node):
-                found |= {join(path, name, inner) for inner in buffer_paths(child)}
+    own = getattr(type(tree), "buffers", None) if isinstance(tree, eqx.Module) else None
+    found = set(own) if isinstance(own, tuple) else set()
+    for name, child in children(tree):
+        found |= {join(name, inner) for inner in buffer_paths(child)}
     return found
 
 
@@ -278,10 +252,9 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     """
 
     def one(x: PyTree) -> PyTree:
-        if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating):
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-            return x.astype(dtype)
-        return x
+        if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(dtype=dtype, weak_type=False) if is_abstract else x.astype(dtype)
 
     return jax.tree.map(one, tree)

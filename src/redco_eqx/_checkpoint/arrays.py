@@ -8,7 +8,7 @@ reading of the files.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +17,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped, UInt32
 
 from redco_eqx._base.protocols import AnyArray
-from redco_eqx._base.tree import is_key, leaves_with_paths, to_arrays
+from redco_eqx._base.tree import from_arrays, is_key, to_arrays
 from redco_eqx._checkpoint.record import ArrayInfo
+from redco_eqx._sharding.mesh import axes_of, one_device_mesh, put_global, replicated
 from redco_eqx._step.state import TrainState
 
 MODEL = ("model/", "model_state/")
+
+_ROOMS = {"params": "model", "frozen": "model", "model_state": "model_state", "opt_state": "optimizer"}
 
 
 def to_names(state: TrainState) -> dict[str, AnyArray]:
     """Every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
     `optimizer/<path>`, `step`, `key`."""
-    return {
-        **{f"model/{path}": x for path, x in state.params.items()},
-        **{f"model/{path}": x for path, x in state.frozen.items()},
-        **{f"model_state/{path}": x for path, x in state.model_state.items()},
-        **{f"optimizer/{path}": x for path, x in to_arrays(state.opt_state).items()},
-        "step": state.step,
-        "key": state.key,
-    }
+    names: dict[str, AnyArray] = {}
+    for field, room in _ROOMS.items():
+        names |= {f"{room}/{path}": x for path, x in to_arrays(getattr(state, field)).items()}
+    return {**names, "step": state.step, "key": state.key}
 
 
 def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
     """The inverse of `to_names`: `like` with these arrays."""
-
-    def part(prefix: str, own: dict[str, AnyArray]) -> dict[str, AnyArray]:
-        return {path: arrays[f"{prefix}/{path}"] for path in own}
-
-    opt_leaves = [arrays[f"optimizer/{path}"] for path, _ in leaves_with_paths(like.opt_state)]
-    return dataclasses.replace(
-        like,
-        params=part("model", like.params),
-        frozen=part("model", like.frozen),
-        model_state=part("model_state", like.model_state),
-        opt_state=jax.tree.unflatten(jax.tree.structure(like.opt_state), opt_leaves),
-        step=arrays["step"],
-        key=arrays["key"],
-    )
+    parts: dict[str, Any] = {"step": arrays["step"], "key": arrays["key"]}
+    for field, room in _ROOMS.items():
+        own = getattr(like, field)
+        parts[field] = from_arrays(own, {path: arrays[f"{room}/{path}"] for path in to_arrays(own)})
+    return dataclasses.replace(like, **parts)
 
 
 def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
@@ -87,9 +77,7 @@ def bits_of(x: Array) -> UInt32[Array, "..."]:
     """The bits of each element as one uint32, or as several in further trailing dims."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return bits_of(jnp.stack([x.real, x.imag], axis=-1))
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize <= 4:
+    if x.dtype.itemsize <= 4 and not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
     if x.dtype.itemsize >= 4:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -125,15 +113,8 @@ def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3
     """
     bits = bits_of(x)
     hashes = mix(bits ^ mix(indices(bits.shape, starts, shape)))
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    nonfinite = ~jnp.all(jnp.isfinite(x)) if is_float else jnp.zeros((), bool)
-    return jnp.stack(
-        [
-            jnp.sum(hashes, dtype=jnp.uint32),
-            jnp.sum(mix(hashes + jnp.uint32(1)), dtype=jnp.uint32),
-            nonfinite.astype(jnp.uint32),
-        ]
-    )
+    words = [jnp.sum(x, dtype=jnp.uint32) for x in (hashes, mix(hashes + jnp.uint32(1)))]
+    return jnp.stack([*words, jnp.any(~jnp.isfinite(x)).astype(jnp.uint32)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,64 +136,50 @@ def _per_device(
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _of_whole(of_piece: OfPiece, x: Array) -> Shaped[Array, "1 n"]:
-    return of_piece(x, (0,) * x.ndim, x.shape)[None]
-
-
 @functools.lru_cache(maxsize=16)
-def _everywhere(
-    mesh: Mesh, specs: tuple[PartitionSpec, ...], of_local: Callable[[Array], Array]
-) -> Callable[[tuple[AnyArray, ...]], Shaped[Array, "devices arrays n"]]:
-    """Numbers of what each device holds of each array, made known to all devices at once."""
-    axes = tuple(mesh.axis_names)
-
-    def local(pieces: tuple[Array, ...]) -> Array:
-        return jax.lax.all_gather(jnp.stack([of_local(x) for x in pieces]), axes)
-
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
-    )
+def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays devices n"]]:
+    """The numbers of all devices for each array, made known to all devices by one collective."""
+    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=replicated(mesh))
 
 
-def _on_meshes(arrays: Mapping[str, AnyArray]) -> dict[Mesh, dict[str, PartitionSpec]]:
-    """The arrays that lie on a mesh, by it, with their layouts."""
-    found: dict[Mesh, dict[str, PartitionSpec]] = {}
-    for name, x in arrays.items():
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            found.setdefault(sharding.mesh, {})[name] = sharding.spec
-    return found
+def _begin(
+    of_piece: OfPiece, arrays: Mapping[str, AnyArray]
+) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Begins to compute `of_piece` on each device. A collective call on several processes, which does not wait.
+
+    The result waits: it gives of each array the numbers of all devices, and those of the first one of each
+    piece, by the axes of the mesh. An array that does not lie on the mesh of the first that has one is put
+    there, whole.
+    """
+    if not arrays:
+        return dict
+    shardings = [getattr(x, "sharding", None) for x in arrays.values()]
+    meshes: list[Any] = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    mesh = meshes[0] if meshes else one_device_mesh(jax.local_devices()[0])
+    specs, rows = {}, []
+    for (name, x), sharding in zip(arrays.items(), shardings):
+        if getattr(sharding, "mesh", None) != mesh:
+            x = put_global(x, replicated(mesh))
+        sharding: Any = x.sharding
+        specs[name] = sharding.spec
+        rows.append(_per_device(of_piece, mesh, sharding.spec, x.shape)(x))
+    table = _everywhere(mesh)(rows)
+
+    def wait() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        found = {}
+        for numbers, (name, spec) in zip(np.asarray(table), specs.items()):
+            first = tuple(slice(None if axis in axes_of(spec) else 1) for axis in mesh.axis_names)
+            by_axes = numbers.reshape(*mesh.devices.shape, -1)
+            found[name] = by_axes, by_axes[first]
+        return found
+
+    return wait
 
 
-def _by_axes(
-    rows: Shaped[np.ndarray, "devices n"], mesh: Mesh, spec: PartitionSpec
-) -> tuple[Shaped[np.ndarray, "*axes n"], Shaped[np.ndarray, "*pieces n"]]:
-    """The numbers of all devices, and those of the first one of each piece, by the axes of the mesh."""
-    axes = {axis for names in spec for axis in (names if isinstance(names, tuple) else (names,))}
-    table = rows.reshape(*mesh.devices.shape, -1)
-    return table, table[tuple(slice(None if axis in axes else 1) for axis in mesh.axis_names)]
-
-
-def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> Shaped[np.ndarray, "arrays n"]:
+def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
     """`of_piece` of each array, added up over its pieces. A collective call on several processes."""
-    pieces, found = {}, {}
-    on_meshes = _on_meshes(arrays)
-    for mesh, specs in on_meshes.items():
-        pieces[mesh] = [_per_device(of_piece, mesh, specs[x], arrays[x].shape)(arrays[x]) for x in specs]
-    for mesh, specs in on_meshes.items():
-        one_row = (PartitionSpec(tuple(mesh.axis_names)),) * len(specs)
-        table = np.asarray(_everywhere(mesh, one_row, _first_row)(tuple(pieces[mesh])))
-        for i, (name, spec) in enumerate(specs.items()):
-            _, first = _by_axes(table[:, i], mesh, spec)
-            found[name] = first.reshape(-1, first.shape[-1]).sum(axis=0, dtype=table.dtype)
-    for name in arrays.keys() - found.keys():  # each process has one of its own
-        found[name] = np.asarray(_of_whole(of_piece, jnp.asarray(arrays[name])))[0]
-    return np.stack([found[name] for name in arrays]) if found else np.zeros((0, 1))
-
-
-def _first_row(x: Shaped[Array, "1 n"]) -> Shaped[Array, " n"]:
-    return x[0]
+    pieces = [first.reshape(-1, first.shape[-1]) for _, first in _begin(of_piece, arrays)().values()]
+    return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
 def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
@@ -229,26 +196,7 @@ def unlike_replicas(arrays: Mapping[str, AnyArray]) -> Callable[[], list[str]]:
     """Begins to compare the copies of each array that devices hold. A collective call, which does not wait.
 
     The result is called for the names of the arrays that have two different copies, and waits for the
-    comparison. Arrays that lie on no mesh are left out.
+    comparison.
     """
-    begun = [
-        (mesh, specs, _everywhere(mesh, tuple(specs.values()), _word)(tuple(arrays[name] for name in specs)))
-        for mesh, specs in _on_meshes(arrays).items()
-    ]
-
-    def unlike() -> list[str]:
-        names = []
-        for mesh, specs, words in begun:
-            for i, (name, spec) in enumerate(specs.items()):
-                table, first = _by_axes(np.asarray(words)[:, i], mesh, spec)
-                names += [name] if np.any(table != first) else []
-        return names
-
-    return unlike
-
-
-def _word(x: Array) -> UInt32[Array, "1"]:
-    """A checksum of a piece, in hardly more than the time to read it."""
-    bits = bits_of(x).reshape(-1)
-    weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-    return jnp.sum(bits * weights, dtype=jnp.uint32)[None]
+    wait = _begin(digest, arrays)
+    return lambda: [name for name, (every, first) in wait().items() if np.any(every != first)]

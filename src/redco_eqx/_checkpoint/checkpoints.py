@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
+import math
 import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -18,22 +17,8 @@ from redco_eqx._base.protocols import check_positive
 from redco_eqx._base.tree import first_few, lack_of_value
 from redco_eqx._checkpoint.arrays import digests, info_of, storable, to_names
 from redco_eqx._checkpoint.owner import Owner, wait_for
-from redco_eqx._checkpoint.record import (
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointInfo,
-    Json,
-    Row,
-    RunRecord,
-    best_of,
-    decode,
-    encode,
-    entries,
-    half_written,
-    local,
-    orbax_checkpoint,
-    read_record,
-)
+from redco_eqx._checkpoint.record import CheckpointInfo, encode, entries, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, Json, Row, RunRecord
 from redco_eqx._distributed.consensus import from_all, from_first, together
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state, step_of
@@ -52,29 +37,15 @@ from redco_eqx._step.state import TrainState, check_is_state, step_of
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`, which says how."""
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep_last: int | None = None,
-        keep_best: Mapping[str, str] = MappingProxyType({}),
-        is_guest: bool = False,
-    ):
-        """**Arguments:** as for `Checkpoints`; and
-
-        - `is_guest`: writes into the directory of another writer, too, if there is one.
-        """
-        self._directory = local(directory)
-        self._keep_last, self._keep_best = keep_last, keep_best
+    def __init__(self, config: "Checkpoints"):
+        self._config, self._directory = config, local(config.directory)
         self._ocp = orbax_checkpoint()
         self.owner: Owner | None = None
-        mark = from_first(lambda: self._prepare(is_guest))
-        if mark is not None:
-            together(lambda: wait_for(self._directory, mark), CheckpointError)
+        process = from_first(self._prepare)
+        together(lambda: wait_for(self._directory, process), CheckpointError)
         self._checkpointer = self._make_checkpointer()
         self._cleaner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.checkpoint")
         self._in_flight: CheckpointInfo | None = None
-        self._closed = False
 
     @in_own_context
     def save(
@@ -108,32 +79,27 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         check_is_state(state, "save: state")
         arrays = to_names(state)
         for name, x in arrays.items():
-            if lack_of_value(x):
-                what = "is abstract" if isinstance(x, jax.ShapeDtypeStruct) else "has been donated or deleted"
-                raise ValueError(f"save: {name} of the state {what}. Save what the step returned.")
+            if lack := lack_of_value(x):
+                raise ValueError(f"save: {name} of the state {lack}. Save what the step returned.")
         step, stored = step_of(state), storable(arrays)
         checksums, nonfinite = digests(stored)
-        bad = [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]
-        if bad:
-            raise ValueError(
-                f"save: the state at step {step} is not saved, because {first_few(bad, most=1)} hold NaN or "
-                "infinity."
-            )
+        if bad := [f"model/{path}" for path in state.params if f"model/{path}" in nonfinite]:
+            listed = first_few(bad, most=1)
+            raise ValueError(f"save: step {step} is not saved, because {listed} hold NaN or infinity.")
         infos = {name: info_of(x, checksums.get(name, "")) for name, x in arrays.items()}
         if run is not None and run.positions is not None:
             shards = {shard[0]: tuple(shard) for of_process in from_all(run.positions) for shard in of_process}
             run = dataclasses.replace(run, positions=tuple(shards.values()))
-        record = encode(step, infos, metrics, extras, run)
         together(self.wait, CheckpointError)
-        attempt = from_first(
-            lambda: 1 + max((a for s, a, _ in entries(self._directory) if s == step), default=0)
-        )
-        path = self._directory / (str(step) if attempt == 1 else f"{step}-{attempt}")
-        args = self._ocp.args
+        tries = from_first(lambda: [number for s, number, _ in entries(self._directory) if s == step])
+        path = self._directory / (f"{step}-{max(tries) + 1}" if tries else str(step))
+        numbers = {name: float(x) for name, x in (metrics or {}).items()}
+        info = CheckpointInfo(step, path, numbers, dict(extras or {}), run, infos)
+        record, args = encode(info), self._ocp.args
         with self._naming(path):
             what = args.Composite(arrays=args.PyTreeSave(stored), record=args.JsonSave(record))
             self._checkpointer.save(os.fspath(path), args=what)
-        self._in_flight = decode(path, json.dumps(record))
+        self._in_flight = info
         return path
 
     def wait(self) -> None:
@@ -151,9 +117,6 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
         try:
             self.wait()
         finally:
@@ -169,20 +132,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, is_guest: bool) -> str | None:
-        """On process 0: takes the directory, and returns its mark. Who left something half-written in it is
+    def _prepare(self) -> dict[str, Any]:
+        """On process 0: takes the directory, and returns its owner. Who left something half-written in it is
         dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        try:
-            self.owner = Owner(self._directory, waits=not is_guest)
-        except CheckpointError:
-            if not is_guest:
-                raise
-            return None
+        self.owner = Owner(self._directory)
         weakref.finalize(self, self.owner.release)  # of a writer that is dropped
-        for path in half_written(self._directory):
-            shutil.rmtree(path, ignore_errors=True)
-        return self.owner.mark
+        for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
+            for path in list(self._directory.glob(pattern)):
+                shutil.rmtree(path, ignore_errors=True)
+        return self.owner.content["owner"]
 
     def _make_checkpointer(self) -> Any:
         # Directories are made by `save` itself: in the background, threads would wait for those that cannot be
@@ -210,23 +169,21 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _prune(self, newest: CheckpointInfo) -> None:
         """Removes what `newest` makes superfluous, of the same run: other attempts at its step, and what is not
         to be kept."""
-        infos = []
+        last, infos = self._config.keep_last, []
         for step, _, path in entries(self._directory):
-            is_older = step < newest.step and self._keep_last is not None
-            if (is_older or step == newest.step) and path != newest.path:
+            if path != newest.path and (step == newest.step or (last is not None and step < newest.step)):
                 with contextlib.suppress(CheckpointError, CheckpointFormatError):  # not ours to judge
                     infos.append(read_record(path))
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
-        superfluous = [info.path for info in infos if info.step == newest.step]
-        if self._keep_last is not None:
-            infos = [*(info for info in infos if info.step < newest.step), newest]
-            best = [best_of(infos, metric, mode) for metric, mode in self._keep_best.items()]
-            superfluous += [info.path for info in infos[: -self._keep_last] if info not in best]
-        for path in superfluous:
-            hidden = path.with_name(path.name + ".deleting")
-            with contextlib.suppress(OSError):  # a disk that fails is told by the next save
-                path.rename(hidden)  # at once, so that no half of it is ever taken for a checkpoint
-            self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
+        one_per_step = [*(info for info in infos if info.step < newest.step), newest]
+        kept = one_per_step[-(last or 0) :]
+        kept += [_best_of(one_per_step, *best) for best in self._config.keep_best.items()]
+        for info in infos:
+            if info not in kept:
+                hidden = info.path.with_name(info.path.name + ".deleting")
+                with contextlib.suppress(OSError):  # a disk that fails is told by the next save
+                    info.path.rename(hidden)  # at once, so that no half of it is ever taken for a checkpoint
+                    self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
 
 
 def save(
@@ -251,10 +208,17 @@ def save(
 
     **Raises:** as `Checkpoints.open` and `CheckpointWriter.save` do.
     """
-    local(directory)
+    config = Checkpoints(directory, keep_last=None)
     check_is_state(state, "save: state")
-    with CheckpointWriter(directory, is_guest=True) as writer:
+    with config.open() as writer:
         return writer.save(state, metrics=metrics, extras=extras)
+
+
+def _best_of(infos: Sequence[CheckpointInfo], metric: str, mode: str) -> CheckpointInfo | None:
+    """The one whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
+    sign = 1 if mode == "min" else -1
+    scored = [info for info in infos if not math.isnan(info.metrics.get(metric, math.nan))]
+    return min(scored, key=lambda info: sign * info.metrics[metric], default=None)
 
 
 def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
@@ -312,6 +276,12 @@ class Checkpoints:
                 '"min" or "max", as in {"eval/loss": "min"}.'
             )
 
+    @property
+    def period(self) -> tuple[int | None, int | None]:
+        """The steps and the epochs between saves: each epoch if nothing else was said."""
+        said = self.every_steps, self.every_epochs
+        return (None, 1) if said == (None, None) else said
+
     def open(self) -> CheckpointWriter:
         """A writer into the directory, to be closed or used by `with`. The caller decides when to save.
 
@@ -329,4 +299,4 @@ class Checkpoints:
         **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
         `CheckpointError` if another live writer has it, on this host or (found out in 12 seconds) on another.
         """
-        return CheckpointWriter(self.directory, keep_last=self.keep_last, keep_best=self.keep_best)
+        return CheckpointWriter(self)

@@ -5,7 +5,7 @@ import os
 import pathlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -13,19 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from redco_eqx._base.protocols import AnyArray
-from redco_eqx._base.tree import first_few, lack_of_value
+from redco_eqx._base.tree import first_few, is_key, lack_of_value
 from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
-from redco_eqx._checkpoint.record import (
-    ArrayInfo,
-    CheckpointError,
-    CheckpointInfo,
-    entries,
-    local,
-    orbax_checkpoint,
-    read_record,
-)
+from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, orbax_checkpoint, read_record
+from redco_eqx._checkpoint.runs import CheckpointError
 from redco_eqx._distributed.consensus import from_first, together
-from redco_eqx._sharding.mesh import in_own_context, put_global
+from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.state import TrainState, check_is_state
 
 T = TypeVar("T")
@@ -72,8 +65,7 @@ def restore(
 
     **Raises:**
 
-    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes; a glob or a path of
-        `renamed` matches nothing.
+    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes.
     - `FileNotFoundError`: there is no (such) checkpoint.
     - `CheckpointError`: it is damaged, or all are.
     - `ImportError` if Orbax is not installed.
@@ -98,12 +90,12 @@ def _lack(directory: pathlib.Path, step: int | None) -> str:
     """Why there is no checkpoint, of this step if one is given."""
     if not directory.is_dir():
         return "does not exist. It is the directory that save, or fit(checkpoints=), was given."
-    if steps := sorted({s for s, _, _ in entries(directory)}):
-        return f"has no checkpoint of step {step!r}, but of {steps}."
     if (directory / "record").is_dir():
         return f"is itself a checkpoint. Pass the directory that it is in, {directory.parent}, and step=."
-    names = first_few(sorted(path.name for path in directory.iterdir()), most=5)
-    return f"has no checkpoint: {f'it holds {names}' if names else 'it is empty'}. Pass the directory of a run."
+    steps = sorted({s for s, _, _ in entries(directory)})
+    if not steps:
+        return "has no checkpoint: it is empty. Pass the directory of a run."
+    return f"has no checkpoint of step {step!r}, but of {steps}."
 
 
 def first_good(
@@ -139,30 +131,27 @@ def select(
     """
     own = to_names(like)
     names_of = rename(info.arrays, renamed)
-    found = {names_of[name]: x for name, x in info.arrays.items() if only is None or name.startswith(MODEL)}
-    wanted = {name: info_of(x) for name, x in own.items() if only is None or name.startswith(MODEL)}
-    left = {"state": _matching("new", new, "state", wanted)}
-    left["checkpoint"] = _matching("unused", unused, "checkpoint", found)
+    rooms = ("",) if only is None else MODEL
+    found = {names_of[name]: x for name, x in info.arrays.items() if name.startswith(rooms)}
+    wanted = {name: info_of(x) for name, x in own.items() if name.startswith(rooms)}
     names, problems = set(), []
     for name in {**wanted, **found}:
         mine, other = wanted.get(name), found.get(name)
         if mine and other and (mine.dtype, mine.shape) == (other.dtype, other.shape):
             names.add(name)
-        elif name not in left["state" if mine else "checkpoint"]:
+        elif not any(fnmatch.fnmatchcase(name, pattern) for pattern in (new if mine else unused)):
             problems.append(f"{name}: {mine or 'missing'} in the state, {other or 'missing'} in the checkpoint")
     if problems:
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(
             f"the state does not fit the checkpoint {info.path}.\n  {listed}\n"
-            "Its run goes on with the model and the optimizer that it began with. For a run of others, "
-            '`restore` reads what fits: only="model", renamed={"old.path": "new.path"}, new=["model/head.*"], '
-            'unused=["optimizer/*"]; train what it returns with checkpoints in another directory.'
+            "Its run goes on with the model and the optimizer that it began with. Begin another one, in "
+            'another directory, from what `restore` reads: only="model", renamed={"old.path": "new.path"}, '
+            'new=["model/head.*"], unused=["optimizer/*"].'
         )
     for name, x in own.items():
-        if name not in names and lack_of_value(x):
-            raise ValueError(
-                f"restore: {name} is not read, but is abstract or deleted in `like`, so it has no value."
-            )
+        if name not in names and (lack := lack_of_value(x)):
+            raise ValueError(f"restore: {name} is not read, but in `like` it {lack}.")
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
@@ -171,10 +160,15 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
 
     A collective call. Raises `CheckpointError` for damage.
     """
-    own = to_names(like)
-    targets = {stored: stored_target(own[name], info.arrays[stored]) for name, stored in names.items()}
-    some = {name: target for name, target in targets.items() if target.size > 0}
-    arrays = together(lambda: _read_arrays(info.path, some), CheckpointError)
+    own, targets, empty = to_names(like), {}, {}
+    for name, stored in names.items():
+        x = own[name]
+        data = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        data = jax.eval_shape(jax.random.key_data, data) if is_key(x) else data
+        sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+        (targets if target.size > 0 else empty)[stored] = target
+    arrays = together(lambda: _read_arrays(info.path, targets), CheckpointError)
     checksums, _ = digests(arrays)
     damaged = [name for name in arrays if checksums[name] != info.arrays[name].checksum]
     if damaged:
@@ -182,12 +176,10 @@ def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> Tr
             f"{info.path} is damaged: the checksum of {first_few(damaged, most=1)} is not the one that was "
             "written"
         )
-    for stored, target in targets.items():
-        if stored not in arrays:
-            arrays[stored] = put_global(jnp.zeros(target.shape, target.dtype), target.sharding)  # pyright: ignore[reportArgumentType]
+    # An empty array is not stored.
+    arrays |= {stored: jnp.zeros(x.shape, x.dtype, device=x.sharding) for stored, x in empty.items()}
     for name, stored in names.items():
-        x = arrays[stored]
-        impl = info.arrays[stored].key_impl
+        x, impl = arrays[stored], info.arrays[stored].key_impl
         own[name] = x if impl is None else jax.random.wrap_key_data(x, impl=impl)
     return from_names(like, own)
 
@@ -200,9 +192,7 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
     # The handler by itself: a checkpointer would wait for the other processes even where one has failed.
     arguments = ocp.args.PyTreeRestore(
-        item=targets,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
-        partial_restore=True,
+        item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
     try:
         return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "arrays"), args=arguments)
@@ -212,53 +202,25 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def rename(names: Iterable[str], paths: Mapping[str, str]) -> dict[str, str]:
+def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
     """`{name in the checkpoint: name in the state}`, where paths of the model or their beginnings have changed.
 
     What the optimizer keeps of a leaf has the leaf's path at the end of its own, and is renamed with it.
 
-    Raises `ValueError` for a path that is in no name, or two names that become one.
+    Raises `ValueError` for two names that become one.
     """
-    names, leaves, used = list(names), {}, set()
-    for name in names:
-        path = name.partition("/")[2]
-        olds = [old for old in paths if f"{path}.".startswith(f"{old}.")] if name.startswith(MODEL) else []
-        if olds:
-            old = max(olds, key=len)
-            leaves[path] = paths[old] + path[len(old) :]
-            used.add(old)
-    if len(used) < len(paths):
-        raise ValueError(
-            f"restore: renamed: {next(old for old in paths if old not in used)!r} is no path of the model in "
-            f"the checkpoint, whose names are such as {', '.join(names[:3])}."
-        )
+    leaves = {}
+    for room, _, path in (name.partition("/") for name in names):
+        for old in sorted(paths, key=len):  # of several the longest counts
+            if f"{room}/" in MODEL and f"{path}.".startswith(f"{old}."):
+                leaves[path] = paths[old] + path[len(old) :]
     renamed = {}
     for name in names:
         room, _, path = name.partition("/")
-        ends = [path[i:] for i in range(len(path)) if i == 0 or (path[i - 1] == "." and room == "optimizer")]
-        end = next((end for end in ends if end in leaves), None)
-        renamed[name] = name if end is None else name[: -len(end)] + leaves[end]
+        ends = [x for x in leaves if path == x or (room == "optimizer" and path.endswith(f".{x}"))]
+        end = max(ends, key=len, default="")
+        renamed[name] = name.removesuffix(end) + leaves.get(end, "")
     twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
     if twice:
         raise ValueError(f"restore: by `renamed` two arrays of the checkpoint become {twice[0]}.")
     return renamed
-
-
-def _matching(argument: str, patterns: Sequence[str], where: str, names: Mapping[str, ArrayInfo]) -> set[str]:
-    """The names that match a glob. Raises `ValueError` for one that matches none."""
-    found = [fnmatch.filter(names, pattern) for pattern in patterns]
-    for pattern, some in zip(patterns, found):
-        if not some:
-            raise ValueError(
-                f"restore: {argument}={pattern!r} matches no name of the {where}, which are such as "
-                f"{', '.join(list(names)[:3])}."
-            )
-    return {name for some in found for name in some}
-
-
-def stored_target(x: AnyArray, info: ArrayInfo) -> jax.ShapeDtypeStruct:
-    """Lay out the stored form of `x`, a leaf of the state to be restored."""
-    sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    data = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    data = jax.eval_shape(jax.random.key_data, data) if info.key_impl else data
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)

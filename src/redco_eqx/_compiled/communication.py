@@ -3,27 +3,17 @@
 import math
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._base.tree import size_text, table
-from redco_eqx._compiled.hlo import (
-    HloModule,
-    Instruction,
-    arrays,
-    instruction,
-    parse,
-    shape_bytes,
-    split_commas,
-    trip_count,
-)
+from redco_eqx._compiled import hlo
 
 # Groups of devices in a compiled program, named by the axes of the mesh.
 #
@@ -44,20 +34,15 @@ PAIRS = re.compile(rf"source_target_pairs=({_LIST})")
 def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
     """The axes along which members of a group differ; whether every group is all of their devices; the
     size of the largest group."""
-    shape = tuple(size for _, size in mesh)
-    differing: set[tuple[int, ...]] = set()
-    whole, largest = True, 1
-    for group in _groups(printed, math.prod(shape)):
-        members = sorted(set(group))
-        if members[-1] >= math.prod(shape):
-            raise ValueError(f"communication: device {members[-1]} is not in the mesh {dict(mesh)}.")
-        coordinates = np.unravel_index(members, shape)
-        axes = tuple(i for i, along in enumerate(coordinates) if len(set(along.tolist())) > 1)
-        differing.add(axes)
-        whole = whole and len(members) == math.prod(shape[i] for i in axes)
-        largest = max(largest, len(members))
-    named = tuple(name for i, (name, _) in enumerate(mesh) if any(i in axes for axes in differing))
-    return named, whole and len(differing) == 1, largest
+    names, shape = zip(*mesh)
+    groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
+    coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
+    # Of each group the axes along which not all its coordinates are equal.
+    differing = {tuple(np.flatnonzero(np.ptp(x, axis=1)).tolist()) for x in coordinates}
+    along = sorted(set().union(*differing))
+    sizes = {len(group) for group in groups}
+    whole = len(differing) == 1 and sizes == {math.prod(shape[axis] for axis in along)}
+    return tuple(names[axis] for axis in along), whole, max(sizes)
 
 
 def _groups(printed: str, num_devices: int) -> list[list[int]]:
@@ -74,21 +59,20 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
     found = re.fullmatch(_MESH, printed)
     assert found is not None  # by GROUPS
     sizes, listed, grouped = found.groups()
-    wanted = re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped)
-    dims: list[int] = []
-    inner: list[int] = []
-    for name, size in re.findall(rf"({_AXIS})=(\d+)", sizes):
-        parts = {int(pre or 1): int(n or size) for axis, pre, n in wanted if axis == name}
-        cuts = sorted({1, int(size), *parts, *(pre * n for pre, n in parts.items())})
-        for low, high in pairwise(cuts):
-            inner += [len(dims)] if low in parts else []
-            dims.append(high // low)
-    devices = np.arange(math.prod(dims))
+    axes, num_devices = {}, 1  # of each its size, and how far its neighbours lie apart
+    for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
+        axes[name] = int(size), num_devices
+        num_devices *= int(size)
+    place = group = np.arange(num_devices)  # of a group the first place: with zeros along its axes
+    for name, outer, inner in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped):
+        size, stride = axes[name]
+        num = int(inner or size)
+        apart = stride * size // num // int(outer or 1)
+        group = group - place // apart % num * apart
+    devices = place
     if listed is not None:
         devices = _iota(listed) if "[" in listed else np.array(_numbers(listed))
-    order = [i for i in range(len(dims)) if i not in inner] + inner
-    group_size = math.prod(dims[i] for i in inner)
-    return devices.reshape(dims).transpose(order).reshape(-1, group_size).tolist()
+    return [devices[group == first].tolist() for first in np.unique(group)]
 
 
 def _iota(printed: str) -> np.ndarray:
@@ -180,18 +164,6 @@ class Collective:
         return "transpose(" in self.operation
 
 
-class _Place(NamedTuple):
-    """A place in the walk: the program, the mesh, the loops around it."""
-
-    program: HloModule
-    mesh: Sizes
-    loops: tuple[int | None, ...] = ()
-    conditional: bool = False
-
-    def inside(self, num_trips: int | None) -> "_Place":
-        return self._replace(loops=(*self.loops, num_trips))
-
-
 # Only these lines hold or call a collective; no other line is parsed.
 _INTERESTING = re.compile(
     rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
@@ -201,86 +173,72 @@ _CALLS = ("calls", "to_apply", "called_computations")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
-def _walk(computation: str, place: _Place) -> Iterator[Collective]:
+def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Collective]:
     """The collectives of a computation, in its order. An asynchronous pair counts once, and a group of one
     device, which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
-    if computation not in place.program.computations:
-        raise ValueError(f"communication: the text calls {computation!r}, but does not hold it.")
-    lines = place.program.computations[computation].values()
-    starts = [instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
+    lines = program.computations[computation].values()
+    starts = [hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
     started = {name for x in starts for name in x.operands}
-    for x in (instruction(line) for line in lines if _INTERESTING.search(line)):
+    for x in (hlo.instruction(line) for line in lines if _INTERESTING.search(line)):
         if x.opcode.removesuffix("-start") in KINDS:
             # TPU prints a collective that is fused with other work in each fusion that drives it on.
             if "chain_id=" not in x.attributes or x.name in started:
-                yield from _collective(x, computation, place)
+                yield from _collective(program, computation, mesh, x)
         elif x.opcode == "while":
-            num_trips = trip_count(place.program, computation, x)
-            num_tests = None if num_trips is None else num_trips + 1
-            yield from _walk(x.names("body")[0], place.inside(num_trips))
-            yield from _walk(x.names("condition")[0], place.inside(num_tests))
+            num_trips = hlo.trip_count(program, computation, x)
+            num_tests = num_trips if num_trips is None else num_trips + 1
+            for key, times in (("body", num_trips), ("condition", num_tests)):
+                for c in _walk(program, x.names(key)[0], mesh):
+                    yield replace(c, loops=(times, *c.loops))
         elif x.opcode == "conditional":
-            branches = [callee for key in _BRANCHES for callee in x.names(key)]
-            found_in = [list(_walk(callee, place._replace(conditional=True))) for callee in branches]
-            yield from max(found_in, key=lambda branch: sum(c.total_bytes for c in branch))
+            branches = [list(_walk(program, callee, mesh)) for key in _BRANCHES for callee in x.names(key)]
+            for c in max(branches, key=lambda branch: sum(c.total_bytes for c in branch)):
+                yield replace(c, conditional=True)
         elif not x.opcode.endswith(("-update", "-done")):
             for callee in (callee for key in _CALLS for callee in x.names(key)):
-                yield from _called(x, computation, callee, place)
+                # TPU: an all-reduce fused with the slice that a device keeps of it.
+                is_scatter = callee.startswith("all-reduce-scatter")
+                for c in _walk(program, callee, mesh):
+                    if is_scatter and c.kind == "all-reduce":
+                        c = replace(c, kind="reduce-scatter", **_described(program, computation, x, x.shape))
+                    yield c
 
 
-def _called(x: Instruction, computation: str, callee: str, place: _Place) -> Iterator[Collective]:
-    for c in _walk(callee, place):
-        if callee.startswith("all-reduce-scatter") and c.kind == "all-reduce":
-            # TPU: an all-reduce fused with the slice that a device keeps of it.
-            yield replace(
-                c, kind="reduce-scatter", **_result(x.shape), **_origin(x, computation, place.program)
-            )
-        else:
-            yield c
-
-
-def _collective(x: Instruction, computation: str, place: _Place) -> Iterator[Collective]:
+def _collective(
+    program: hlo.HloModule, computation: str, mesh: Sizes, x: hlo.Instruction
+) -> Iterator[Collective]:
     kind = x.opcode.removesuffix("-start")
     is_permute = kind == "collective-permute"
     printed = (PAIRS if is_permute else GROUPS).search(x.attributes)
     if printed is None:
         raise ValueError(f"communication: the groups of this are not understood: {x.line.strip()[:300]}")
-    axes, is_whole, group_size = group_axes(printed[1], place.mesh)
+    axes, is_whole, group_size = group_axes(printed[1], mesh)
     if group_size == 1:
         return
     shape = x.shape
     if x.opcode.endswith("-start") and kind != "all-reduce":
         # (operands, results, ...); an all-reduce's operands are like its results, and not printed.
-        shape = split_commas(shape[1:-1])[1]
-    yield Collective(
-        kind=kind,
-        axes=axes if is_whole or is_permute else (f"part of {','.join(axes)}",),
-        group_size=group_size,
-        loops=place.loops,
-        conditional=place.conditional,
-        **_result(shape),
-        **_origin(x, computation, place.program),
-    )
+        shape = hlo.split_commas(shape[1:-1])[1]
+    if not is_whole and not is_permute:
+        axes = (f"part of {','.join(axes)}",)
+    what = _described(program, computation, x, shape)
+    yield Collective(kind=kind, axes=axes, group_size=group_size, loops=(), conditional=False, **what)
 
 
-def _result(shape: str) -> dict[str, Any]:
-    shapes = arrays(shape)
-    return {"shapes": shapes, "result_bytes": sum(map(shape_bytes, shapes))}
-
-
-def _origin(x: Instruction, computation: str, program: HloModule) -> dict[str, Any]:
-    lines = program.computations[computation]
-    told = x
+def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str) -> dict[str, Any]:
+    lines, shapes, told = program.computations[computation], hlo.arrays(shape), x
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
-        told = instruction(lines[told.operands[0]])
+        told = hlo.instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
-    return {"operation": name[1] if name else x.name, "source": program.source(told)}
+    return {
+        "shapes": shapes,
+        "result_bytes": sum(map(hlo.shape_bytes, shapes)),
+        "operation": name[1] if name else x.name,
+        "source": program.source(told),
+    }
 
 
 # `communication`: which collectives a compiled program makes, how often, over which axes, from which line.
-
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -343,10 +301,10 @@ class Communication:
     def __str__(self) -> str:
         rows = [("kind", "axes", "count", "MiB", "MiB sent", "source")]
         groups = _grouped(self.collectives, lambda c: (c.kind, c.axes, c.source, c.is_backward))
-        for (kind, axes, source, backward), total in groups.items():
+        for (kind, axes, source, backward), total in [*groups.items(), (("total", (), "", False), self.total)]:
             where = os.path.basename(source) + (" (backward)" if backward else "")
-            rows.append((kind, ",".join(axes), *_cells(total), where))
-        rows.append(("total", "", *_cells(self.total), ""))
+            made, sent = f"{total.result_bytes / 2**20:.3f}", f"{total.sent_bytes / 2**20:.3f}"
+            rows.append((kind, ",".join(axes), f"{total.bound}{total.count}", made, sent, where))
         lines = table(rows, right=(2, 3, 4))
         bounds = (">=", "<=") if self.total.bound == "~" else (self.total.bound,)
         return "\n".join([*lines, *(text for bound, text in _NOTES.items() if bound in bounds)])
@@ -383,29 +341,16 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     - `ValueError` if its text is not the optimized HLO of one program, is for another number of devices
         than the mesh has, or holds a form that is not known here. Nothing is skipped silently.
     """
-    program = parse(_text(compiled))
+    if not isinstance(compiled, str | jax.stages.Compiled):
+        name = type(compiled).__name__
+        raise TypeError(f"communication: compiled is a {name}, but must be what Lowered.compile() returns.")
+    program = hlo.parse(compiled if isinstance(compiled, str) else compiled.as_text() or "")
     if program.num_devices not in (None, mesh.size):
         raise ValueError(
-            f"communication: the program is for {program.num_devices} device(s), but the mesh has "
-            f"{mesh.size}: {dict(mesh.shape)}. Pass the mesh that the program's arguments lie on."
+            f"communication: the program is for {program.num_devices} device(s), but the mesh has {mesh.size}: "
+            f"{dict(mesh.shape)}. Pass the mesh that its arguments lie on."
         )
-    place = _Place(program, tuple(mesh.shape.items()))
-    return Communication(tuple(_walk(program.entry, place)))
-
-
-def _text(compiled: object) -> str:
-    if isinstance(compiled, str):
-        return compiled
-    if not isinstance(compiled, jax.stages.Compiled):
-        what = "jit_step(step).lower(state, batch).compile(), or jax.jit(f).lower(...).compile()"
-        if isinstance(compiled, jax.stages.Lowered):
-            what = "what its compile() returns"
-        name = type(compiled).__name__
-        raise TypeError(f"communication: compiled is a {name}, but must be a compiled program. Pass {what}.")
-    text = compiled.as_text()
-    if not text:
-        raise ValueError("communication: this executable comes without its text. Compile it in this process.")
-    return text
+    return Communication(tuple(_walk(program, program.entry, tuple(mesh.shape.items()))))
 
 
 _BOUNDS = {(False, False): "", (True, False): ">=", (False, True): "<=", (True, True): "~"}
@@ -415,8 +360,7 @@ _NOTES = {
 }
 
 
-def _total(members: Iterable[Collective]) -> Total:
-    members = list(members)
+def _total(members: Sequence[Collective]) -> Total:
     return Total(
         count=sum(c.count for c in members),
         result_bytes=sum(c.total_bytes for c in members),
@@ -425,17 +369,12 @@ def _total(members: Iterable[Collective]) -> Total:
     )
 
 
-def _grouped(members: Iterable[Collective], key: Callable[[Collective], K]) -> dict[K, Total]:
-    groups: dict[K, list[Collective]] = {}
+def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) -> dict[Any, Total]:
+    groups: dict[Any, list[Collective]] = {}
     for c in members:
         groups.setdefault(key(c), []).append(c)
     totals = {name: _total(group) for name, group in groups.items()}
     return dict(sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0]))))
-
-
-def _cells(total: Total) -> tuple[str, str, str]:
-    sizes = [f"{n / 2**20:.3f}" for n in (total.result_bytes, total.sent_bytes)]
-    return f"{total.bound}{total.count}", sizes[0], sizes[1]
 
 
 # What a compiled step takes of a device, and sends: in bytes, and in a line.
@@ -449,9 +388,8 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """
     stats = compiled.memory_analysis()
     assert stats is not None  # there is one for CPU, GPU and TPU
-    platform = next(iter(jax.tree.leaves(compiled.input_shardings)), None)
-    is_tpu = platform is not None and next(iter(platform.device_set)).platform == "tpu"
-    if is_tpu and stats.peak_memory_in_bytes:
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu" and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes

@@ -1,41 +1,34 @@
-"""The text of a compiled program (optimized HLO): instructions, source lines, shapes, trip counts, buffers."""
+"""The text of a compiled program (optimized HLO): instructions, source lines, shapes, trip counts."""
 
 import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple, TypeGuard
+from functools import lru_cache
+from typing import Any
 
 # Which line of Python an instruction was compiled from, by the tables at the head of the text.
 
 
-_SECTION = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n?)*)", re.MULTILINE)
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
 # Frames of these say how a thing is computed, not where a model or a loop asks for it.
-_LIBRARIES = re.compile(
-    r"-packages/(?:jax|jaxlib|jaxtyping|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<"
-)
+_LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<")
 
 
 def source_lines(text: str) -> dict[int, str]:
     """`{id of a stack frame: "/home/me/train.py:12"}`: the innermost line that is not of a library, or the
     innermost if all are. Empty where the text has no such tables."""
-    sections = {name: dict(re.findall(r"(\d+) (.*)", rows)) for name, rows in _SECTION.findall(text)}
-    if len(sections) != 3:
-        return {}
-    places = {}
-    for key, row in sections["FileLocations"].items():
-        file = sections["FileNames"][_number(row, "file_name_id")].strip('"')
-        places[key] = f"{file}:{_number(row, 'line')}"
-    frames = {
-        int(key): (places[_number(row, "file_location_id")], int(_number(row, "parent_frame_id")))
-        for key, row in sections["StackFrames"].items()
-    }
+    files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
+    places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
+    frames = {int(key): (places[place], int(parent or 0)) for key, place, parent in _FRAME.findall(text)}
     # Parents are numbered from one or from zero, by version; the outermost frame's is the least, and no frame.
     outermost = min((parent for _, parent in frames.values()), default=0)
 
     def source(frame: int) -> str:
-        found = innermost = frames[frame][0]
+        innermost = frames[frame][0]
         while frame in frames:
             found, parent = frames[frame]
             if not _LIBRARIES.search(found):
@@ -44,11 +37,6 @@ def source_lines(text: str) -> dict[int, str]:
         return innermost
 
     return {frame: source(frame) for frame in frames}
-
-
-def _number(row: str, field: str) -> str:
-    found = re.search(rf"\b{field}=(\d+)", row)
-    return found[1] if found else "0"
 
 
 # The text of a compiled program (optimized HLO): its computations, and their instructions.
@@ -108,7 +96,6 @@ def parse(text: str) -> HloModule:
                 computations[current] = {}
                 entries += [current] if start[1] else []
         elif line.lstrip().startswith("}"):
-            roots.setdefault(current, name or "")
             current = None
         elif definition := _DEFINITION.match(line):
             name = definition[2]
@@ -119,8 +106,8 @@ def parse(text: str) -> HloModule:
             computations[current][name] += " " + line.strip()
     if len(entries) != 1:
         raise ValueError(
-            f"communication: the text has {len(entries)} ENTRY computations, but one is expected. Pass the "
-            "program that jit_step(step).lower(state, batch).compile() returns, or its as_text()."
+            f"communication: the text has {len(entries)} ENTRY computations, but one is expected. Pass what "
+            "jit_step(step).lower(state, batch).compile() returns, or its as_text()."
         )
     return HloModule(computations, roots, entries[0], num_devices, source_lines(text))
 
@@ -131,26 +118,14 @@ def instruction(line: str) -> Instruction:
     definition = _DEFINITION.match(line)
     assert definition is not None  # lines are stored by it
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opcode = rest.partition("(")[0]
-    if not re.fullmatch(r"[\w\-]+", opcode):
+    head = re.match(r"(\(.*?\)|\S+)\s+([\w\-]+)(?=\()", rest)
+    if head is None:
         raise ValueError(f"communication: this is not understood as an instruction: {line.strip()[:300]}")
-    end = _closing(rest, len(opcode))
+    operands, *_ = split_commas(rest[head.end() :])
+    attributes = _STRING.sub('""', rest[head.end() + len(operands) :])
     # An operand comes with or without its shape and "%".
-    operands = [x.split()[-1].lstrip("%") for x in split_commas(rest[len(opcode) + 1 : end - 1])]
-    attributes = _STRING.sub('""', rest[end:])
-    return Instruction(definition[2], shape, opcode, tuple(operands), attributes, line)
-
-
-def _closing(text: str, opening: int) -> int:
-    """One past the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for mark in re.compile(r"[()]").finditer(text, opening):
-        depth += 1 if mark[0] == "(" else -1
-        if depth == 0:
-            return mark.end()
-    return len(text)
+    names = [operand.split()[-1].lstrip("%") for operand in split_commas(operands.strip()[1:-1])]
+    return Instruction(definition[2], head[1], head[2], tuple(names), attributes, line)
 
 
 def split_commas(text: str) -> list[str]:
@@ -195,29 +170,11 @@ def shape_bytes(array: str) -> int:
     return -(-bits * num_elements(array) // 8)
 
 
-# Trip counts of loops. XLA writes them down for CPU and GPU; for TPU the loop's counter is followed here.
+# Trip counts of loops. XLA writes them down for CPU and GPU; for TPU the loop's counters are run here.
 
 
-class _Carried(NamedTuple):
-    """The tuple that a loop carries."""
-
-
-class _Integer(NamedTuple):
-    """`offset`, plus what the loop carries at `place` when a trip begins; a constant has no place."""
-
-    place: int | None
-    offset: int
-
-
-class _Test(NamedTuple):
-    direction: str
-    left: _Integer
-    right: _Integer
-
-
-_Value = _Carried | _Integer | _Test | None  # None: not followed
-
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+_MOST_TRIPS = 10_000
+_Value = int | dict[int, Any] | None  # a number; the numbers in what a loop carries, by place; not followed
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
@@ -227,107 +184,41 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
     body, condition = loop.names("body")[0], loop.names("condition")[0]
     before = instruction(program.computations[computation][loop.operands[0]])
     after = instruction(program.computations[body][program.roots[body]])
-    test = _value(program, condition, program.roots[condition], [_Carried()])
-    if not isinstance(test, _Test) or before.opcode != "tuple" or after.opcode != "tuple":
+    if before.opcode != "tuple" or after.opcode != "tuple":
         return None
-
-    def first(place: int) -> _Value:
-        return _value(program, computation, before.operands[place], [])
-
-    def following(place: int) -> _Value:
-        return _value(program, body, after.operands[place], [_Carried()])
-
-    direction, counter, limit = test
-    if counter.place is None:
-        direction, counter, limit = _MIRRORED[direction], limit, counter
-    if limit.place is not None and following(limit.place) == _Integer(limit.place, 0):
-        carried = first(limit.place)  # a limit that is carried along unchanged
-        limit = _Integer(None, carried.offset + limit.offset) if _is_constant(carried) else limit
-    if counter.place is None or not _is_constant(limit):
-        return None
-    start, step = first(counter.place), following(counter.place)
-    if not _is_constant(start) or not isinstance(step, _Integer) or step.place != counter.place:
-        return None
-    distance, stride = limit.offset - start.offset - counter.offset, step.offset
-    if stride < 0:
-        distance, stride, direction = -distance, -stride, _MIRRORED[direction]
-    if stride == 0 or direction not in ("LT", "LE", "NE") or (direction == "NE" and distance % stride):
-        return None
-    return max(0, -(-(distance + (direction == "LE")) // stride))
-
-
-def _is_constant(value: _Value) -> TypeGuard[_Integer]:
-    return isinstance(value, _Integer) and value.place is None
-
-
-def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """Follow an instruction to its value, in a computation that is called with `arguments`."""
-    x = instruction(program.computations[computation][name])
-    follow = partial(_value, program, computation, arguments=arguments)
-    match x.opcode:
-        case "constant":
-            is_integer = re.fullmatch(r"-?\d+", x.operands[0])
-            return _Integer(None, int(x.operands[0])) if is_integer else None
-        case "parameter":
-            place = int(x.operands[0])
-            return arguments[place] if place < len(arguments) else None
-        case "copy" | "bitcast" | "convert" | "reshape":
-            return follow(x.operands[0])
-        case "get-tuple-element":
-            carried = isinstance(follow(x.operands[0]), _Carried)
-            return _Integer(int(x.names("index")[0]), 0) if carried else None
-        case "compare" | "add" | "subtract":
-            left, right = follow(x.operands[0]), follow(x.operands[1])
-            if not isinstance(left, _Integer) or not isinstance(right, _Integer):
-                return None
-            if x.opcode == "compare":
-                return _Test(x.names("direction")[0], left, right)
-            if x.opcode == "add" and left.place is None:
-                left, right = right, left
-            if right.place is not None:
-                return None
-            return left._replace(offset=left.offset + (1 if x.opcode == "add" else -1) * right.offset)
-        case "fusion" | "call":
-            callee = [*x.names("calls"), *x.names("to_apply")][0]
-            return _value(program, callee, program.roots[callee], [follow(y) for y in x.operands])
+    carried = {place: _value(program, computation, name, []) for place, name in enumerate(before.operands)}
+    for num_trips in range(_MOST_TRIPS):
+        goes_on = _value(program, condition, program.roots[condition], [carried])
+        if not goes_on:
+            return None if goes_on is None else num_trips
+        known = [place for place, value in carried.items() if value is not None]
+        carried = {place: _value(program, body, after.operands[place], [carried]) for place in known}
     return None
 
 
-# The largest values that a compiled program computes: what takes the memory besides its arguments.
-
-
-# What makes no buffer of its own.
-_VIEWS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
-_BODIES = ("body", "branch_computations", "true_computation", "false_computation")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A value on one device.
-
-    - `num_bytes`: its size. `shape`: as `"f32[8,128]"`.
-    - `source`: the line that asked for it, `"/home/me/train.py:12"`; empty where the text does not tell.
-    """
-
-    num_bytes: int
-    shape: str
-    source: str
-
-
-def largest_buffers(program: HloModule, *, most: int = 5) -> list[Buffer]:
-    """The values of most bytes, those of one shape and line once. Not all of them exist at the same time."""
-    found = dict.fromkeys(_buffers(program, program.entry))
-    return sorted(found, key=lambda b: (-b.num_bytes, b.shape, b.source))[:most]
-
-
-def _buffers(program: HloModule, computation: str) -> Iterator[Buffer]:
-    for line in program.computations[computation].values():
-        x = instruction(line)
-        if x.opcode in _VIEWS:
-            bodies = [body for key in _BODIES for body in x.names(key)]
-            bodies += x.names("to_apply") if x.opcode == "call" else []
-            for body in bodies:
-                yield from _buffers(program, body)
-            continue
-        for shape in arrays(x.shape):
-            yield Buffer(shape_bytes(shape), shape, program.source(x))
+def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
+    """The value of an instruction, in a computation that is called with `arguments`."""
+    x = instruction(program.computations[computation][name])
+    if x.opcode == "parameter":
+        return arguments[int(x.operands[0])] if arguments else None
+    if not re.match(r"(?:pred|[su]\d+)\[\]", x.shape):  # no whole number
+        return None
+    if x.opcode == "constant":
+        return int(x.operands[0]) if re.fullmatch(r"-?\d+", x.operands[0]) else None
+    if x.opcode == "get-tuple-element":
+        carried = _value(program, computation, x.operands[0], arguments)
+        return carried.get(int(x.names("index")[0])) if isinstance(carried, dict) else None
+    operands = [_value(program, computation, operand, arguments) for operand in x.operands]
+    match x.opcode, operands:
+        case "copy" | "bitcast" | "convert" | "reshape", [value]:
+            return value
+        case "fusion" | "call", _:
+            callee = [*x.names("calls"), *x.names("to_apply")][0]
+            return _value(program, callee, program.roots[callee], operands)
+        case "add", [int(left), int(right)]:
+            return left + right
+        case "subtract", [int(left), int(right)]:
+            return left - right
+        case "compare", [int(left), int(right)]:
+            return getattr(operator, x.names("direction")[0].lower())(left, right)
+    return None

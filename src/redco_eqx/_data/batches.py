@@ -9,59 +9,22 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from redco_eqx._base.protocols import Batch, CollateFn, Examples, Key, check_function
 from redco_eqx._base.tree import leaves_with_paths
-from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.order import SHUFFLED, epoch_order
-from redco_eqx._data.placement import Assembly, batch_sizes, check_batch_size, tail_sizes
-from redco_eqx._data.streams import (
-    Position,
-    Reading,
-    check_for_evaluation,
-    first_position,
-    position_at,
-    read_batches,
-    stream_facts,
-)
-from redco_eqx._data.workers import run_ahead, working
-from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all, is_shared
+from redco_eqx._data.data import Data, Place, Position, Stream, as_data, num_examples_of
+from redco_eqx._data.order import SHUFFLED, Permutation, epoch_order
+from redco_eqx._data.placement import Job, batch_sizes, check_batch_size, layout, placed, tail_sizes
+from redco_eqx._data.workers import noting, run_ahead
+from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
 
-
-class Place(NamedTuple):
-    """`epoch` epochs are done, and `batch` of the `num_batches` of another.
-
-    - `num_batches`: `None` for a stream.
-    - `positions`: where the stream that this process reads stands, for the record of the run.
-    - `is_end`: whether no batch follows, because a stream that is read only once has ended.
-    """
-
-    epoch: int
-    batch: int
-    num_batches: int | None
-    positions: tuple[Position, ...] | None = None
-    is_end: bool = False
-
-    @property
-    def epochs_done(self) -> float:
-        """With the fraction of the one in hand, if its length is known."""
-        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
-
-
-class Made(NamedTuple):
-    """A batch on the mesh.
-
-    - `after`: the position of the stream after it; `None` of a sequence.
-    - `is_last`: true of the last one of its epoch.
-    """
-
-    batch: Batch
-    after: Position | None
-    is_last: bool = False
+Made: TypeAlias = tuple[Batch, Place]
+"""A batch on the mesh, and the place after it."""
 
 
 class Epochs:
@@ -69,6 +32,7 @@ class Epochs:
 
     - `batch_size`: number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
+    - `examples_of`: from the number of an epoch to its examples; `None` for a stream.
     - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
     - `positions`: where a stream begins, for the same.
     """
@@ -86,29 +50,31 @@ class Epochs:
 
         Raises `ValueError` or `TypeError` as `batches` does, here and for the examples of a later epoch.
         """
-        self._data, self._mesh = as_data(examples), mesh
+        self._data, self._mesh, self._collate_fn = as_data(examples), mesh, collate_fn
         self.batch_size, self._remainder = batch_size, remainder
+        # `with jax.enable_x64(...)` around the consumer does not reach other threads.
+        self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = self.num_examples = self.order = self.positions = None
-        self._of: Callable[[int], Any] = lambda epoch: None
+        check_batch_size(batch_size, mesh)
+        layout(mesh, batch_size)
+        self._is_once = isinstance(self._data, Stream) and self._data.is_once
+        self.examples_of: Callable[[int], Any] = lambda _: None
         if isinstance(self._data, Stream):
-            check_batch_size(batch_size, mesh)
+            from redco_eqx._data import streams  # loaded where there is one
+
             tail_sizes(0, batch_size, remainder, mesh)
             if remainder != "drop":
-                check_for_evaluation(self._data)
-            self.positions = (first_position(self._data, batch_size, mesh),)
-            self._facts = stream_facts(self._data, self.positions[0])
+                streams.check_for_evaluation(self._data)
+            self.positions = (streams.first_position(self._data, batch_size, mesh),)
+            kind = "batches" if self._data.batched else "examples"
+            how = f"in {self.positions[0].num_shards} shards" if self._data.sharded else "whole"
+            self._facts = f"a stream of {kind}, read {how}"
         else:
             given: Any = self._data.examples
             of_epoch: Callable[[int], Any] = given if callable(given) else lambda epoch: given
-            self._of = functools.lru_cache(maxsize=1)(of_epoch)
-            self.num_batches, self.num_examples = self.place(0, 0).num_batches, len(self._of(0))
+            self.examples_of = functools.lru_cache(maxsize=1)(of_epoch)
+            self.num_batches, self.num_examples = self.place(0, 0).num_batches, len(self.examples_of(0))
             self.order = SHUFFLED if self._data.shuffle else None
-        self._assembly = Assembly(collate_fn, mesh)
-
-    @property
-    def first_examples(self) -> Examples | None:
-        """The examples of the first epoch; `None` for a stream."""
-        return self._of(0)
 
     def __str__(self) -> str:
         if self.num_batches is None or self.num_examples is None:
@@ -134,61 +100,62 @@ class Epochs:
         """The place after so many whole epochs and batches of another, at most all of them."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
-        num_whole, tail = self._sizes(self._of(epoch))
+        num_whole, tail = self._sizes(self.examples_of(epoch))
         num_batches = num_whole + len(tail)
         return Place(epoch, min(batch, num_batches), num_batches)
 
-    def after(
-        self,
-        epoch: int,
-        batch: int,
-        *,
-        key: Key,
-        positions: Sequence[Sequence[Any]] | None = None,
-        **reading: Any,
-    ) -> Generator[tuple[Batch, Place]]:
+    def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
         """The batches from a place on, each with the place after it. Closing the generator ends its threads.
 
-        `key` gives the order of each epoch; that of `fit` is `order_key`. `positions` are those of all
-        shards of a stream there, as the record of a run has them; without them it is read again as far.
-        `reading`: the options of `Reading`, of which `say` is told by the thread that reads.
+        `key` gives the order of each epoch; that of `fit` is `order_key`. A stream whose place has no positions
+        is read again as far. `reading`: the options of `Reading`, of which `say` is told by the thread that
+        reads.
         """
-        is_once = isinstance(self._data, Stream) and self._data.is_once
-        while not (is_once and epoch > 0):
-            _, batch, num_batches, *_ = self.place(epoch, batch)
-            done = batch
-            made = self.rest(epoch, batch, key=key, positions=positions, **reading)
-            if isinstance(self._data, Stream) and is_shared(self._mesh):
-                made = _with_ends(made, self._mesh, is_whole=not self._data.sharded)
-            with contextlib.closing(made):
-                for done, (x, after, is_last) in enumerate(made, batch + 1):
-                    if is_last:
-                        yield x, Place(epoch + 1, 0, num_batches, self.positions, is_end=is_once)
-                    else:
-                        yield x, Place(epoch, done, num_batches, None if after is None else (after,))
-            if done == 0:
-                raise ValueError(
-                    f"Stream: epoch {epoch} has not one whole batch of {self.batch_size}. A function of the "
-                    "epoch must give a new iterable each time."
-                )
-            epoch, batch, positions = epoch + 1, 0, None
+        while not (self._is_once and place.epoch > 0):
+            yield from self.rest(place, key=key, **reading)
+            place = Place(place.epoch + 1, 0, None)
 
-    def rest(
-        self,
-        epoch: int,
-        start: int,
-        *,
-        key: Key | None,
-        positions: Sequence[Sequence[Any]] | None = None,
-        **reading: Any,
-    ) -> Generator[Made]:
-        """The batches of one epoch from a batch on, as for `after`. Raises at once if that is not possible."""
+    def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
+        """The batches of one epoch from a place on, as for `after`. Raises at once if that is not possible."""
+        epoch, start, *_ = place
         if isinstance(self._data, Stream):
-            return self._rest_of_stream(self._data, epoch, start, positions, **reading)
-        return self._rest_of_data(self._data, epoch, start, key)
+            from redco_eqx._data import streams
 
-    def _rest_of_data(self, data: Data, epoch: int, start: int, key: Key | None) -> Generator[Made]:
-        examples, assembly = self._of(epoch), self._assembly
+            assert self.positions is not None
+            position = streams.position_at(self._data, self.positions[0], place, self.batch_size)
+            options = self.batch_size, self._remainder, self._mesh
+            jobs = streams.read_batches(self._data, place, position, *options, **reading)
+            length, order = self._facts, None
+        else:
+            length = len(self.examples_of(epoch))
+            order = epoch_order(length, key, epoch) if key is not None and self._data.shuffle else None
+            jobs = self._jobs(self.examples_of(epoch), epoch, start, order)
+        again = f"batches({type(self._data).__name__}(..., prefetch=0), ..., epoch={epoch}, start="
+
+        def make(numbered: tuple[int, Job]) -> Made:
+            index, job = numbered
+            with noting(f"This is batch {index} of epoch {epoch}; {again}{index}) makes it again."):
+                batch = self._collate_fn(job.read())
+                with jax.enable_x64(self._x64):
+                    return placed(batch, self._mesh, job.size, job.here), job.after
+
+        facts = {
+            "len(examples)": length,
+            "batch_size": self.batch_size,
+            "epoch": epoch,
+            "start": start,
+            "remainder": self._remainder,
+            "the order by key": None if order is None else order(np.arange(min(4, order.num))).tolist(),
+            "mesh": dict(self._mesh.shape),
+        }
+        made = run_ahead(enumerate(jobs, start), make, self._data)
+        made = _compared(made, self._mesh, start, {name: str(value) for name, value in facts.items()})
+        if not isinstance(self._data, Stream):
+            return made
+        end = Place(epoch + 1, 0, None, self.positions, is_end=self._is_once)
+        return _with_ends(made, self._mesh, start, end, is_whole=not self._data.sharded)
+
+    def _jobs(self, examples: Examples, epoch: int, start: int, order: Permutation | None) -> Iterator[Job]:
         num_whole, tail = self._sizes(examples)
         num_examples, num_batches = len(examples), num_whole + len(tail)
         if not 0 <= start <= num_batches:
@@ -196,118 +163,66 @@ class Epochs:
                 f"batches: start={start}, but the epoch has {num_batches} batches ({num_examples} examples, "
                 f"batch_size={self.batch_size}). It must lie in 0..{num_batches}."
             )
-        order = None if key is None or not data.shuffle else epoch_order(num_examples, key, epoch)
-        start_of_order = None if order is None else order(np.arange(min(4, num_examples))).tolist()
 
-        def make(index: int) -> Made:
-            size, offset = self.batch_size, self.batch_size * min(index, num_whole)
-            if index >= num_whole:
-                size, offset = tail[index - num_whole], offset + sum(tail[: index - num_whole])
-            needed = assembly.needed(size)
-            positions = np.minimum(offset + needed, num_examples - 1)  # past the end: "pad"
-            wanted = (positions if order is None else order(positions)).tolist()
-            what = f"batch {index} of epoch {epoch}"
-            again = f"batches(Data(..., prefetch=0), ..., epoch={epoch}, start={index}) makes it again"
-            with working(what, f"This is {what}; {again}."):
-                with working("examples[i]"):
-                    read = {i: examples[i] for i in dict.fromkeys(wanted)}
-                with working("collate_fn"):
-                    batch = assembly(size, needed, [read[i] for i in wanted])
-            return Made(batch, None, index == num_batches - 1)
+        def job(index: int) -> Job:
+            size = self.batch_size if index < num_whole else tail[index - num_whole]
+            offset = self.batch_size * min(index, num_whole) + sum(tail[: max(0, index - num_whole)])
+            here = layout(self._mesh, size)[1]
+            positions = np.minimum(offset + here, num_examples - 1)  # past the end: "pad"
 
-        made = run_ahead(iter(range(start, num_batches)), make, data)
-        return self._compared(made, num_examples, epoch, start, start_of_order)
+            def read() -> list[Any]:
+                wanted = (positions if order is None else order(positions)).tolist()
+                found = {i: examples[i] for i in dict.fromkeys(wanted)}
+                return [found[i] for i in wanted]
 
-    def _rest_of_stream(
-        self,
-        stream: Stream,
-        epoch: int,
-        start: int,
-        positions: Sequence[Sequence[Any]] | None,
-        **reading: Any,
-    ) -> Generator[Made]:
-        assert self.positions is not None
-        position = position_at(stream, self.positions[0], start, positions, self.batch_size)
-        note = f"This happened when epoch {epoch} of the stream was read."
+            is_last = index == num_batches - 1
+            after = (epoch + 1, 0) if is_last else (epoch, index + 1)
+            return Job(size, here, read, Place(*after, num_batches))
 
-        def read() -> Iterator[tuple[int, tuple[Any, ...], Position, bool]]:
-            with working(f"epoch {epoch} of the stream, going to item {position.num_items}", note):
-                items = Reading(stream, epoch, position, **reading)
-            items = read_batches(stream, items, self._assembly, self.batch_size, self._remainder, self._mesh)
-            ready = None  # until it is known whether another one comes
-            for index in itertools.count(start):
-                try:
-                    with working(f"batch {index} of epoch {epoch} of the stream, reading its examples", note):
-                        job = next(items, None)
-                except Exception:  # in the batch after this one
-                    if ready is not None:
-                        yield *ready, False
-                    raise
-                if ready is not None:
-                    yield *ready, job is None
-                if job is None:
-                    return
-                ready = index, *job
-
-        def make(job: tuple[int, tuple[Any, ...], Position, bool]) -> Made:
-            index, rows, after, is_last = job
-            what = f"batch {index} of epoch {epoch} of the stream"
-            with working(what, f"This is {what}."), working("collate_fn"):
-                return Made(self._assembly(*rows), after, is_last)
-
-        return self._compared(run_ahead(read(), make, stream), self._facts, epoch, start)
+        return map(job, range(start, num_batches))
 
     def _sizes(self, examples: Examples) -> tuple[int, list[int]]:
         return batch_sizes(examples, self.batch_size, self._remainder, self._mesh)
 
-    def _compared(
-        self,
-        made: Generator[Made],
-        num_examples: int | str,
-        epoch: int,
-        start: int,
-        order: list[int] | None = None,
-    ) -> Generator[Made]:
-        """The same, compared with the batches of the other processes. Raises at once if the calls differ."""
-        entries = entries_of(self._mesh)
-        if entries is None:
-            return made
-        facts = {
-            "len(examples)": num_examples,
-            "batch_size": self.batch_size,
-            "epoch": epoch,
-            "start": start,
-            "remainder": self._remainder,
-            "the order by key": order,
-            "mesh": dict(self._mesh.shape),
-        }
-        stream = entries.add("batches", {name: str(value) for name, value in facts.items()})
 
-        def compared() -> Generator[Made]:
-            with contextlib.closing(made):
-                for index, x in enumerate(made, start):
-                    entries.add_batch(stream, index, shapes_of(x.batch))
-                    yield x
+def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:
+    """The same, compared with the batches of the other processes. Raises at once if the facts differ."""
+    entries = entries_of(mesh)
+    if entries is None:
+        return made
+    stream = entries.add("batches", facts)
 
-        return compared()
+    def compared() -> Generator[Made]:
+        with contextlib.closing(made):
+            for index, (batch, place) in enumerate(made, start):
+                entries.add_batch(stream, index, shapes_of(batch))
+                yield batch, place
+
+    return compared()
 
 
-def _with_ends(made: Generator[Made], mesh: Mesh, *, is_whole: bool) -> Generator[Made]:
+def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
     """Each batch of a stream when it is known whether it is the last one of some process: all stop there.
 
     Of many processes none waits for another: what is asked about a batch is answered a few batches later.
-    With `is_whole` all read the same. Raises `ValueError` on all of them if their checksums differ.
+    With `is_whole` all read the same. Raises `ValueError` on all of them if their checksums differ, and if
+    there is not one batch from the beginning on.
     """
     vote = Vote(mesh)
     behind: deque[Made | None] = deque()
     ready: Made | None = None
     with contextlib.closing(made):
         while True:
-            newest = next(made, None)
+            try:
+                newest = next(made, None)
+            except Exception:  # in a batch after this one
+                if ready is not None:
+                    yield ready
+                raise
             behind.append(newest)
-            after = newest.after if newest is not None and is_whole else None
-            checksum = 0 if after is None else after.checksum or 0
-            answer = vote.of_earlier(int(newest is None), checksum, -checksum)
+            positions = newest[1].positions if newest is not None and is_whole else None
+            checksum = positions[0].checksum or 0 if positions else 0
+            answer = vote(int(newest is None), checksum, -checksum)
             if answer is None:
                 continue
             is_end, greatest, negative_of_least = answer
@@ -318,7 +233,12 @@ def _with_ends(made: Generator[Made], mesh: Mesh, *, is_whole: bool) -> Generato
                     "part: sharded=True."
                 )
             if ready is not None:
-                yield ready._replace(is_last=bool(is_end))
+                yield ready[0], end if is_end else ready[1]
+            elif is_end and start == 0:
+                raise ValueError(
+                    f"Stream: epoch {end.epoch - 1} has not one whole batch. A function of the epoch must give "
+                    "a new iterable each time."
+                )
             if is_end:
                 return
             ready = behind.popleft()
@@ -327,33 +247,29 @@ def _with_ends(made: Generator[Made], mesh: Mesh, *, is_whole: bool) -> Generato
 class Batches(Iterator[Batch]):
     """The batches of one epoch, and the place among them. Made by [`batches`][]."""
 
-    def __init__(self, made: Generator[Made], epoch: int, start: int):
-        self._made = made
-        self._epoch, self._start = epoch, start
-        self._position: Position | None = None
-        self._is_over = False
+    def __init__(self, made: Generator[Made], place: Place):
+        self._made, self._place = made, place
+        self._end = Place(place.epoch + 1, 0, None)
 
     def __next__(self) -> Batch:
         try:
-            batch, self._position, _ = next(self._made)
+            batch, self._place = next(self._made)
         except StopIteration:
-            self._is_over = True
+            self._place = self._end
             raise
-        self._start += 1
         return batch
 
     @property
     def place(self) -> dict[str, Any]:
         """The arguments of `batches` that go on after the last batch: plain JSON, for a checkpoint's `extras`.
 
-        After the last batch of an epoch the next epoch's, once the iterator has ended. Of a stream it is a
-        collective call, as each process knows its own shard.
+        After the last batch of an epoch those of the next one. Of a stream it is a collective call, as each
+        process knows its own shard.
         """
-        if self._is_over:
-            return {"epoch": self._epoch + 1, "start": 0}
-        place: dict[str, Any] = {"epoch": self._epoch, "start": self._start}
-        if self._position is not None:
-            shards = {position[0]: list(position) for position in from_all(list(self._position))}
+        epoch, start, _, positions, _ = self._place
+        place: dict[str, Any] = {"epoch": epoch, "start": start}
+        if positions is not None:
+            shards = {shard[0]: list(shard) for of_process in from_all(positions) for shard in of_process}
             place["positions"] = list(shards.values())
         return place
 
@@ -430,7 +346,8 @@ def batches(
         if positions is not None:
             raise ValueError("batches: positions are those of a Stream, but examples are a sequence.")
     epochs = Epochs(data, collate_fn, batch_size=batch_size, mesh=mesh, remainder=remainder)
-    return Batches(epochs.rest(epoch, start, key=key, positions=positions), epoch, start)
+    place = Place(epoch, start, None, positions)
+    return Batches(epochs.rest(place, key=key), place)
 
 
 def shapes_of(batch: Batch) -> Facts:
@@ -439,3 +356,18 @@ def shapes_of(batch: Batch) -> Facts:
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)
     }
+
+
+def as_sequence(examples: Examples | Data | Stream, first: int | None = None) -> Data:
+    """The same as a sequence: of a stream all its examples, or the first ones, in a list."""
+    data = as_data(examples)
+    if isinstance(data, Data):
+        if first is None:
+            return data
+        few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
+    else:
+        from redco_eqx._data import streams
+
+        streams.check_for_evaluation(data)
+        few = list(itertools.islice(streams.Reading(data, 0, Position(0, 1)), first))
+    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers)

@@ -1,8 +1,8 @@
 """`Data` and `Stream`: examples, how they are read, and in which order."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 
@@ -10,18 +10,12 @@ from redco_eqx._base.protocols import Examples
 from redco_eqx._base.tree import describe, first_few, is_array
 
 
-def check_workers(name: str, prefetch: int, num_workers: int, timeout_seconds: float | None) -> None:
+def check_workers(name: str, prefetch: int, num_workers: int) -> None:
     """Raises `ValueError` if these options of `Data` or `Stream` do not go together."""
-    if prefetch < 0:
-        raise ValueError(f"{name}: prefetch={prefetch}, but it must be 0 (no thread) or more.")
-    if num_workers < 0:
-        raise ValueError(f"{name}: num_workers={num_workers}, but it must be 0 or more.")
-    if num_workers > 0 and prefetch == 0:
-        raise ValueError(f"{name}: num_workers={num_workers} work ahead, but prefetch=0 allows none.")
-    if timeout_seconds is not None and not (timeout_seconds > 0 and prefetch > 0):
+    if prefetch < 0 or num_workers < 0 or prefetch < min(num_workers, 1):
         raise ValueError(
-            f"{name}: timeout_seconds={timeout_seconds} with prefetch={prefetch}, but it must be positive, and "
-            "only another thread can be waited for: prefetch= must be 1 or more."
+            f"{name}: prefetch={prefetch} and num_workers={num_workers}, but both must be 0 or more, and "
+            "workers, which work ahead, need a prefetch of 1 or more."
         )
 
 
@@ -42,9 +36,6 @@ class Data:
         errors stay as they are with one. `examples` and `collate_fn` must then allow calls at the same time.
         Threads speed up what waits (a disk, a network) or leaves Python's lock (most of NumPy); what computes
         in Python itself belongs into the processes of Grain or of a `DataLoader`, read as a [`Stream`][].
-    - `timeout_seconds`: after how long a batch that does not come is a `TimeoutError`, which names the worker
-        that hangs, and in which batch; `None` waits for ever. (A thread that hangs still keeps a program from
-        ending, unlike with `step_timeout_seconds` of [`fit`][].)
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -54,10 +45,9 @@ class Data:
     shuffle: bool = True
     prefetch: int = 2
     num_workers: int = 0
-    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Data", self.prefetch, self.num_workers, self.timeout_seconds)
+        check_workers("Data", self.prefetch, self.num_workers)
 
     @property
     def sequence(self) -> Examples:
@@ -84,10 +74,10 @@ class Stream:
     A run that goes on reads on after the last batch that was trained on. The position is set by the own
     `get_state` and `set_state`, or `state_dict` and `load_state_dict`, of the iterable, or of the iterators
     that it or the function gives, if they have them: to a state from 1,000 to 2,000 examples before (of batches
-    31 to 62; early in an epoch from after the first one), which are read again. If they are not the same (by
-    checksum), or if there is no state, all of the epoch up to there is read again; if that is not the same
-    either, refused, unless `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Of objects that are no
-    numbers, arrays, text, dataclasses or collections of such, type and size alone are compared.
+    31 to 62), which are read again. If they are not the same (by checksum), or if there is no state so far
+    back, all of the epoch up to there is read again; if that is not the same either, refused, unless
+    `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Of objects that are no numbers, arrays, text,
+    dataclasses or collections of such, type and size alone are compared.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
         `DataLoader(batch_size=None)`), or a function from the number of the epoch to one.
@@ -97,7 +87,7 @@ class Stream:
         read the same shard. Where the part of one ends, the epoch ends for all, at the same step.
     - `batched`: whether each item is a batch already, of all rows that are read here; `collate_fn` is given
         the item itself, and makes NumPy arrays of it. For training only.
-    - `prefetch`, `num_workers`, `timeout_seconds`: see [`Data`][].
+    - `prefetch`, `num_workers`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -108,10 +98,9 @@ class Stream:
     batched: bool = False
     prefetch: int = 2
     num_workers: int = 0
-    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_workers("Stream", self.prefetch, self.num_workers, self.timeout_seconds)
+        check_workers("Stream", self.prefetch, self.num_workers)
         if not self.is_function and not hasattr(self.examples, "__iter__"):
             raise TypeError(
                 f"Stream: examples is a {type(self.examples).__name__}, but must be an iterable, or a function "
@@ -134,6 +123,46 @@ class Stream:
         return not self.is_function and hasattr(self.examples, "__next__")
 
 
+class Position(NamedTuple):
+    """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
+
+    - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
+    - `num_items`: how many items (examples, or batches) have been read.
+    - `state`: the source's own state there or a little before; `None` if it has none.
+    - `checksum`: of the items that have been read; `None` if that is not known.
+    - `state_items`, `state_checksum`: how many had been read when the state was taken, and their checksum. What
+        is read from there must lead to `checksum`: this proves the state.
+    """
+
+    shard: int
+    num_shards: int
+    num_items: int = 0
+    state: str | None = None
+    checksum: int | None = None
+    state_items: int = 0
+    state_checksum: int = 0
+
+
+class Place(NamedTuple):
+    """`epoch` epochs are done, and `batch` of the `num_batches` of another.
+
+    - `num_batches`: `None` for a stream.
+    - `positions`: where a stream stands: its shard that this process reads, or, of a record, all of them.
+    - `is_end`: whether no batch follows, because a stream that is read only once has ended.
+    """
+
+    epoch: int
+    batch: int
+    num_batches: int | None
+    positions: Sequence[Any] | None = None
+    is_end: bool = False
+
+    @property
+    def epochs_done(self) -> float:
+        """With the fraction of the one in hand, if its length is known."""
+        return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
+
+
 def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> Data | Stream:
     """Examples alone with all defaults."""
     return examples if isinstance(examples, Data | Stream) else Data(examples)
@@ -146,23 +175,16 @@ def check_examples(where: str, examples: Any) -> None:
         return
     examples = examples.examples if isinstance(examples, Data) else examples
     kind = type(examples).__name__
-    if isinstance(examples, Mapping):
+    is_tuple = type(examples) is tuple and _are_columns(examples)
+    if is_tuple or isinstance(examples, Mapping) or hasattr(examples, "iloc"):
+        names = getattr(examples, "columns", examples)  # of a data frame
+        columns = [describe(x) for x in examples] if is_tuple else [repr(name) for name in names]
         raise TypeError(
-            f"{where} is a {kind} of {first_few([repr(name) for name in examples])}, but a sequence of "
-            "examples is needed. Columns become a list of rows by [dict(zip(examples, row)) for row in "
-            "zip(*examples.values())]; of several sets of examples pass one."
-        )
-    if hasattr(examples, "iloc"):
-        raise TypeError(
-            f"{where} is a {kind}, of which examples[i] is a column. A list of rows serves: "
-            'examples.to_dict("records").'
-        )
-    if type(examples) is tuple and _are_columns(examples):
-        arrays = ", ".join(describe(x) for x in examples)
-        raise TypeError(
-            f"{where} is a tuple of {len(examples)} arrays, {arrays}, which would be taken for "
-            f"{len(examples)} examples. Columns become a list of rows by list(zip(*examples)); if each "
-            "array is an example, pass list(examples)."
+            f"{where} is a {kind} of {first_few(columns)}, which are columns, or several sets of examples; but "
+            "a sequence of examples is needed, so that examples[i] is a row. Columns become a list of rows by "
+            "list(zip(*examples)) of a tuple, [dict(zip(examples, row)) for row in zip(*examples.values())] of "
+            'a dict, examples.to_dict("records") of a data frame. Of several sets pass one; if each array of a '
+            "tuple is an example, pass list(examples)."
         )
     sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     sized = sized and not isinstance(examples, str) and getattr(examples, "shape", None) != ()

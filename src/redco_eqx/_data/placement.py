@@ -1,8 +1,8 @@
 """Batches on the mesh: their sizes, the rows that a process needs, and where what `collate_fn` returns goes."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
-from redco_eqx._base.protocols import Batch, CollateFn, Examples
+from redco_eqx._base.protocols import Batch, Examples
 from redco_eqx._base.tree import describe, leaves_with_paths
-from redco_eqx._data.data import num_examples_of
+from redco_eqx._data.data import Place, num_examples_of
 from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num_batch_shards, replicated
+
+
+class Job(NamedTuple):
+    """A batch that is to be made.
+
+    - `size`: number of its rows.
+    - `here`: those which are made from what `read` gives `collate_fn`.
+    - `after`: the place after it.
+    """
+
+    size: int
+    here: Int[np.ndarray, " num_rows"]
+    read: Callable[[], Any]
+    after: Place
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
@@ -70,55 +84,44 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
     return np.flatnonzero(needed)
 
 
-class Assembly:
-    """Makes batches of examples, and places them. May be called by several threads."""
+@functools.lru_cache(maxsize=64)
+def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
+    """The sharding of a batch of this size, and the rows of it that this process needs.
 
-    def __init__(self, collate_fn: CollateFn, mesh: Mesh):
-        """Raises `ValueError` if this process has no device in the mesh."""
-        self._collate_fn, self._mesh = collate_fn, mesh
-        self._layouts: dict[int, tuple[NamedSharding, Int[np.ndarray, " num_rows"]]] = {}
-        self.needed(num_batch_shards(mesh))
-        # `with jax.enable_x64(...)` around the consumer does not reach other threads.
-        self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    Raises `ValueError` if this process has no device in the mesh.
+    """
+    sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
+    indices = sharding.addressable_devices_indices_map((size,))
+    if not indices:
+        raise ValueError(
+            f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
+            "placed from it. Call batches only where the mesh has devices."
+        )
+    return sharding, needed_rows(indices, size)
 
-    def needed(self, size: int) -> Int[np.ndarray, " num_rows"]:
-        """The rows of a batch of this size that this process needs."""
-        return self._layout(size)[1]
 
-    def __call__(self, size: int, here: Int[np.ndarray, " num_rows"], items: Any) -> Batch:
-        """The batch of so many rows, as global arrays, whose rows `here` `collate_fn` makes of `items`.
+def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
+    """A batch of this size as global arrays, of which `collate_fn` has made the rows `here`.
 
-        Raises what `collate_fn` raises, or if it returns what is no batch.
-        """
-        batch = self._collate_fn(items)
-        _check_batch(batch, len(here))
-        sharding, _ = self._layout(size)
-        with jax.enable_x64(self._x64):
-            for path, leaf in leaves_with_paths(batch):
-                _check_fits(path, leaf)
-            # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
-            return jax.tree.map(
-                lambda x: jax.make_array_from_callback(
-                    (size, *x.shape[1:]), sharding, partial(_piece, x, size, here)
-                ),
-                batch,
-            )
+    Raises `ValueError` or `TypeError` for what is no batch.
+    """
+    _check_batch(batch, len(here))
+    sharding, _ = layout(mesh, size)
 
-    def _layout(self, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-        if size not in self._layouts:
-            mesh = self._mesh
-            sharding = batch_sharding(mesh) if size % num_batch_shards(mesh) == 0 else replicated(mesh)
-            rows = needed_rows(sharding.addressable_devices_indices_map((size,)), size)
-            if not len(rows):
-                raise ValueError(
-                    f"batches: process {jax.process_index()} has no device in the mesh, so no batch can be "
-                    "placed from it. Call batches only where the mesh has devices."
-                )
-            self._layouts[size] = sharding, rows
-        return self._layouts[size]
+    def piece(x: Any, index: Any) -> Any:
+        first, stop, _ = index[0].indices(size)
+        local = int(np.searchsorted(here, first))
+        return x[local : local + stop - first]
+
+    # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback((size, *x.shape[1:]), sharding, functools.partial(piece, x)),
+        batch,
+    )
 
 
 def _check_batch(batch: Batch, num_examples: int) -> None:
+    """Raises for what is no batch, and for numbers of 64 bits that JAX would make others of in 32 bits."""
     leaves = leaves_with_paths(batch)
     if not leaves:
         raise ValueError(
@@ -127,15 +130,12 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
         )
     for path, leaf in leaves:
         name = f"collate_fn: leaf {path!r}" if path else "collate_fn: the batch"
-        if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+        if not is_array or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise TypeError(
-                f"{name} is a {type(leaf).__name__}, but must be a NumPy array. np.asarray, or "
-                "np.stack over the examples, makes one."
-            )
-        if not (jnp.issubdtype(leaf.dtype, jnp.number) or jnp.issubdtype(leaf.dtype, jnp.bool_)):
-            raise TypeError(
-                f"{name} is {describe(leaf)}, but a batch holds numbers and booleans only. Encode it, "
-                "or leave it out (keys for random numbers are given to the loss function)."
+                f"{name} is {describe(leaf) if is_array else f'a {type(leaf).__name__}'}, but must be a NumPy "
+                "array of numbers and booleans only. np.asarray, or np.stack over the examples, makes one; all "
+                "else is encoded, or left out (keys for random numbers are given to the loss function)."
             )
         if leaf.shape[:1] != (num_examples,):
             raise ValueError(
@@ -143,28 +143,15 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
                 "of examples that collate_fn was given. Stack one row per example; what all examples "
                 "share belongs in the model or in the loss function."
             )
-
-
-def _check_fits(path: str, leaf: Any) -> None:
-    """Raises `ValueError` for numbers of 64 bits that JAX would make others of where it holds 32 bits."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if dtype == leaf.dtype or not leaf.size:
-        return
-    with np.errstate(over="ignore"):
-        narrow = leaf.astype(dtype)
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    wrong = leaf[narrow != leaf if is_integer else np.isinf(narrow) & ~np.isinf(leaf)]
-    if len(wrong):
-        raise ValueError(
-            f"collate_fn: {f'leaf {path!r}' if path else 'the batch'} is {describe(leaf)} and has {wrong[0]}, "
-            f"but JAX holds it as {dtype}, where that does not fit. Make it smaller, or "
-            'jax.config.update("jax_enable_x64", True) first.'
-        )
-
-
-def _piece(leaf: Any, size: int, here: Int[np.ndarray, " num_rows"], index: tuple[slice, ...] | None) -> Any:
-    """Cut out the piece that a device holds."""
-    assert index is not None
-    first, stop, _ = index[0].indices(size)
-    local = int(np.searchsorted(here, first))
-    return leaf[local : local + stop - first]
+        dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if dtype == leaf.dtype or not leaf.size:
+            continue
+        with np.errstate(over="ignore"):
+            narrow = leaf.astype(dtype)
+        is_integer = jnp.issubdtype(dtype, jnp.integer)
+        wrong = np.extract(narrow != leaf if is_integer else np.isinf(narrow) & ~np.isinf(leaf), leaf)
+        if len(wrong):
+            raise ValueError(
+                f"{name} is {describe(leaf)} and has {wrong[0]}, but JAX holds it as {dtype}, where that does "
+                'not fit. Make it smaller, or jax.config.update("jax_enable_x64", True) first.'
+            )

@@ -4,45 +4,25 @@ import array
 import base64
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
 import marshal
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
 
-from redco_eqx._base.protocols import Examples
-from redco_eqx._data.data import Data, Stream, as_data, num_examples_of
-from redco_eqx._data.placement import Assembly, needed_rows, tail_sizes
+from redco_eqx._data.data import Place, Position, Stream
+from redco_eqx._data.placement import Job, layout, tail_sizes
+from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import batch_sharding
 
-# The position in a stream, and a source's own state as text.
-
-
-class Position(NamedTuple):
-    """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
-
-    - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
-    - `num_items`: how many items (examples, or batches) have been read.
-    - `state`: the source's own state there or a little before; `None` if it has none.
-    - `checksum`: of the items that have been read; `None` if that is not known.
-    - `state_items`, `state_checksum`: how many had been read when the state was taken, and their checksum. What
-        is read from there must lead to `checksum`: this proves the state.
-    """
-
-    shard: int
-    num_shards: int
-    num_items: int = 0
-    state: str | None = None
-    checksum: int | None = None
-    state_items: int = 0
-    state_checksum: int = 0
+# A source's own state as text.
 
 
 def state_to_text(state: Any) -> str | None:
@@ -61,40 +41,36 @@ def state_from_text(text: str) -> Any:
     return _decoded(json.loads(text))
 
 
+_COLLECTIONS = {"list": list, "tuple": tuple, "dict": dict}
+
+
 def _encoded(x: Any) -> Any:
     if x is None or type(x) in (bool, int, float, str):
         return x
-    if type(x) in (list, tuple):
-        return {type(x).__name__: [_encoded(item) for item in x]}
-    if type(x) is dict:  # as pairs, because its keys may be numbers
-        return {"dict": [[_encoded(key), _encoded(value)] for key, value in x.items()]}
+    if type(x) in _COLLECTIONS.values():  # a dict as pairs, because its keys may be numbers
+        parts = x.items() if isinstance(x, dict) else x
+        return {type(x).__name__: [_encoded(part) for part in parts]}
     if type(x) is bytes:
-        return {"bytes": base64.b64encode(x).decode()}
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
-        array = np.ascontiguousarray(x)
-        return {"array": [array.dtype.str, list(x.shape), base64.b64encode(array.tobytes()).decode()]}
-    to_numpy = getattr(x, "numpy", None)
-    if type(x).__module__ == "torch" and callable(to_numpy):
-        return {"tensor": _encoded(to_numpy())}
-    raise TypeError(f"a {type(x).__name__} has no form in JSON")
+        kind, x = "bytes", np.frombuffer(x, np.uint8)
+    else:
+        kind = "tensor" if type(x).__module__ == "torch" else "array"
+        x = np.asarray(x)
+    if x.dtype.kind not in "biufc":
+        raise TypeError(f"a {x.dtype} has no form in JSON")
+    return {kind: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
 
 
 def _decoded(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     ((kind, content),) = x.items()
-    match kind:
-        case "list" | "tuple":
-            return (list if kind == "list" else tuple)(_decoded(item) for item in content)
-        case "dict":
-            return {_decoded(key): _decoded(value) for key, value in content}
-        case "bytes":
-            return base64.b64decode(content)
-        case "array":
-            dtype, shape, text = content
-            return np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
-        case _:
-            return importlib.import_module("torch").from_numpy(_decoded(content))
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](map(_decoded, content))
+    dtype, shape, text = content
+    found = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    if kind == "bytes":
+        return found.tobytes()
+    return found if kind == "array" else importlib.import_module("torch").from_numpy(found)
 
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
@@ -132,25 +108,26 @@ class Reading(Iterator[Any]):
         num_items, why = position.num_items, ""
         # Of an iterator that is read only once a state that fails could not be undone.
         if None not in (position.state, position.checksum) and not stream.is_once:
-            problem = self._set(position)
-            if problem is None:
-                num_again = num_items - position.state_items
-                say(
-                    "the stream is set to the state that its source had there: the last "
-                    f"{num_again} items are read again, and are the same"
-                )
-                return
-            why = f" ({problem})"
+            try:
+                if self._reaches(position, position):
+                    say(
+                        "the stream is set to the state that its source had there: the last "
+                        f"{num_items - position.state_items} items are read again, and are the same"
+                    )
+                    return
+                why = " (the state that its source had there does not lead to the same items)"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                why = f" (its source cannot be set to the state that it had there: {problem})"
         if num_items:
             say(f"the stream is read again from its beginning: {num_items} items are left out{why}")
-        self._open()
-        there = self._leave_out(num_items)
-        if there < num_items:
+        is_same = self._reaches(position, self._begin)
+        if self._num_items < num_items:
             raise ValueError(
-                f"Stream: it was left after {num_items} items of epoch {epoch}, but now gives only {there}. It "
-                "must give the same ones each time that it is read."
+                f"Stream: it was left after {num_items} items of epoch {epoch}, but now gives only "
+                f"{self._num_items}. It must give the same ones each time that it is read."
             )
-        if position.checksum not in (None, self._checksum):
+        if not is_same:
             other = f"the first {num_items} items of epoch {epoch} are others than when the run was saved"
             if verify:
                 raise ValueError(
@@ -165,58 +142,38 @@ class Reading(Iterator[Any]):
         item = next(self._items)
         self._num_items += 1
         self._checksum = checksum(item, self._checksum)
-        if self._num_items == 1:  # not before: what was iterated already has a state of its end
-            self._marks = (self._mark(),) * 2
         return item
 
     def position(self) -> Position:
         """The position after what has been read. Asked after each batch: now and then it takes a state."""
-        if self._num_items - self._marks[1].num_items >= self._span:
-            self._marks = self._marks[1], self._mark()
-        mark = self._marks[0]
-        if mark.state is None or mark.num_items == self._num_items:  # from which nothing was read, as a proof
-            mark = self._begin
-        at = {"state_items": mark.num_items, "state_checksum": mark.checksum or 0}
-        return mark._replace(num_items=self._num_items, checksum=self._checksum, **at)
+        here = self._begin._replace(num_items=self._num_items, checksum=self._checksum)
+        if here.num_items - self._marks[1].state_items >= self._span:
+            text = None if self._state is None else state_to_text(self._state[0]())
+            mark = here._replace(state=text, state_items=here.num_items, state_checksum=self._checksum)
+            self._marks = self._marks[1], mark
+        return self._marks[0]._replace(num_items=here.num_items, checksum=here.checksum)
 
-    def _mark(self) -> Position:
-        """Here, with the source's own state if it has one."""
-        text = None if self._state is None else state_to_text(self._state.get())
-        return self._begin._replace(num_items=self._num_items, state=text, checksum=self._checksum)
-
-    def _set(self, position: Position) -> str | None:
-        """Goes to the position from a state before it. Returns why that is not possible."""
-        try:
-            self._open(position.state_items, position.state_checksum, position.state)
-            self._leave_out(position.num_items - position.state_items)
-        except Exception as error:
-            return f"its source cannot be set to the state that it had there: {type(error).__name__}: {error}"
-        if (self._num_items, self._checksum) == (position.num_items, position.checksum):
-            return None
-        return "the state that its source had there does not lead to the same items"
-
-    def _open(self, num_items: int = 0, begin: int = 0, state: str | None = None) -> None:
-        """Opens the stream at its beginning, or at a state after so many items, of this checksum.
+    def _reaches(self, position: Position, begin: Position) -> bool:
+        """Opens the stream at the state of `begin`, or at its beginning if that has none, and goes to a
+        position. Returns true if the items are those that were read before.
 
         A state is that of the iterable, set before that is iterated, or of the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
-        has_state = _state_of(source) is not None
-        if state is not None and has_state and not hasattr(source, "__next__") and not _refills(source):
-            source = _twin(source)
-        owner: Any = source if has_state else iter(source)
-        self._state = None if _refills(source) or self._stream.is_once else _state_of(owner)
-        if state is not None:
+        owner: Any = source if _state_of(source) else iter(source)
+        if begin.state is not None and owner is source:
+            owner = _twin(source)
+        self._state = None if self._stream.is_once or _refills(source) else _state_of(owner)
+        if begin.state is not None:
             if self._state is None:
                 raise LookupError("it has none now")
-            self._state.set(state_from_text(state))
-        self._items = iter(source) if owner is source else owner
-        self._num_items, self._checksum = num_items, begin
-        self._marks = (self._begin._replace(num_items=num_items, state=state, checksum=begin),) * 2
-
-    def _leave_out(self, num_items: int) -> int:
-        """Skip this many items; returns the number that there were."""
-        return sum(1 for _ in itertools.islice(self, num_items))
+            self._state[1](state_from_text(begin.state))
+        self._items = owner if hasattr(owner, "__next__") else iter(owner)
+        self._num_items, self._checksum = begin.state_items, begin.state_checksum
+        self._marks = begin, begin
+        for _ in itertools.islice(self, position.num_items - begin.state_items):
+            pass
+        return self._num_items == position.num_items and position.checksum in (None, self._checksum)
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
@@ -224,88 +181,62 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
     Raises `ValueError` if it is not said what a process reads, or if that is not possible.
     """
-    pieces: dict[int, dict[Any, Any]] = {}
-    for device, index in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
-        pieces.setdefault(device.process_index, {})[device] = index
-    if len(pieces) > 1 and stream.sharded is None:
+    rows: dict[int, set[int]] = {}
+    for device, (index, *_) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+        rows.setdefault(device.process_index, set()).update(range(batch_size)[index])
+    if len(rows) > 1 and stream.sharded is None:
         raise ValueError(
             "Stream: on several processes say what each of them reads: Stream(..., sharded=False), the whole "
             "stream, the same on all; or sharded=True and a function, examples(epoch, shard, num_shards)."
         )
     if not stream.sharded:
         return Position(0, 1)
-    rows = {process: tuple(needed_rows(piece, batch_size).tolist()) for process, piece in pieces.items()}
-    shards = sorted(set(rows.values()))
+    shards = sorted({tuple(sorted(x)) for x in rows.values()})
     if sum(map(len, shards)) > batch_size:
         raise ValueError(
             "Stream(sharded=True): on this mesh some processes hold a part of the rows of others, so none can "
             "read a shard of its own. Order the devices of the mesh by process, or use sharded=False."
         )
-    process = jax.process_index()
-    if process not in rows:
-        raise ValueError(f"Stream: process {process} has no device in the mesh, so that it reads no shard.")
-    return Position(shards.index(rows[process]), len(shards))
+    return Position(shards.index(tuple(sorted(rows[jax.process_index()]))), len(shards))
 
 
-def position_at(
-    stream: Stream, begin: Position, batch: int, positions: Sequence[Sequence[Any]] | None, batch_size: int
-) -> Position:
-    """The position of this process before the batch of this number: of those of all shards, or by counting.
+def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) -> Position:
+    """The position of this process at a place: of those of all shards, or by counting.
 
     Raises `ValueError` if it was read in another number of shards.
     """
-    if positions is None:
+    if place.positions is None:
         per_batch = 1 if stream.batched else batch_size // begin.num_shards
-        return begin._replace(num_items=batch * per_batch)
-    found = {position.shard: position for position in (Position(*fields) for fields in positions)}
-    num_shards = {position.num_shards for position in found.values()}
-    if num_shards != {begin.num_shards} or begin.shard not in found:
-        raise ValueError(
-            f"Stream: it was read in {max(num_shards)} shards, and is now read in {begin.num_shards}, so that "
-            "no process can go on where one was. Go on with as many processes."
-        )
-    return found[begin.shard]
-
-
-def stream_facts(stream: Stream, position: Position) -> str:
-    """Say what all processes must have in common."""
-    items = "batches" if stream.batched else "examples"
-    return f"a stream of {items}, " + (
-        f"read in {position.num_shards} shards" if stream.sharded else "read whole"
+        return begin._replace(num_items=place.batch * per_batch)
+    for position in (Position(*fields) for fields in place.positions):
+        if position[:2] == begin[:2]:
+            return position
+    raise ValueError(
+        f"Stream: it was read in {place.positions[0][1]} shards, and is now read in {begin.num_shards}, so "
+        "that no process can go on where one was. Go on with as many processes."
     )
 
 
-def as_sequence(examples: Examples | Data | Stream, first: int | None = None) -> Data:
-    """The same as a sequence: of a stream all its examples, or the first ones, in a list."""
-    data = as_data(examples)
-    if isinstance(data, Data):
-        if first is None:
-            return data
-        few = [data.sequence[i] for i in range(min(num_examples_of(data.sequence), first))]
-        return dataclasses.replace(data, examples=few)
-    check_for_evaluation(data)
-    few = list(itertools.islice(Reading(data, 0, Position(0, 1)), first))
-    return Data(few, prefetch=data.prefetch, num_workers=data.num_workers, timeout_seconds=data.timeout_seconds)
-
-
 def read_batches(
-    stream: Stream, reading: Reading, assembly: Assembly, batch_size: int, remainder: str, mesh: Mesh
-) -> Iterator[tuple[tuple[int, Int[np.ndarray, " num_rows"], Any], Position]]:
-    """Read for one batch after the other; yields the arguments of `assembly`, and the position after them."""
-    needed = assembly.needed(batch_size)
+    stream: Stream, place: Place, at: Position, batch_size: int, remainder: str, mesh: Mesh, **reading: Any
+) -> Iterator[Job]:
+    """Reads the items of one batch after the other, from a place on, which is at a position."""
+    needed = layout(mesh, batch_size)[1]
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
-    while items := list(itertools.islice(reading, num_read)):
-        after = reading.position()
-        if stream.batched:
-            rows = needed if stream.sharded else np.arange(batch_size)
-            yield (batch_size, rows, items[0]), after
-            continue
-        is_whole = len(items) == num_read
-        for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
-            rows = assembly.needed(size)
-            mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
-            yield (size, rows, mine), after
-            items = items[size:]
+    with noting(f"This happened when epoch {place.epoch} of the stream was read."):
+        source = Reading(stream, place.epoch, at, **reading)
+        while items := list(itertools.islice(source, num_read)):
+            place = place._replace(batch=place.batch + 1, positions=(source.position(),))
+            if stream.batched:
+                rows = needed if stream.sharded else np.arange(batch_size)
+                yield Job(batch_size, rows, functools.partial(items.__getitem__, 0), place)
+                continue
+            is_whole = len(items) == num_read
+            for size in [batch_size] if is_whole else tail_sizes(len(items), batch_size, remainder, mesh):
+                rows = layout(mesh, size)[1]
+                mine = items if stream.sharded else [items[min(row, len(items) - 1)] for row in rows]
+                yield Job(size, rows, mine.copy, place)
+                items = items[size:]
 
 
 def checksum(x: Any, begin: int = 0) -> int:
@@ -348,25 +279,18 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
 
 def check_for_evaluation(stream: Stream) -> None:
     """Raises `ValueError` if evaluation and prediction, which lose no example, cannot read a stream."""
-    for name in ("sharded", "batched"):
-        if getattr(stream, name):
-            raise ValueError(
-                f"Stream({name}=True) is for training. In evaluation and prediction a stream of examples is "
-                "read whole, so that none is lost: sharded=False, batched=False."
-            )
+    if stream.sharded or stream.batched:
+        raise ValueError(
+            f"Stream({'sharded' if stream.sharded else 'batched'}=True) is for training. In evaluation and "
+            "prediction a stream of examples is read whole, so that none is lost: sharded=False, batched=False."
+        )
 
 
-class _State(NamedTuple):
-    """Functions that get and set a source's own state."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-
-def _state_of(source: Any) -> _State | None:
+def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Functions that get and set a source's own state, if it has them."""
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
-            return _State(getattr(source, get), getattr(source, set_))
+            return getattr(source, get), getattr(source, set_)
     return None
 
 
@@ -376,7 +300,7 @@ def _twin(source: Any) -> Any:
     A dataset of Hugging Face begins at it each time that it is iterated in that epoch.
     """
     # Not `copy.copy`: that of such a dataset has the very same attributes, those that are set later, too.
-    if hasattr(type(source), "__del__"):
+    if hasattr(source, "__next__") or hasattr(type(source), "__del__"):
         return source
     try:
         twin = object.__new__(type(source))

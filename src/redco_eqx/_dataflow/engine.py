@@ -176,21 +176,25 @@ class Analysis:
         return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
 
     def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
+        value, number = self.parameters[leaf], self.layout.get(leaf)
+        if self.traced.fixed[leaf] or number is None:
+            return self.whole_role(leaf)
+        split = self.costs.splits[number]
+        dim = split.leaves[leaf]
+        reason = why_split(split, value.dims[dim], leaf)
+        return self.name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, _num_scanned(value)
+
+    def whole_role(self, leaf: int) -> tuple[str, str, None, int]:
+        """The role of an array that is not split, and why it is not."""
         value, shape = self.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
             return "buffer", self.traced.fixed[leaf], None, stack
-        number = self.layout.get(leaf)
-        if number is not None:
-            split = self.costs.splits[number]
-            dim = split.leaves[leaf]
-            reason = why_split(split, value.dims[dim], leaf)
-            return self._name(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, stack
         name = "whole" if len(shape.shape) - stack > 1 else "vector"
         reason = why_whole(leaf, value.dims, self.costs, self.layout, self.traced.paths)
         return name, reason, None, stack
 
-    def _name(self, leaf: int, dim: Dim) -> str:
+    def name_of(self, leaf: int, dim: Dim) -> str:
         """Name the split of `dim`, by the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
@@ -201,11 +205,8 @@ class Analysis:
         return "follows"
 
 
-def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split over `tensor` devices, of a batch in `num_shards` parts.
-
-    `held` (see [`HeldBytes`][]): by default `tensor` alone splits what lies on devices.
-    """
+def walk_through(traced: TracedStep) -> tuple[Walk, list[Value], list[Value | None]]:
+    """Walk through a program: the findings, its parameters, and their gradients."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
@@ -216,12 +217,22 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
         unify(rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
         value.is_data = True
+    walk.rows = rows
     results = walk.run(traced.jaxpr, values)
     gradients = [None if number is None else results[number] for number in traced.trained]
     for value, gradient in zip(parameters, gradients):
         if gradient is not None:
             for dim, of_gradient in zip(value.dims, gradient.dims):
                 unify(dim, of_gradient)
+    return walk, parameters, gradients
+
+
+def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
+    """Walks through a program, and weighs every split over `tensor` devices, of a batch in `num_shards` parts.
+
+    `held` (see [`HeldBytes`][]): by default `tensor` alone splits what lies on devices.
+    """
+    walk, parameters, gradients = walk_through(traced)
 
     def held_of(leaf: int, dim: int | None) -> float:
         if held is None:
@@ -229,7 +240,7 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
         return held(traced.paths[leaf], dim, _num_scanned(parameters[leaf]), bool(traced.fixed[leaf]))
 
     splittable = [[] if reason else list(value.dims) for value, reason in zip(parameters, traced.fixed)]
-    costs = count(walk, parameters, splittable, rows, tensor, num_shards, held_of)
+    costs = count(walk, parameters, splittable, walk.rows, tensor, num_shards, held_of)
     return Analysis(traced, walk, parameters, gradients, costs, {})
 
 

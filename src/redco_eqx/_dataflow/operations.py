@@ -143,16 +143,18 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     ]
     # Layers have weights of their own; what goes through a sequence by the same ones waits at each step.
     waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
-    walk.hand_on(equation, operands[num_consts:], [*carry, *slices])
+    walk.hand_on(equation, operands[num_consts:][:num_carry], carry)
+    walk.hand_on(equation, stacks, slices, (1, length))
     with walk.loop(length, waits):
         results = walk.run(body(equation.params["jaxpr"]), [*consts, *carry, *slices])
         for before, after in zip(carry, results):
             walk.same(before.dims, after.dims, after, equation)
+            walk.carried.append((before, after))
     stacked = [
         result(var.aval, [over, *x.dims], [x])
         for var, x in zip(equation.outvars[num_carry:], results[num_carry:])
     ]
-    walk.hand_on(equation, results[num_carry:], stacked)
+    walk.hand_on(equation, results[num_carry:], stacked, (length, 1))
     return [*carry, *stacked]
 
 
@@ -166,6 +168,7 @@ def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
     results = walk.run(body(params["body_jaxpr"]), [*operands[first : first + second], *carry])
     for before, after in zip(carry, results):
         walk.same(before.dims, after.dims, after, equation)
+        walk.carried.append((before, after))
     return carry
 
 

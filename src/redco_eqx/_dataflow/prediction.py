@@ -69,7 +69,7 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Bytes that one device sends in a step, predicted from the program; of collectives the size of the
-    results.
+    results, with split activations what a ring sends.
 
     - `num_bytes`: in all, by a compiler that adds the results of products before it sums them over devices,
         as those for TPU and GPU do.
@@ -141,6 +141,14 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
     return total
 
 
+def opaque_of(analysis: Analysis) -> tuple[str, ...]:
+    """The operations that are not understood."""
+    return tuple(
+        f"{name} ({len(found)}, first at {short_line(found[0])})"
+        for name, found in analysis.walk.opaque.items()
+    )
+
+
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """The bytes that the layout of `analysis` sends, those that gather what is `stored` split among them."""
     costs, paths = analysis.costs, analysis.traced.paths
@@ -160,17 +168,13 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     lines += [(gathered, f"{size_text(gathered)} over fsdp: weights gathered, and parts of their gradients")]
     lines = [line for line in lines if line[0] > 0]
     lines.sort(key=lambda line: -line[0])
-    opaque = [
-        f"{name} ({len(found)}, first at {short_line(found[0])})"
-        for name, found in analysis.walk.opaque.items()
-    ]
     return Prediction(
         num_bytes=merged + gathered,
         num_bytes_unmerged=unmerged + gathered_unmerged,
         at_least=min(least, merged) + gathered if least > 0 else 0.0,
         lines=tuple(text for _, text in lines),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
-        opaque=tuple(opaque),
+        opaque=opaque_of(analysis),
     )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import NamedSharding
 
 from redco_eqx._base.jaxprs import body
 from redco_eqx._base.protocols import Mean
@@ -35,27 +34,19 @@ class TracedStep:
     num_batch: int
 
 
-def trace_step(
-    function: Callable[..., Any], model: Any, batch: Any, *, place: NamedSharding | None = None
-) -> TracedStep:
+def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedStep:
     """Traces `function(model, batch, key)`, and its gradient if it returns a loss.
 
-    **Arguments:**
-
-    - `place`: where arrays lie, for what depends on the kind of device; by default nowhere.
-
-    **Raises:**
-
-    `ValueError` if there is no batch, or the function does not run on abstract arrays.
+    Raises `ValueError` if there is no batch, or the function does not run on abstract arrays.
     """
     dynamic, static = eqx.partition(model, _is_input)
-    arrays = [_abstract(x, place) for x in jax.tree.leaves(dynamic)]
+    arrays = [_abstract(x) for x in jax.tree.leaves(dynamic)]
     treedef = jax.tree.structure(dynamic)
     numbers = jax.tree.unflatten(treedef, range(len(arrays)))
     paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
     fixed = [_why_fixed(x, in_state) for x, in_state in zip(arrays, jax.tree.leaves(_in_state(dynamic)))]
     batch_arrays, batch_static = eqx.partition(batch, is_array)
-    rows = [_abstract(x, place) for x in jax.tree.leaves(batch_arrays)]
+    rows = [_abstract(x) for x in jax.tree.leaves(batch_arrays)]
     if not rows or any(not x.shape for x in rows):
         raise ValueError(
             "shard_rules: batch has no arrays with a leading dim. Pass what the data loader gives to "
@@ -145,9 +136,8 @@ def _is_input(x: Any) -> bool:
     return is_array(x) and not isinstance(x, np.ndarray | np.generic)
 
 
-def _abstract(x: Any, place: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
 
 def _loss_of(result: Any) -> Any | None:

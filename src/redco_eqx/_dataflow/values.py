@@ -234,6 +234,7 @@ class Step:
     results: list[Value]
     events: list[Event]
     block: str = ""
+    handed: tuple[int, int] | None = None
 
 
 # Splits: the leading atoms of parameter dims that can be split over an axis.

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -30,6 +30,27 @@ Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
 """What an operation does to the dims of its operands: `(walk, equation, operands) -> results`."""
 
 
+class Visit(NamedTuple):
+    """An operation as the walk came to it: `bodies` are those of its programs that were walked.
+
+    `step` is `None` of an operation that has such.
+    """
+
+    equation: JaxprEqn
+    operands: list[Value]
+    results: list[Value]
+    step: Step | None
+    bodies: "list[Body]"
+
+
+class Body(NamedTuple):
+    """A program that was walked: what it was given, what came out, and its operations."""
+
+    arguments: Sequence[Value]
+    results: list[Value]
+    visits: list[Visit]
+
+
 class Walk:
     """The findings of a walk so far.
 
@@ -43,6 +64,9 @@ class Walk:
         self.uses: list[Use] = []
         self.steps: list[Step] = []
         self.opaque: dict[str, list[JaxprEqn]] = {}
+        self.carried: list[tuple[Value, Value]] = []
+        self.rows: list[Value] = []
+        self.bodies: list[Body] = []
         self.times = self.waits = 1
         self.block = ""
 
@@ -53,6 +77,7 @@ class Walk:
         values: dict[Atom, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, wanted or [True] * len(program.outvars))
+        visits: list[Visit] = []
 
         def read(atom: Atom) -> Value:
             if isinstance(atom, Literal):
@@ -65,13 +90,19 @@ class Walk:
             operands = [read(atom) for atom in equation.invars]
             num_steps, num_events = len(self.steps), len(self.events)
             outer, self.block = self.block, block_of(equation) or self.block
+            bodies, self.bodies = self.bodies, []
             results = self._results(equation, operands)
+            step = None
             if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
                 own = self.events[num_events:]
-                self.steps.append(Step(equation, self.times, operands, results, own, self.block))
-            self.block = outer
+                step = Step(equation, self.times, operands, results, own, self.block)
+                self.steps.append(step)
+            visits.append(Visit(equation, operands, results, step, self.bodies))
+            self.block, self.bodies = outer, bodies
             values.update(zip(equation.outvars, results))
-        return [read(atom) for atom in program.outvars]
+        found = [read(atom) for atom in program.outvars]
+        self.bodies.append(Body(arguments, found, visits))
+        return found
 
     def _results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         try:
@@ -118,10 +149,20 @@ class Walk:
             if kind == "sum":
                 sent.sums = (found,)
 
-    def hand_on(self, equation: JaxprEqn, before: Sequence[Value], after: Sequence[Value]) -> None:
-        """Notes that values are handed into a body, or out of it, as they are."""
+    def hand_on(
+        self,
+        equation: JaxprEqn,
+        before: Sequence[Value],
+        after: Sequence[Value],
+        trips: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Notes that values are handed into a body, or out of it, as they are.
+
+        `trips`: how often what is before is there, and what is after.
+        """
+        times = (self.times * trips[0], self.times * trips[1])
         for one, other in zip(before, after):
-            self.steps.append(Step(equation, self.times, [one], [other], []))
+            self.steps.append(Step(equation, self.times, [one], [other], [], handed=times))
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: JaxprEqn) -> None:
         """Unifies dims pairwise. Where they do not fit, `value`, which has the second, would be sent."""
@@ -227,7 +268,7 @@ def count(
     work = [0.0] * len(parameters)
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
-    costs = Costs(tensor, num_shards, splits, leads, [], [], work, _depth(walk), held)
+    costs = Costs(tensor, num_shards, splits, leads, [], [], work, depth_of(walk), held)
     kept = 1 - 1 / tensor
     for event in walk.events:
         over_batch = leads.over_batch(event)
@@ -250,7 +291,8 @@ def count(
     return costs
 
 
-def _depth(walk: Walk) -> float:
+def depth_of(walk: Walk) -> float:
+    """The mean number of products that an activation of the model is the sum of."""
     products = [use for use in walk.uses if "vocabulary" not in use.roles]
     return max(1.0, sum(use.work for use in products) / max(sum(use.num_bytes for use in products), 1))
 

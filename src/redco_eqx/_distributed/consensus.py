@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from redco_eqx._distributed.cluster import coordination_client
-from redco_eqx._distributed.process_group import ProcessGroup, end_process, process_group
+from redco_eqx._distributed.process_group import end_process, process_names
 
 T = TypeVar("T")
 
@@ -49,18 +49,8 @@ def from_first(make: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return make()
-    text, problem = "", None
-    if jax.process_index() == 0:
-        try:
-            text = json.dumps(make())
-        except Exception as error:
-            problem = error
-    text, about = from_all((text, problem and f"{type(problem).__name__}: {problem}"))[0]
-    if problem is not None:
-        raise problem
-    if about is not None:
-        raise RuntimeError(f"on process 0: {about}")
-    return json.loads(text)
+    text = together(lambda: "" if jax.process_index() else json.dumps(make()), Exception)
+    return json.loads(from_all(text)[0])
 
 
 def on_first(act: Callable[[], object]) -> None:
@@ -69,16 +59,21 @@ def on_first(act: Callable[[], object]) -> None:
 
 
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
-    """`load()`, which raises `failure` on every process if it does so on one."""
+    """`load()`, which raises `failure` on every process if it does so on one.
+
+    What is an `Exception` there is a `RuntimeError` on the others.
+    """
     result, problem = None, None
     try:
         result = load()
     except failure as error:
         problem = error
-    reasons = from_all(None if problem is None else str(problem))
-    failed = [process for process, reason in enumerate(reasons) if reason is not None]
-    if failed:
-        raise problem or failure(f"this failed on the processes {failed}: {reasons[failed[0]]}")
+    reasons = from_all(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for process, reason in enumerate(reasons):
+        if reason is not None:
+            raise (RuntimeError if failure is Exception else failure)(f"on process {process}: {reason}")
     return cast(T, result)
 
 
@@ -94,35 +89,21 @@ class Vote:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
+        self._greatest = jax.jit(_greatest, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._behind: deque[Int[Array, " n"]] = deque()
 
-    def __call__(self, *numbers: int) -> tuple[int, ...]:
-        return self.of_earlier(*numbers) or (0,) * len(numbers)
-
-    def of_earlier(self, *numbers: int) -> tuple[int, ...] | None:
-        """As a call, but `None` as long as there is no answer; so the n-th answer is of the n-th call."""
+    def __call__(self, *numbers: int) -> tuple[int, ...] | None:
+        """`None` as long as there is no answer; so the n-th answer is of the n-th call."""
         if jax.process_count() == 1:
             return numbers
-        self._behind.append(_greatest(self._mesh, numbers))
+        self._behind.append(self._greatest(_placed(self._mesh, numbers)))
         if len(self._behind) <= self.NUM_BEHIND:
             return None
         return tuple(np.asarray(self._behind.popleft()).tolist())
 
-    def now(self, *numbers: int) -> tuple[int, ...]:
-        """The same for the numbers of this very call; waits."""
-        self._behind.clear()
-        if jax.process_count() == 1:
-            return numbers
-        return tuple(np.asarray(_greatest(self._mesh, numbers)).tolist())
 
-
-def _greatest(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, " n"]:
-    return _compiled_max(mesh)(_placed(mesh, numbers))
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled_max(mesh: Mesh) -> Callable[[Int[Array, "devices n"]], Int[Array, " n"]]:
-    return jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _greatest(rows: Int[Array, "devices n"]) -> Int[Array, " n"]:
+    return jnp.max(rows, axis=0)
 
 
 @functools.lru_cache(maxsize=4)  # nearly always zeros
@@ -151,18 +132,14 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of this process about the meshes on some processes, compared with those of the others."""
+    """The entries of one process about the meshes on some processes, compared with those of the others."""
 
-    def __init__(self, group: ProcessGroup, processes: Sequence[int]):
-        self._group, self._processes = group, processes
+    def __init__(self, process: int, names: Sequence[str], processes: Sequence[int]):
+        """`names` are those of all processes of the run."""
+        self._process, self._names, self._processes = process, names, processes
         self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
         self._entries: tuple[Entry, ...] = ()
         self._streams: dict[int, tuple[int, Facts]] = {}  # the next batch of each, and the newest shapes
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        if group.ends_together:
-            self._thread.start()
-            atexit.register(self._stop)
 
     def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
         """Adds an entry, and returns its number. Raises `ValueError` if another process has a different one."""
@@ -172,7 +149,7 @@ class Entries:
         client = coordination_client()
         if client is not None:
             text = json.dumps(self._entries)
-            client.key_value_set(f"{self._key}/{self._group.process}/entries", text, allow_overwrite=True)
+            client.key_value_set(f"{self._key}/{self._process}/entries", text, allow_overwrite=True)
         self.compare()
         return number
 
@@ -185,39 +162,27 @@ class Entries:
 
     def compare(self) -> bool:
         """True if the others have come as far. Raises `ValueError`, naming the first fact that differs."""
-        client, me, first = coordination_client(), self._group.process, self._processes[0]
+        client, is_first = coordination_client(), self._process == self._processes[0]
         if client is None or not self._entries:  # JAX has left the others
             return True
         num_there, newest = 0, self._entries[-1].number
-        for path, text in client.key_value_dir_get(self._key if me == first else f"{self._key}/{first}"):
-            process = int(path.split("/")[-2])
+        place = self._key if is_first else f"{self._key}/{self._processes[0]}"
+        for path, text in client.key_value_dir_get(place):
             theirs = [Entry(*fields) for fields in json.loads(text)]
             num_there += theirs[-1].number >= newest
             for entry in theirs:
-                self._compare(entry, process)
-        return num_there >= (len(self._processes) if me == first else 1)
+                self._compare(entry, int(path.split("/")[-2]))
+        return num_there >= (len(self._processes) if is_first else 1)
 
-    def wait(self) -> None:
-        """Waits until the others have come as far. Raises as `compare`."""
-        pause = 0.01
-        while not self.compare():
-            time.sleep(pause)
-            pause = min(2 * pause, 0.25 + len(self._group.names) / 1000)
-
-    def _watch(self) -> None:
-        seconds = max(0.5, len(self._group.names) / 200)  # for process 0 a few hundred requests a second
+    def watch(self, done: threading.Event) -> None:
+        """Compares from time to time, and ends the processes if they differ. For a thread of its own."""
         try:
-            while not self._done.wait(seconds):
+            while not done.wait(max(0.5, len(self._names) / 200)):  # some hundred requests a second in all
                 self.compare()
         except ValueError as error:
             end_process(str(error))
         except jax.errors.JaxRuntimeError:  # process 0 has ended
             return
-
-    def _stop(self) -> None:
-        # A thread that is inside JAX when the interpreter ends would abort it.
-        self._done.set()
-        self._thread.join(5.0)
 
     def _compare(self, theirs: Entry, process: int) -> None:
         mine = next((entry for entry in self._entries if entry.number == theirs.number), None)
@@ -227,24 +192,22 @@ class Entries:
                 return  # forgotten, or still to come
             mine = theirs._replace(facts=shapes)  # here the shapes did not change
         # In the order of the processes, so that all of them say the same.
-        here, there = sorted([(self._group.process, mine), (process, theirs)])
-        (one, this), (other, that) = ((self._group.names[index], entry) for index, entry in (here, there))
-        problems = [
-            f"{this.subject}: {name} is {this.facts.get(name) or 'missing'} on {one}, but "
-            f"{that.facts.get(name) or 'missing'} on {other}"
-            for name in this.facts | that.facts
-            if this.facts.get(name) != that.facts.get(name)
-        ]
+        (one, this), (other, that) = sorted([(self._process, mine), (process, theirs)])
+        one, other = self._names[one], self._names[other]
+        names = [name for name in this.facts | that.facts if this.facts.get(name) != that.facts.get(name)]
         if this.subject != that.subject:
-            problems = [f"{one} has come to {this.subject}, but {other} to {that.subject}"]
-        if problems:
-            raise ValueError(
-                f"{problems[0]}. Each process must be given the same state, examples, functions and options, "
-                "and collate rows to the same shape (pad text to a fixed length)."
-            )
+            problem = f"{this.subject} has been reached on {one}, but {that.subject} on {other}"
+        elif names:
+            here, there = (facts.get(names[0], "missing") for facts in (this.facts, that.facts))
+            problem = f"{this.subject}: {names[0]} is {here} on {one}, but {there} on {other}"
+        else:
+            return
+        raise ValueError(
+            f"{problem}. Each process must be given the same state, examples, functions and options, and "
+            "collate rows to the same shape (pad text to a fixed length)."
+        )
 
 
-_made = functools.cache(Entries)
 _lock = threading.Lock()  # a stream may be opened in a thread
 
 
@@ -258,11 +221,20 @@ def is_shared(mesh: Mesh) -> bool:
     return len(_processes(mesh)) > 1
 
 
+@functools.cache
+def _made(processes: tuple[int, ...]) -> Entries:
+    entries, done = Entries(jax.process_index(), process_names(), processes), threading.Event()
+    thread = threading.Thread(target=entries.watch, args=(done,), daemon=True)
+    thread.start()
+    # A thread that is inside JAX when the interpreter ends would abort it.
+    atexit.register(lambda: (done.set(), thread.join(5.0)))
+    return entries
+
+
 def entries_of(mesh: Mesh) -> Entries | None:
-    """The entries of this process about a mesh; `None` if it is on one process."""
-    group = process_group() if is_shared(mesh) else None
+    """The entries of this process about a mesh, which a thread compares; `None` if it is on one process."""
     with _lock:
-        return None if group is None else _made(group, _processes(mesh))
+        return _made(_processes(mesh)) if is_shared(mesh) else None
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
@@ -274,4 +246,5 @@ def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
     entries = entries_of(mesh)
     if entries is not None:
         entries.add(subject, facts)
-        entries.wait()
+        while not entries.compare():
+            time.sleep(0.02 + jax.process_count() / 1000)

@@ -9,16 +9,16 @@ only named here, because Python's threads wait while an extension computes: JAX'
 
 import atexit
 import contextlib
+import dataclasses
 import faulthandler
 import gc
 import io
-import logging
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -32,17 +32,14 @@ _STDERR = 2  # a C function writes to it, also where `sys.stderr` has been repla
 _group: "ProcessGroup | None" = None
 
 
-def process_group() -> "ProcessGroup | None":
-    """The group that this process has joined; `None` if it is alone."""
-    global _group
-    if _group is None and jax.distributed.is_initialized():  # not by us
-        _group = ProcessGroup(jax.process_index(), [f"process {i}" for i in range(jax.process_count())])
-    return _group
+def process_names() -> Sequence[str]:
+    """A name for each process: its number, host and pid; its number if another function has joined them."""
+    return [f"process {i}" for i in range(jax.process_count())] if _group is None else _group.names
 
 
 def end_process(reason: str) -> NoReturn:
     """Ends this process now, and with it the others, if there are any. For use by any thread."""
-    if _group is not None and _group.ends_together:
+    if _group is not None:
         _group.fail(reason)
         _group.leave()
     log(f"this process ends: {reason}")
@@ -51,61 +48,43 @@ def end_process(reason: str) -> NoReturn:
 
 
 def _is_ending() -> bool:
-    return _group is not None and _group._code is not None
+    return _group is not None and _group.leave_at < math.inf
 
 
+@dataclasses.dataclass
 class ProcessGroup:
-    """This process among the others.
+    """This process among the others, with a thread that listens to them.
 
     - `process`: the number of this one.
-    - `names`: for each process its number, host and pid.
-    - `ends_together`: true if the failure of one process ends all.
+    - `names`, `connections`: as `rendezvous` has returned them.
+    - `leave_seconds`: after a failure anywhere, the time for which the main thread may go on.
+    - `silent_seconds`: the time after which a process that says nothing is named.
+    - `leave_at`: when this process ends; infinite until there is a failure.
     """
 
-    def __init__(
-        self,
-        process: int,
-        names: Sequence[str],
-        connections: Mapping[int, Connection] | None = None,
-        *,
-        leave_seconds: float = 5.0,
-        silent_seconds: float = 15.0,
-    ):
-        """**Arguments:**
-
-        - `names`, `connections`: as `rendezvous` has returned them.
-        - `leave_seconds`: after a failure anywhere, the time for which the main thread may go on.
-        - `silent_seconds`: the time after which a process that says nothing is named.
-        """
-        self.process, self.names, self.ends_together = process, names, connections is not None
-        self._connections = dict(connections or {})
-        self._leave_seconds, self._silent_seconds = leave_seconds, silent_seconds
-        self._last_heard = dict.fromkeys(self._connections, time.monotonic())
-        self._finished: set[int] = set()
-        self._code: int | None = None  # to exit with, after a failure
-        self._leave_at = math.inf
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._nowhere = -1  # a file that swallows all
+    process: int
+    names: Sequence[str]
+    connections: dict[int, Connection]
+    leave_seconds: float
+    silent_seconds: float
+    leave_at: float = math.inf
 
     def start(self) -> None:
-        """Takes over uncaught exceptions and the end of the interpreter, and begins to watch."""
+        """Takes over uncaught exceptions and the end of the interpreter, and begins to listen."""
         global _group
-        _group = self
-        self._nowhere = os.open(os.devnull, os.O_WRONLY)
+        _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
+        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # of those that are not done
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
             # Nothing is flushed where JAX aborts in its own threads.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-            if not faulthandler.is_enabled():
-                faulthandler.enable()
         # Now, because Python starts no thread when the interpreter is about to end.
         threading.Thread(target=self._watch, name="redco_eqx.process_group", daemon=True).start()
 
-    def fail(self, reason: str, code: int = 1) -> None:
+    def fail(self, reason: str) -> None:
         """Tells every process why this one ends. All are gone soon after `leave_seconds`."""
-        if self._leave_within(self._leave_seconds, code):
+        if self._leave_within(self.leave_seconds):
             name = self.names[self.process]
             self._send(f"{name} failed: {reason}")
             log(f"{name} of {len(self.names)} ends: {reason}")
@@ -116,17 +95,16 @@ class ProcessGroup:
         while True:
             time.sleep(1.0)  # the watching thread does it
 
-    def _leave_within(self, seconds: float, code: int = 1) -> bool:
+    def _leave_within(self, seconds: float) -> bool:
         """Has the watching thread end this process. Returns True the first time."""
         with self._lock:
-            is_new = self._code is None
+            is_new = not _is_ending()
             if is_new:
-                self._code = code
                 # A thread in C: a full pipe, a dead network or a file that is stuck may hold up the other.
                 # Process 0 is the last one, because JAX aborts those that are there without it.
-                left = self._leave_seconds + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
-                faulthandler.dump_traceback_later(left, exit=True, file=self._nowhere)
-            self._leave_at = min(self._leave_at, time.monotonic() + seconds)
+                left = self.leave_seconds + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
+                faulthandler.dump_traceback_later(left, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+            self.leave_at = min(self.leave_at, time.monotonic() + seconds)
         return is_new
 
     def _on_exception(self, *exception: Any) -> None:  # its type, itself, its traceback
@@ -137,80 +115,78 @@ class ProcessGroup:
         # Neither at the prompt, where the session goes on, nor in a child that was forked off.
         if hasattr(sys, "ps1") or os.getpid() != self._pid:
             return
-        text = next(iter(str(error).splitlines()), "")
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        self.fail(f"{type(error).__name__}: {text[:1000]}", code)
+        first_line, *_ = str(error).split("\n")
+        self.fail(f"{type(error).__name__}: {first_line[:1000]}")
         if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(min(1.0, self._leave_seconds / 2))  # until it is known whose fault it may be
+            time.sleep(min(1.0, self.leave_seconds / 2))  # until it is known whose fault it may be
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         # Set by Python for what was not caught, whoever has replaced our hook since.
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and self._code is None:
+        error = getattr(sys, "last_value", None)
+        if error is not None and not _is_ending():
             self._fail_with(error)
-        if self._code is not None:
+        if _is_ending():
             self.leave()
         self._send(_FINISHED)  # from here on JAX waits for the others
 
     def _send(self, message: str, besides: int | None = None) -> None:
-        for process, connection in list(self._connections.items()):
+        for process, connection in list(self.connections.items()):
             if process != besides:
                 with contextlib.suppress(OSError):  # it is gone, or frozen
                     connection.send_bytes(message.encode()[:_MAX_BYTES])
 
     def _watch(self) -> None:
         next_beat = 0.0
-        while time.monotonic() < self._leave_at:
+        while time.monotonic() < self.leave_at:
             self._listen(0.1)
             if time.monotonic() > next_beat:
-                next_beat = time.monotonic() + self._silent_seconds / 4
+                next_beat = time.monotonic() + self.silent_seconds / 4
                 self._send("")
-                self._report_silent()
+                self._name_silent()
         flush_all()
-        while self.process == 0 and self._connections:
+        while self.process == 0 and self.connections:
             self._listen(0.1)
         self._send(_FINISHED)
-        os._exit(self._code or 0)
+        os._exit(1)
 
     def _listen(self, seconds: float) -> None:
         """Takes in a message of each process that has sent one, as soon as there is any."""
-        processes = {connection: process for process, connection in self._connections.items()}
+        processes = {connection: process for process, connection in self.connections.items()}
         for connection in wait(list(processes), seconds):
             process = processes[connection]  # pyright: ignore[reportArgumentType]
             try:
-                message = self._connections[process].recv_bytes(_MAX_BYTES).decode(errors="replace")
+                message = self.connections[process].recv_bytes(_MAX_BYTES).decode(errors="replace")
             except (EOFError, OSError) as error:
-                self._connections.pop(process).close()
-                del self._last_heard[process]
-                if process not in self._finished:
-                    how = str(error) or "its connection was closed"
-                    self._on_failure(f"{self.names[process]} is lost: {how}.", process)
+                self.connections.pop(process).close()
+                if self._last_heard.pop(process, None) is not None:
+                    why = str(error) or "its connection was closed"
+                    self._on_failure(f"{self.names[process]} is lost: {why}.", process)
                 continue
-            self._last_heard[process] = time.monotonic()
             if message == _FINISHED:
-                self._finished.add(process)
+                self._last_heard.pop(process, None)
             elif message:
                 self._on_failure(message, process)
+            elif process in self._last_heard:
+                self._last_heard[process] = time.monotonic()
 
     def _on_failure(self, line: str, source: int) -> None:
         """Ends this process soon, because another one is about to, or is gone."""
         if not jax.distributed.is_initialized():  # JAX has left the others, and waits for none
             return
-        has_coordinator = 0 in (self.process, *self._connections)  # without it JAX aborts
-        self._leave_within(self._leave_seconds if has_coordinator else 0.0)
+        has_coordinator = 0 in (self.process, *self.connections)  # without it JAX aborts
+        self._leave_within(self.leave_seconds if has_coordinator else 0.0)
         self._send(line, besides=source)  # process 0 to the others
         log(line)
 
-    def _report_silent(self) -> None:
+    def _name_silent(self) -> None:
         """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
         for process, last_heard in self._last_heard.items():
             seconds = time.monotonic() - last_heard
-            if seconds > self._silent_seconds and self._code is None:
+            if seconds > self.silent_seconds and not _is_ending():
                 self._last_heard[process] = math.inf
-                how = f"has not answered for {seconds:.0f} s: it is frozen, or out of reach, or busy"
-                log(f"{self.names[process]} {how}.")
+                log(f"{self.names[process]} has not answered for {seconds:.0f} s: frozen, cut off or busy.")
 
 
 class Watchdog:
@@ -220,11 +196,10 @@ class Watchdog:
     itself not get to run any more, the same happens without the telling.
     """
 
-    def __init__(self, timeout_seconds: float | None, about: Callable[[], str] = lambda: ""):
-        """`about` says at the end what else there is to know."""
+    def __init__(self, timeout_seconds: float | None):
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"step_timeout_seconds={timeout_seconds}, but it must be positive, or None.")
-        self._seconds, self._about = timeout_seconds, about
+        self._seconds = timeout_seconds
         self._done = threading.Event()
         self._last_beat = 0.0
 
@@ -242,18 +217,18 @@ class Watchdog:
         self._done.set()
 
     def _run(self, seconds: float) -> None:
-        while not self._done.is_set() and not _is_ending():
+        while not self._done.wait(min(1.0, seconds / 4)):
+            if _is_ending():  # for which the same thread in C is used
+                return
             # A thread in C: an extension that does not release the interpreter stops this one.
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_STDERR)
-            self._done.wait(min(1.0, seconds / 4))
-            if time.monotonic() - self._last_beat > seconds and not self._done.is_set():
-                sys.stderr.flush()
+            if time.monotonic() - self._last_beat > seconds:
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
                 end_process(
                     f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
-                    f"its threads stands.\n{self._about()}".rstrip()
+                    "its threads stands."
                 )
-        if not _is_ending():  # for which the same thread in C is used
+        if not _is_ending():
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -264,13 +239,11 @@ def log(message: str) -> None:
 
 
 def flush_all() -> None:
-    """Flushes the handlers of `logging` and every open file, as `os._exit` does not.
+    """Flushes every open file, as `os._exit` does not.
 
     Python keeps no list of open files, so all objects are looked through. The thread that holds a file may be
     stuck, which is why nobody can be asked to flush his own.
     """
-    with contextlib.suppress(Exception):
-        logging.shutdown()
     # By type, as an object can do anything when asked for its class; and `io.IOBase` itself is slow to ask.
     base = io.IOBase.__mro__[1]
     for file in [thing for thing in gc.get_objects() if issubclass(type(thing), base)]:

@@ -8,7 +8,7 @@ also what is done.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,9 +19,6 @@ from jaxtyping import Array, Inexact, PyTree
 
 from redco_eqx._base.tree import is_array, leaves_with_paths
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
-
-if TYPE_CHECKING:
-    from redco_eqx._sharding.matrices import Matrix
 
 # The mesh that traced arrays lie on, found from the arrays themselves.
 
@@ -99,7 +96,7 @@ class SplitLayer:
     bias: Array | None = None
 
 
-def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit: int) -> SplitLayer | None:
+def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
     """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be.
 
     It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
@@ -112,21 +109,21 @@ def split_layer(layer: Layer, side: Literal["out", "in"], num_shards: int, unit:
     if len(matrices) != 1 or matrices[0].node is not root:
         return None
     (matrix,) = matrices
-    dim = matrix.out_dim if side == "out" else matrix.in_dim
+    dims = {node.path: dim for node, dim in matrix.cut(split).items()}
+    features = matrix.out_size // matrix.parts if split == "column" else matrix.in_size
     is_linear = len(matrix.weight.shape) == (3 if matrix.parts > 1 else 2)
-    if not is_linear or matrix.weight.shape[dim] % (num_shards * unit):
+    if not is_linear or features % (num_shards * unit):
         return None
-    cut = _cut(matrix, side)
     leaves, build = take_apart(layer)
     paths = [path for path, _ in leaves_with_paths(eqx.filter(layer, is_array))]
-    if set(paths) != set(cut):
+    if set(paths) != set(dims):
         return None
     bias = None
-    if side == "in" and matrix.bias is not None:
+    if split == "row" and matrix.bias is not None:
         index = paths.index(matrix.bias.path)
         bias, leaves[index] = leaves[index], jnp.zeros_like(leaves[index])
     specs = [
-        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(cut.get, paths)
+        PartitionSpec() if d is None else PartitionSpec(*[None] * d, "tensor") for d in map(dims.get, paths)
     ]
 
     return SplitLayer(leaves, specs, build, bias)
@@ -151,19 +148,6 @@ def apply(layer: Layer | Array, x: Array) -> Array:
         for _ in range(x.ndim - 1):
             layer = jax.vmap(layer)
     return layer(x)
-
-
-def _cut(matrix: "Matrix", side: Literal["out", "in"]) -> dict[str, int | None]:
-    """`{path: dim that is cut}` of every array that belongs to the matrix."""
-    is_out = side == "out"
-    cut: dict[str, int | None] = {matrix.weight.path: matrix.out_dim if is_out else matrix.in_dim}
-    if matrix.bias is not None:
-        cut[matrix.bias.path] = matrix.bias_dim if is_out else None
-    if matrix.lora is not None:
-        down, up = matrix.lora
-        cut[down.weight.path] = None if is_out else down.dim
-        cut[up.weight.path] = up.dim if is_out else None
-    return cut
 
 
 Remat: TypeAlias = Literal["none", "full", "row_out"]
@@ -212,7 +196,7 @@ def column(
         return tuple(apply(layer, x) for layer in layers)
     if sequence_parallel:
         check_sequence("column", x, mesh)
-    splits = [split_layer(layer, "out", tensor_size(mesh), unit) for layer in layers]
+    splits = [split_layer(layer, "column", tensor_size(mesh), unit) for layer in layers]
     found = [split for split in splits if split is not None]
     outputs = iter(_column(x, found, mesh, sequence_parallel) if found else ())
     return tuple(apply(layer, x) if split is None else next(outputs) for layer, split in zip(layers, splits))
@@ -282,7 +266,7 @@ def row(
     if sequence_parallel:
         for one in xs:
             check_sequence("row", one, mesh)
-    splits = [split_layer(one, "in", tensor_size(mesh), unit) for one in layers]
+    splits = [split_layer(one, "row", tensor_size(mesh), unit) for one in layers]
     found = [(x, split) for x, split in zip(xs, splits) if split is not None]
     outputs = [apply(one, x) for x, one, split in zip(xs, layers, splits) if split is None]
     if found:

@@ -33,7 +33,6 @@ def only_real(policy: Policy) -> Policy:
     return keep
 
 
-keep_nothing = jax.checkpoint_policies.nothing_saveable
 keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"))
 
 
@@ -135,7 +134,7 @@ def check_remat(remat: str) -> None:
 
 def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
     if remat == "full":
-        return keep_nothing
+        return jax.checkpoint_policies.nothing_saveable
     if remat == "row_out":
         return keep_row_out
     # Weights that were gathered count as activations: what is kept has to be named otherwise.
@@ -178,21 +177,19 @@ def _marked(x: Array) -> Array:
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
     """Refuses, by `ValueError`, no layers, and arrays of a stack that disagree on their number."""
-    if isinstance(layers, list | tuple):
-        sizes = {"layers": len(layers)}
-    else:
-        arrays = [(path, x) for path, x in leaves_with_paths({"layers": layers}) if is_array(x)]
-        for path, x in arrays:
-            if x.ndim == 0 and isinstance(x, Tracer):
-                raise ValueError(
-                    f"scan_layers: {path} is {describe(x)}, but the leading dim of every array numbers the "
-                    "layers. If it is a plain number of the model, plain jax.jit (grad, vmap) has made an "
-                    "array of it: use eqx.filter_jit (filter_grad, filter_vmap), which leaves it alone."
-                )
-        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays}
-    if not sizes or min(sizes.values()) == 0:
-        empty = next((path for path, size in sizes.items() if size == 0), "layers")
-        raise ValueError(f"scan_layers: {empty} numbers no layers. Pass a list of layers, or a stack of them.")
+    is_list = isinstance(layers, list | tuple)
+    stack = {} if is_list else {"layers": layers}
+    arrays = {path: x for path, x in leaves_with_paths(stack) if is_array(x)}
+    sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()}
+    sizes = sizes or {"layers": len(layers) if is_list else 0}
+    if 0 in sizes.values():
+        path = next(path for path, size in sizes.items() if size == 0)
+        path += f", {describe(arrays[path])}," if path in arrays else ""
+        raise ValueError(
+            f"scan_layers: {path} numbers no layers. Pass a list of layers, or a stack, in which the leading "
+            "dim of every array numbers them. If it is a plain number of the model, plain jax.jit (grad, vmap) "
+            "has made an array of it: use eqx.filter_jit (filter_grad, filter_vmap), which leaves it alone."
+        )
     first = next(iter(sizes))
     for path, size in sizes.items():
         if size != sizes[first]:

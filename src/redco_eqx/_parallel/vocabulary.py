@@ -72,13 +72,11 @@ def embed(
                 return found
             length = found.shape[1] // tensor_size(mesh)
             return jax.lax.dynamic_slice_in_dim(found, jax.lax.axis_index("tensor") * length, length, axis=1)
-        num_rows = table.shape[0] * tensor_size(mesh)
         ids = _wide(ids)
-        ids = jnp.where(ids < 0, ids + num_rows, ids)
-        own, is_here = _own_part_of(ids, table.shape[0], "tensor")
-        found = jnp.take(table, own, axis=0)
-        other = jnp.where((ids < 0) | (ids >= num_rows), jnp.nan, 0).astype(table.dtype)
-        found = jnp.where(is_here[..., None], found, other[..., None])
+        ids = jnp.where(ids < 0, ids + table.shape[0] * tensor_size(mesh), ids)
+        own, is_here, is_outside = _own_part_of(ids, table.shape[0], "tensor")
+        other = jnp.where(is_outside, jnp.nan, 0).astype(table.dtype)
+        found = jnp.where(is_here[..., None], jnp.take(table, own, axis=0), other[..., None])
         if sequence_parallel:
             return jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
         return jax.lax.psum(found, "tensor")
@@ -232,16 +230,15 @@ def _cross_entropy(
     greatest = jnp.where(is_finite, greatest, 0)
     sums = jnp.sum(jnp.exp(logits - greatest[..., None]), axis=-1)
     size, labels = logits.shape[-1], _wide(labels)
+    own, is_here, is_outside = _own_part_of(labels, size, axis)
     if axis is None:
-        is_here = (labels >= 0) & (labels < size)
-        # Outside, NaN is filled in; twice below 0, where the first time would count from the end.
+        # Outside, the lookup fills in NaN, and is found by it; twice below 0, where the first time would count
+        # from the end.
         own = jnp.where(is_here, labels, jnp.where(counts, labels - size * (labels < 0), 0))
-        picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+    picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+    if axis is None:
         picked = jnp.where(is_here | counts, picked, 0)
     else:
-        own, is_here = _own_part_of(labels, size, axis)
-        is_outside = (labels < 0) | (labels >= size * jax.lax.axis_size(axis))
-        picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
         picked = jnp.where(is_here, picked, jnp.where(is_outside & counts, jnp.nan, 0))
         sums, picked = (checkpoint_name(jax.lax.psum(x, axis), "reduced") for x in (sums, picked))
     each = jnp.log(sums) + greatest - picked
@@ -254,19 +251,20 @@ def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _own_part_of(
-    ids: Int[Array, "*batch"], num_rows: int, axis: str
-) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Return, for a vocabulary of which each shard has this many rows, the row on this shard, and if it is
-    here."""
-    own = ids - jax.lax.axis_index(axis) * num_rows
+    ids: Int[Array, "*batch"], num_rows: int, axis: str | None
+) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"], Bool[Array, "*batch"]]:
+    """Return, for a vocabulary of which each shard has this many rows, the row on this shard, if it is here,
+    and if it is on none."""
+    size = num_rows if axis is None else num_rows * jax.lax.axis_size(axis)
+    own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
-    return jnp.where(is_here, own, 0), is_here
+    return jnp.where(is_here, own, 0), is_here, (ids < 0) | (ids >= size)
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
     """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
     if num_shards > 1 and callable(head):
-        return split_layer(head, "out", num_shards, 1)
+        return split_layer(head, "column", num_shards, 1)
     if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
         return None
     leaves, build = take_apart(head)

@@ -1,21 +1,17 @@
-"""The cost of a step on a device: operations, what the forward pass leaves for the backward one, memory."""
+"""The cost of a step on a device: operations and memory."""
 
 import dataclasses
-import itertools
 import math
-import operator
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from redco_eqx._base.jaxprs import Atom, body, called, shape_of, source_line, type_of
+from redco_eqx._base.jaxprs import shape_of
 from redco_eqx._base.tree import is_array
-from redco_eqx._compiled.hlo import Buffer
 from redco_eqx._step.state import TrainState
 
 # How many floating-point operations a traced program takes.
@@ -32,14 +28,14 @@ def num_flops(program: Jaxpr) -> float:
 
 def _of(equation: JaxprEqn) -> float:
     name, params = equation.primitive.name, equation.params
+    inside = [num_flops(program) for program in jaxprs_in_params(params)]
     if name == "cond":
-        return max(num_flops(body(branch)) for branch in params["branches"])
-    inside = sum((num_flops(body(x)) for x in params.values() if isinstance(x, Jaxpr | ClosedJaxpr)), 0.0)
+        return max(inside)
     if name == "scan":
-        return inside * params["length"]
+        return sum(inside) * params["length"]
     depth = _DEPTHS.get(name)
     if depth is None:
-        return inside
+        return sum(inside, 0.0)
     return 2.0 * math.prod(shape_of(equation.outvars[0])) * depth(equation)
 
 
@@ -68,104 +64,6 @@ _DEPTHS = {
     "conv_general_dilated": _of_convolution,
 }
 """How many products each number of the result is the sum of."""
-
-
-# What a traced step remembers of its forward pass for the backward pass, before any compiler has seen it.
-
-
-_DEAR = {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "shard_map"}
-"""Whose results take memory if they are used later. Others' may be computed again where they are read."""
-
-
-@dataclasses.dataclass
-class _Form:
-    """A dear value, or what is made of it alone: of all forms that are used later, the largest is kept.
-
-    - `origin`: a number for the dear value.
-    - `first`, `last`: after operations `first` to `last - 1` this form is there.
-    """
-
-    buffer: Buffer
-    origin: int
-    first: int
-    last: int
-
-
-def remembered(program: Jaxpr) -> tuple[Buffer, ...]:
-    """The values, whole, that are there when they take most; the largest first.
-
-    Only results of products and loops count, each once, and what is made of one of them alone in its place.
-    Split over all devices they take no more of each than the compiled step does, however that is laid out.
-    """
-    known: dict[int, _Form] = {}
-    for now, (equation, operands, results) in enumerate(_flat(program, {}, itertools.count())):
-        read = [known[x] for x in operands if x in known]
-        for form in read:
-            form.last = now
-        origins = {form.origin for form in read}
-        for number, atom in zip(results, equation.outvars):
-            if not shape_of(atom):
-                continue
-            if equation.primitive.name in _DEAR:
-                known[number] = _Form(_buffer(equation, atom), number, now, now)
-            elif len(origins) == 1:
-                # Padded or broadcast, it may as well be kept as it was.
-                smallest = min((_buffer(equation, atom), *(form.buffer for form in read)), key=_size)
-                known[number] = _Form(smallest, min(origins), now, now)
-    return tuple(sorted(_most(known.values()), key=lambda b: (-b.num_bytes, b.shape, b.source)))
-
-
-def _most(forms: Iterable[_Form]) -> list[Buffer]:
-    """List what is kept after the operation after which most is."""
-    of_origin: dict[int, list[_Form]] = {}
-    for form in forms:
-        if form.first < form.last:
-            of_origin.setdefault(form.origin, []).append(form)
-    changes: Counter[int] = Counter()  # of bytes, by operation
-    for alike in of_origin.values():
-        for start, end in itertools.pairwise(sorted({now for x in alike for now in (x.first, x.last)})):
-            size = max((x.buffer.num_bytes for x in alike if x.first <= start < x.last), default=0)
-            changes[start] += size
-            changes[end] -= size
-    total, most, peak = 0, 0, 0
-    for now in sorted(changes):
-        total += changes[now]
-        if total > most:
-            most, peak = total, now
-    kept = [[x.buffer for x in alike if x.first <= peak < x.last] for alike in of_origin.values()]
-    return [max(buffers, key=_size) for buffers in kept if buffers]
-
-
-_size = operator.attrgetter("num_bytes")
-
-
-def _buffer(equation: JaxprEqn, atom: Atom) -> Buffer:
-    aval = type_of(atom)
-    line = source_line(equation).partition(" (")[0]
-    return Buffer(aval.size * aval.dtype.itemsize, aval.str_short(short_dtypes=True), line)
-
-
-def _flat(
-    program: Jaxpr, numbers: dict[Var, int], fresh: Iterator[int]
-) -> Iterator[tuple[JaxprEqn, list[int], list[int]]]:
-    """Operations in order, those of calls in their place, with numbers for what they read and make."""
-
-    def number_of(atom: Atom) -> int:
-        if not isinstance(atom, Var):
-            return next(fresh)
-        return numbers.setdefault(atom, next(fresh))
-
-    for equation in program.eqns:
-        operands = [number_of(atom) for atom in equation.invars]
-        inner = None if equation.primitive.name in _DEAR else called(equation)
-        if inner is None:
-            results = [number_of(atom) for atom in equation.outvars]
-            yield equation, operands, results
-            continue
-        inside = dict(zip(inner.invars, operands))
-        yield from _flat(inner, inside, fresh)
-        for atom, result in zip(equation.outvars, inner.outvars):
-            numbers[atom] = inside[result] if isinstance(result, Var) else next(fresh)
 
 
 # What a device holds while it takes a step.

@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
+
+from redco_eqx._base.protocols import check_positive
 
 # What accelerators have: memory, and the speeds by which plans are ranked. From their makers' data sheets.
 
@@ -37,47 +39,58 @@ class Chip:
     bandwidth: float
 
 
+class Architecture(NamedTuple):
+    """The kind of a GPU.
+
+    - `capability`: of CUDA. `clock`: GHz. `cache`: of the second level, in bytes.
+    - `units`, `threads`, `shared`: of a core, for float32, the most at a time, and bytes of memory; of these a
+        block may have `shared_by_block`.
+    """
+
+    capability: tuple[int, int]
+    units: int
+    threads: int
+    shared: int
+    shared_by_block: int
+    cache: int
+    clock: float
+
+
 @dataclasses.dataclass(frozen=True)
 class GPU(Chip):
     """A GPU, with what NVIDIA's compiler asks about one that is not there.
 
-    - `name`: as its driver tells it. `capability`: of CUDA.
-    - `num_cores`: streaming multiprocessors, each with `units` for float32 and `shared` bytes of memory, of
-        which a block may have `shared_by_block`.
-    - `cache`: of the second level, in bytes. `memory_bandwidth`: bytes in a second. `clock`: GHz.
+    - `name`: as its driver tells it. `num_cores`: streaming multiprocessors.
+    - `memory_bandwidth`: bytes in a second.
     """
 
     name: str
-    capability: tuple[int, int]
     num_cores: int
-    units: int
-    shared: int
-    shared_by_block: int
-    cache: int
     memory_bandwidth: float
-    clock: float
+    kind: Architecture
 
     @property
     def description(self) -> str:
         """A `stream_executor.GpuTargetConfigProto`, as text."""
-        major, minor = self.capability
+        kind = self.kind
+        major, minor = kind.capability
         limits = {
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": self.shared,
-            "shared_memory_per_block_optin": self.shared_by_block,
-            "threads_per_core_limit": 2048 if self.capability != (8, 6) else 1536,
+            "shared_memory_per_core": kind.shared,
+            "shared_memory_per_block_optin": kind.shared_by_block,
+            "threads_per_core_limit": kind.threads,
             "core_count": self.num_cores,
-            "fpus_per_core": self.units,
+            "fpus_per_core": kind.units,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 2**16 - 1,
             "block_dim_limit_z": 2**16 - 1,
             "registers_per_core_limit": 2**16,
             "registers_per_block_limit": 2**16,
             "memory_bandwidth": int(self.memory_bandwidth),
-            "l2_cache_size": self.cache,
-            "clock_rate_ghz": self.clock,
+            "l2_cache_size": kind.cache,
+            "clock_rate_ghz": kind.clock,
             "device_memory_size": self.memory,
         }
         fields = " ".join(f"{name}: {value}" for name, value in limits.items())
@@ -98,27 +111,17 @@ TPUS = {
     "v6e": Chip(int(31.25 * GIB), 918e12, 3584e9 / 16),
 }
 
-_V100 = {"units": 64, "shared": 96 * 1024, "shared_by_block": 96 * 1024, "cache": 6 * 2**20, "clock": 1.53}
-_A100 = {"units": 64, "shared": 164 * 1024, "shared_by_block": 163 * 1024, "cache": 40 * 2**20, "clock": 1.41}
-_H100 = {"units": 128, "shared": 228 * 1024, "shared_by_block": 227 * 1024, "cache": 50 * 2**20, "clock": 1.98}
-_3080 = {"units": 128, "shared": 100 * 1024, "shared_by_block": 99 * 1024, "cache": 5 * 2**20, "clock": 1.71}
+_V100 = Architecture((7, 0), 64, 2048, 96 * 1024, 96 * 1024, 6 * 2**20, 1.53)
+_A100 = Architecture((8, 0), 64, 2048, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41)
+_H100 = Architecture((9, 0), 128, 2048, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98)
+_3080 = Architecture((8, 6), 128, 1536, 100 * 1024, 99 * 1024, 5 * 2**20, 1.71)
 GPUS = {
-    "rtx3080-10g": GPU(
-        10 * GIB, 59.5e12, 16e9, "NVIDIA GeForce RTX 3080", (8, 6), 68, memory_bandwidth=760e9, **_3080
-    ),
-    "v100-16g": GPU(
-        16 * GIB, 125e12, 150e9, "Tesla V100-SXM2-16GB", (7, 0), 80, memory_bandwidth=900e9, **_V100
-    ),
-    "a100-40g": GPU(
-        40 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-40GB", (8, 0), 108, memory_bandwidth=1555e9, **_A100
-    ),
-    "a100-80g": GPU(
-        80 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-80GB", (8, 0), 108, memory_bandwidth=2039e9, **_A100
-    ),
-    "h100": GPU(
-        80 * GIB, 989e12, 450e9, "NVIDIA H100 80GB HBM3", (9, 0), 132, memory_bandwidth=3352e9, **_H100
-    ),
-    "h200": GPU(141 * 10**9, 989e12, 450e9, "NVIDIA H200", (9, 0), 132, memory_bandwidth=4800e9, **_H100),
+    "rtx3080-10g": GPU(10 * GIB, 59.5e12, 16e9, "NVIDIA GeForce RTX 3080", 68, 760e9, _3080),
+    "v100-16g": GPU(16 * GIB, 125e12, 150e9, "Tesla V100-SXM2-16GB", 80, 900e9, _V100),
+    "a100-40g": GPU(40 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-40GB", 108, 1555e9, _A100),
+    "a100-80g": GPU(80 * GIB, 312e12, 300e9, "NVIDIA A100-SXM4-80GB", 108, 2039e9, _A100),
+    "h100": GPU(80 * GIB, 989e12, 450e9, "NVIDIA H100 80GB HBM3", 132, 3352e9, _H100),
+    "h200": GPU(141 * 10**9, 989e12, 450e9, "NVIDIA H200", 132, 4800e9, _H100),
 }
 
 
@@ -176,8 +179,7 @@ def find_target(target: str | Sequence[Any] | None, *, bytes_per_device: int | N
             raise ValueError("plan: target has no devices.")
         found = Target("these devices", devices, _present(devices[0]), devices[0].platform)
     if bytes_per_device is not None:
-        if bytes_per_device < 1:
-            raise ValueError(f"plan: bytes_per_device={bytes_per_device}, but it must be positive.")
+        check_positive("plan", bytes_per_device=bytes_per_device)
         found = dataclasses.replace(found, chip=dataclasses.replace(found.chip, memory=bytes_per_device))
     if not found.chip.memory:
         raise ValueError(
@@ -202,8 +204,8 @@ def _named(name: str, estimate: bool) -> Target:
     if estimate:
         return Target(name, _stand_ins(name, count), (TPUS | GPUS)[kind], "cpu")
     if kind in TPUS:
-        return Target(name, _tpu_devices(name), TPUS[kind], "tpu")
-    return Target(name, _gpu_devices(kind, count), GPUS[kind], "gpu", _NO_TRIALS)
+        return Target(name, _topology(name), TPUS[kind], "tpu")
+    return Target(name, _topology(name), GPUS[kind], "gpu", _NO_TRIALS)
 
 
 def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
@@ -219,29 +221,17 @@ def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
 
 def _present(device: Any) -> Chip:
     """Describe a device of this machine."""
-    kind = device.device_kind.lower()
-    named = next((chip for chip in GPUS.values() if chip.name.lower() == kind), _UNKNOWN)
-    for name, chip in TPUS.items():
-        if device.platform == "tpu" and name in kind.replace("tpu ", "").replace(" lite", "e"):
-            named = chip
+    known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
+    kind = device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
+    named = known.get(kind, _UNKNOWN)
     statistics = device.memory_stats() or {}
     return dataclasses.replace(named, memory=int(statistics.get("bytes_limit", named.memory)))
 
 
-@cache
-def _tpu_devices(name: str) -> tuple[Any, ...]:
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            f'plan: for {name} the TPU compiler is needed: python -m pip install "jax[tpu]" (700 MB; no TPU is '
-            "needed). Or pass estimate=True."
-        )
-    # Read when the compiler is loaded: it is not to ask for a machine's metadata, nor to be alone.
-    for variable, value in _TPU_ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    more = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
-    return _topology("tpu", name, topology_name=name, **more)
-
-
+_COMPILERS = {  # the modules that have it, what installs it, how large that is
+    "TPU": (("libtpu",), "jax[tpu]", "700 MB"),
+    "GPU": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "jax[cuda12]", "5.5 GB"),
+}
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -251,19 +241,28 @@ _TPU_ENVIRONMENT = {
 
 
 @cache
-def _gpu_devices(kind: str, count: int) -> tuple[Any, ...]:
-    if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+def _topology(name: str) -> tuple[Any, ...]:
+    """Devices that are not there."""
+    kind, _, shape = name.partition(":")
+    of = "TPU" if kind in TPUS else "GPU"
+    modules, package, size = _COMPILERS[of]
+    if not any(map(importlib.util.find_spec, modules)):
         raise ImportError(
-            f'plan: for {kind}:{count} the GPU compiler is needed: python -m pip install "jax[cuda12]" (5.5 '
-            "GB; no GPU is needed). Or pass estimate=True."
+            f'plan: for {name} the {of} compiler is needed: python -m pip install "{package}" ({size}; no {of} '
+            "is needed). Or pass estimate=True."
         )
-    of_gpu = {"topology": f"1x1x{count}", "target_config": GPUS[kind].description}
-    return _topology("cuda", f"{kind}:{count}", topology_name="plan", **of_gpu)
-
-
-def _topology(platform: str, name: str, **options: str) -> tuple[Any, ...]:
+    if of == "TPU":
+        # Read when the compiler is loaded: it is not to ask for a machine's metadata, nor to be alone.
+        for variable, value in _TPU_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        given = {"platform": "tpu", "topology_name": name}
+        if kind == "v4":
+            given["chip_config_name"] = "megacore"
+    else:
+        given = {"platform": "cuda", "topology_name": "plan", "topology": f"1x1x{shape}"}
+        given["target_config"] = GPUS[kind].description
     try:
-        return tuple(topologies.get_topology_desc(platform=platform, **options).devices)
+        return tuple(topologies.get_topology_desc(**given).devices)
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(f"plan: the compiler knows no topology {name!r}: {line}") from error

@@ -22,8 +22,8 @@ class Node:
 
     - `stack`: number of leading dims, of every array below, that number stacked copies.
     - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
-    - `is_block`: whether it is one of several alike (an element of a homogeneous list, or a stack), so
-        that no matrix inside it is consecutive to one outside.
+    - `is_block`: whether it is one of several (an element of a list, each with matrices, or a stack), so that
+        no matrix inside it is consecutive to one outside.
     """
 
     path: str
@@ -83,7 +83,7 @@ class Matrix:
     out_dim: int
     parts: int = 1  # several fused matrices, kept apart by a dim before `out_dim`
     bias: Node | None = None
-    lora: "tuple[Branch, Branch] | None" = None  # (in -> rank, rank -> out)
+    lora: "tuple[Branch, ...]" = ()  # (in -> rank, rank -> out)
 
     @property
     def in_size(self) -> int:
@@ -96,6 +96,18 @@ class Matrix:
     @property
     def bias_dim(self) -> int:
         return self.weight.stack + (self.parts > 1)
+
+    def cut(self, split: str) -> dict[Node, int | None]:
+        """For each of its arrays the dim that a split by `column` or `row` cuts; `None` for what is whole."""
+        is_column, is_row = split == "column", split == "row"
+        dims: dict[Node, int | None] = {
+            self.weight: self.out_dim if is_column else self.in_dim if is_row else None
+        }
+        if self.bias is not None:
+            dims[self.bias] = self.bias_dim if is_column else None
+        for branch, is_cut in zip(self.lora, (is_row, is_column)):
+            dims[branch.weight] = branch.dim if is_cut else None
+        return dims
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of its path below `scope`, in small letters."""
@@ -119,7 +131,9 @@ def read_model(model: PyTree) -> Node:
     for node in root.walk():
         _attach_lora(node)
     for node in root.walk():
-        _find_blocks(node)
+        if isinstance(node.value, list | tuple) and all(len(c.matrices()) > 1 for c in node.children):
+            for child in node.children:
+                child.is_block = True
     return root
 
 
@@ -142,8 +156,8 @@ def _find_stacks(node: Node, stack: int) -> None:
 
 
 def _own_stack(node: Node) -> int | None:
-    """Count the dims that this module's weight has too many, if its type or its bias tells."""
-    weight, bias = node.child("weight", "kernel"), node.child("bias")
+    """Count the dims that this module's weight has too many, if its type tells."""
+    weight = node.child("weight", "kernel")
     if weight is None or len(weight.shape) < 2:
         return None
     window, out = getattr(node.value, "kernel_size", None), getattr(node.value, "out_features", None)
@@ -151,7 +165,7 @@ def _own_stack(node: Node) -> int | None:
         return len(weight.shape) - 2 - len(window)
     if out is not None or hasattr(node.value, "num_embeddings"):
         return len(weight.shape) - (3 if isinstance(out, tuple) else 2)
-    return None if bias is None else len(bias.shape) - 1
+    return None
 
 
 _TABLE_NAMES = re.compile(r"(^|_)(embed\w*|wte|wpe|relative_attention_bias|tok_embeddings)($|_)")
@@ -189,47 +203,27 @@ def _matrix(node: Node) -> Matrix | None:
 
 def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
     first, second = weight.shape[-2:]
-    sizes = (getattr(node.value, "out_features", None), getattr(node.value, "in_features", None))
-    if first == second and type(node.value).__name__ == "Conv1D":
-        return False  # as GPT-2 calls a Linear that is stored (in, out)
-    if sizes in ((first, second), (second, first)):
-        return sizes == (first, second)
-    if bias is not None and first != second:
-        return bias.shape[-1] == first
-    return weight.name == "weight"
+    out = getattr(node.value, "out_features", None if bias is None else bias.shape[-1])
+    if first != second and out in (first, second):
+        return out == first
+    # GPT-2 calls a Linear that is stored (in, out) a Conv1D.
+    return weight.name == "weight" and type(node.value).__name__ != "Conv1D"
 
 
 def _attach_lora(node: Node) -> None:
-    """Makes one matrix of a matrix and a branch `in -> rank -> out` beside it, or in it."""
-    down, up = (next((c for c in node.children if c.name.lower() in names), None) for names in _LORA)
-    if down is None or up is None:
+    """Makes one matrix of a matrix and a branch `in -> rank -> out` beside it."""
+    factors = {c.name.lower(): c if c.is_array else c.child("weight", "kernel") for c in node.children}
+    down, up = factors.get("lora_a"), factors.get("lora_b")
+    bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
+    if down is None or up is None or len(bases) != 1 or node.matrix is not None:
         return
-    bases = [node.matrix] if node.matrix else [m for m in node.matrices() if m.node not in (down, up)]
-    if len(bases) != 1:
-        return
-    base = bases[0]
-    factors = [factor if factor.is_array else factor.child("weight", "kernel") for factor in (down, up)]
-    branches = []
-    for factor, size in zip(factors, (base.in_size, base.out_size)):
-        if factor is None or size not in factor.shape[-2:] or len(factor.shape) != node.stack + 2:
-            return
-        branches.append(Branch(factor, node.stack + factor.shape[-2:].index(size)))
-    base.lora = branches[0], branches[1]
-    base.node, node.matrix = node, base
-    down.matrix = up.matrix = None
-
-
-_LORA = (("lora_a", "loraa", "lora_down"), ("lora_b", "lorab", "lora_up"))
-
-
-def _find_blocks(node: Node) -> None:
-    if not isinstance(node.value, list | tuple) or not node.children:
-        return
-    kinds = [type(child.value) for child in node.children]
-    alike = len(set(kinds)) == 1 or all(kinds.count(kind) > 1 for kind in kinds)
-    if alike and all(len(child.matrices()) > 1 for child in node.children):
-        for child in node.children:
-            child.is_block = True
+    (base,) = bases
+    if base.in_size in down.shape[-2:] and base.out_size in up.shape[-2:]:
+        base.lora = tuple(
+            Branch(factor, node.stack + factor.shape[-2:].index(size))
+            for factor, size in ((down, base.in_size), (up, base.out_size))
+        )
+        base.node, node.matrix = node, base
 
 
 # Chains: the matrices of a module that follow one another.
@@ -242,8 +236,6 @@ def named(names: str, name: str) -> bool:
 
 _KIND = r"(proj(ection)?|lin(ear)?|fc|dense|layer|conv|map)"
 _LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"  # what comes last in a module
-_NUMBERED = re.compile(r"(.*?)(\d+)")
-_SERIES = re.compile(rf"{_KIND}_?")
 
 
 @dataclasses.dataclass(eq=False)
@@ -280,16 +272,14 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
     """
     is_list = isinstance(scope.value, list | tuple)
     links = _links(scope, matrices, is_list)
-    place = {link: i for i, link in enumerate(links)}
-    rank = {a: (not a.is_last, len(a.members), a.out_size, -place[a]) for a in links}
+    rank = {a: (not a.is_last, len(a.members), a.out_size, -i) for i, a in enumerate(links)}
     left = list(links)
 
     def next_of(a: Link) -> Link | None:
-        """The next one behind `a` that it comes before, or else the first; in a list only the very next."""
-        if is_list:
-            return next((b for b in links[place[a] + 1 : place[a] + 2] if a.feeds(b)), None)
-        others = [b for b in left if place[b] > place[a]] + [b for b in left if place[b] < place[a]]
-        return next((b for b in others if a.feeds(b) and (not b.feeds(a) or rank[a] > rank[b])), None)
+        others = links[links.index(a) + 1 :][:1] if is_list else left
+        return next(
+            (b for b in others if a.feeds(b) and (is_list or not b.feeds(a) or rank[a] > rank[b])), None
+        )
 
     chains: list[list[Link]] = []
     for link in links:
@@ -309,19 +299,17 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     by numbers, or by a name that comes last.
     """
     paths = [matrix.name_in(scope) for matrix in matrices]
-    numbers = [_NUMBERED.fullmatch(path[-1]) for path in paths]
-    series = Counter(n[1] for n in numbers if n)
-    runs = Counter((n[1], m.in_size, m.out_size) for n, m in zip(numbers, matrices) if n)
+    stems = [path[-1].rstrip("0123456789") for path in paths]
+    shapes = [(matrix.in_size, matrix.out_size) for matrix in matrices]
+    series, runs = Counter(stems), Counter(zip(stems, shapes))
     links: dict[tuple[object, ...], Link] = {}
-    for matrix, path, number in zip(matrices, paths, numbers):
-        name, shape = path[-1], (matrix.in_size, matrix.out_size)
-        is_last, is_square = named(_LAST, name), matrix.in_size == matrix.out_size
-        is_alone = is_square and (is_last or (number is not None and runs[number[1], *shape] > 1))
-        # Two or three of a kind (`conv1`, `conv2`) are consecutive; four could be an attention.
-        is_series = number is not None and _SERIES.fullmatch(number[1]) and 1 < series[number[1]] < 4
-        key = (path[0] if is_list else "", *shape, name if is_alone else "")
-        link = links.setdefault(key, Link(*shape, [], is_last))
-        says_last = any(named(_LAST, part) for part in path)  # BERT's is at `output.dense`
-        link.is_known = is_list or not is_square or says_last or bool(is_series)
+    for matrix, path, stem, shape in zip(matrices, paths, stems, shapes):
+        name, is_square, is_last = path[-1], shape[0] == shape[1], named(_LAST, path[-1])
+        is_alone = is_square and (is_last or (stem != name and runs[stem, shape] > 1))
+        link = links.setdefault((path[0] if is_list else "", shape, name if is_alone else ""), Link(*shape, []))
+        link.is_last = is_last
+        # Two or three numbers are an order (`conv1`, `conv2`); four could be an attention.
+        is_series = stem != name and 1 < series[stem] < 4
+        link.is_known = is_list or not is_square or is_last or is_series
         link.members.append(matrix)
     return list(links.values())

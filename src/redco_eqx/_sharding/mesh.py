@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -291,49 +290,42 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
     """Runs `function` as if no other mesh than its own were set by `jax.set_mesh`.
 
-    Its own mesh is its argument `mesh`, or else where the first array among its arguments lies. Where that one
+    Its own mesh is one among its arguments, or else where the first array among them lies. Where that one
     is set, it stays: a loss may name its axes. Inside a `shard_map` nothing changes.
     """
 
     @functools.wraps(function)
     def run(*args: A.args, **kwargs: A.kwargs) -> R:
-        if jax.sharding.get_abstract_mesh().empty:
-            return function(*args, **kwargs)
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        trees = [arguments["mesh"]] if "mesh" in arguments else arguments.values()
-        with context_of(*trees, is_traced="mesh" not in arguments):
+        with context_of(args, kwargs):
             return function(*args, **kwargs)
 
     return run
 
 
-def _mesh_of(trees: Iterable[Any]) -> AbstractMesh | None:
-    for x in (x for tree in trees for x in jax.tree.leaves(tree)):
-        mesh: Any = x
-        if isinstance(x, jax.Array):
-            mesh = jax.typeof(x).sharding.mesh  # under a trace, too
-        elif isinstance(getattr(x, "sharding", None), NamedSharding):
-            mesh = x.sharding.mesh
-        if isinstance(mesh, Mesh | AbstractMesh) and not mesh.empty:
-            return mesh.abstract_mesh
-    return None
+def _mesh_on(x: Any) -> Any:
+    """The mesh that an array lies on, under a trace, too."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None)
+    return getattr(sharding, "mesh", None)
 
 
 @contextlib.contextmanager
-def context_of(*trees: Any, is_traced: bool = True) -> Iterator[None]:
-    """Leaves the mesh that is set, unless it is the first that `trees` are or lie on, or they lie on none.
+def context_of(*trees: Any) -> Iterator[None]:
+    """Leaves the mesh that is set, unless it is the first that `trees` hold or lie on, or they lie on none.
 
-    Raises `ValueError` under a `jit` of other devices, or of the same in another order, if they are traced.
+    Raises `ValueError` under a `jit` of other devices, or of the same in another order, if they hold no mesh.
     """
     found = jax.sharding.get_abstract_mesh()
-    mesh = None if found.empty or AxisType.Manual in found.axis_types else _mesh_of(trees)
+    leaves = [] if found.empty or AxisType.Manual in found.axis_types else jax.tree.leaves(trees)
+    given = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
+    meshes = (x.abstract_mesh for x in given or map(_mesh_on, leaves) if x is not None and not x.empty)
+    mesh = next(meshes, None)
     if mesh is None or mesh == found:
         yield
         return
     try:
         own: Any = jax.set_mesh(None)
     except ValueError:  # under a trace, which has its devices already, in the order of the mesh that is set
-        if is_traced and not (_products(mesh) <= _products(found) and mesh.size == found.size):
+        if not given and not (_products(mesh) <= _products(found) and mesh.size == found.size):
             raise ValueError(
                 f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "
                 f"on one with axes {dict(mesh.shape)}, whose devices are others or in another order. Call "

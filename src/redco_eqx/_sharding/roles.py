@@ -8,6 +8,7 @@ what is left to its parent, up to the block.
 
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class Attention(NamedTuple):
     """Query, key and value, as three matrices or as one; the projection they end in; numbers of heads."""
 
     inputs: list[Matrix]
-    output: Matrix | None
+    output: Matrix
     heads: int | None
     kv_heads: int | None
 
@@ -54,44 +55,36 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n
 
 
 def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
-    """The attention among the matrices, if their names say that there is just one and their widths fit.
-
-    Its output may be further out, and is `None` then; a fused name alone says too little for that.
-    """
-    found = [
+    """The attention among the matrices, if their names say that there is just one and their widths fit."""
+    *separate, fused = [
         [m for m in matrices if named(names, m.name_in(scope)[-1])]
         for names in ("q|query|queries", "k|key|keys", "v|value|values", "qkv|query_key_value|attn|in")
     ]
-    *separate, fused = found
-    is_fused = len(fused) == 1 and not separate[0]
-    if not is_fused and [len(one) for one in separate] != [1, 1, 1]:
-        return None
-    inputs = fused if is_fused else [m for one in separate for m in one]
-    query, key, value = inputs[0], inputs[-2:][0], inputs[-1]
-    if not is_fused and (key.in_size != value.in_size or query.out_size % key.out_size):
-        return None
-    heads, kv_heads = _head_counts(scope, query, None if is_fused else key)
-    if is_fused:
-        # Keys and values have as many heads as the query, or a known share of them.
-        share = (kv_heads or 1) / (heads or 1) if heads and kv_heads else 1
-        fitting = [m for m in matrices if m is not query and query.out_size == m.in_size * (1 + 2 * share)]
-    else:
+    if [len(one) for one in separate] == [1, 1, 1]:
+        inputs = [m for one in separate for m in one]
+        query, key, value = inputs
         width = value.out_size * (query.out_size // key.out_size)
-        fitting = [m for m in matrices if m not in inputs and m.in_size == width]
-    by_name = [m for m in fitting if any(named("o|out|output|dense|proj", n) for n in m.name_in(scope)[-2:])]
-    output = by_name[0] if by_name else fitting[0] if len(fitting) == 1 else None
-    return None if is_fused and output is None else Attention(inputs, output, heads, kv_heads)
+    elif len(fused) == 1 and not separate[0]:
+        inputs, query, key = fused, fused[0], fused[0]
+        width = query.out_size // 3
+    else:
+        return None
+    for output in matrices:
+        says_so = any(named("o|out|output|dense|proj", name) for name in output.name_in(scope)[-2:])
+        if says_so and output.in_size == width and output not in inputs:
+            return Attention(inputs, output, *_head_counts(scope, query, key))
+    return None
 
 
-def _head_counts(scope: Node, query: Matrix, key: Matrix | None) -> tuple[int | None, int | None]:
+def _head_counts(scope: Node, query: Matrix, key: Matrix) -> tuple[int | None, int | None]:
     """Count the heads of the query, and of key and value: numbers that a module here or further out says, and
     that divide."""
     node: Node | None = scope
     while node is not None:
-        heads, kv_heads = node.attribute(*_HEADS), node.attribute(*_KV_HEADS)
+        heads = node.attribute(*_HEADS)
         if heads is not None and query.out_size % heads == 0:
-            by_width = heads if key is None else max(1, heads * key.out_size // query.out_size)
-            return heads, kv_heads or by_width
+            by_width = max(1, heads * key.out_size // query.out_size)
+            return heads, node.attribute(*_KV_HEADS) or by_width
         node = node.parent
     return None, None
 
@@ -106,91 +99,72 @@ class _Resolver:
         self.root, self.size = root, size
         self.roles: dict[str, Role] = {}
         self.guesses: set[str] = set()  # paths
-        tables = [node.table for node in root.walk() if node.table is not None]
-        self.weights = {id(m.weight) for m in [*root.matrices(), *tables]}
-        large = [table for table in tables if not _SMALL_TABLES.search(table.node.name)]
-        self.vocabularies = {(table.in_size, table.out_size) for table in large}
+        tables = [node.table for node in root.walk() if node.table and not _SMALL_TABLES.search(node.name)]
+        self.vocabularies = {(table.in_size, table.out_size) for table in tables}
 
     def resolve(self) -> dict[str, Role]:
         for node in self.root.walk():
             self._by_type(node)
         self._singles(self._collect(self.root))
         for leaf in self.root.arrays():
-            is_vector = sum(size > 1 for size in leaf.shape[leaf.stack :]) <= 1
-            self._set(leaf, *(_VECTOR if is_vector else _UNKNOWN))
+            if not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
+                self._set(leaf, "buffer", f"{leaf.value.dtype} is not trained")
+            elif sum(size > 1 for size in leaf.shape[leaf.stack :]) <= 1:
+                self._set(leaf, "vector", "a vector or scalar")
+            else:
+                unknown = "no rule knows it: pass `loss_fn` and `batch`, or split it by `overrides`"
+                self._set(leaf, "whole", unknown)
         return self.roles
 
     # One answer for an array.
 
-    def _set(self, leaf: Node | None, name: str, reason: str, dim: int | None = None) -> None:
-        if leaf is None or leaf.path in self.roles:
+    def _set(self, leaf: Node, name: str, reason: str, dim: int | None = None) -> None:
+        if leaf.path in self.roles:
             return
-        if dim is not None and not self._divides(leaf.shape[dim]):
-            # The features divide, but not the dim that is split: of one of several fused parts.
-            name, reason, dim = "whole", self._indivisible("a dim of", leaf.shape[dim]), None
+        if dim is not None and leaf.shape[dim] % self.size:
+            reason, name, dim = self._indivisible(name, leaf.shape[dim]), "whole", None
         is_guess = leaf.path in self.guesses
         reason += "; a guess, by order alone" if is_guess else ""
         self.roles[leaf.path] = Role(name, reason, dim, leaf.stack, is_guess)
 
-    def _divides(self, size: int) -> bool:
-        return size % self.size == 0
-
     def _indivisible(self, what: str, size: int) -> str:
-        return f"{what} {size} does not divide by tensor={self.size}"
+        return f"{what}: {size} does not divide by tensor={self.size}"
 
     def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
         """Decides a matrix, its bias and its LoRA branch: by `column`, by `row`, or `whole`."""
-        name, is_column, is_row = name or split, split == "column", split == "row"
-        dim = matrix.out_dim if is_column else matrix.in_dim if is_row else None
-        self._set(matrix.weight, name, reason, dim)
-        if is_column:
-            self._set(matrix.bias, name, "follows its weight", matrix.bias_dim)
-        else:
-            self._set(matrix.bias, "vector", "added once, after the sum over shards" if is_row else reason)
-        for branch, is_split in zip(matrix.lora or (), (is_row, is_column)):
-            if is_split:
-                self._set(branch.weight, name, "LoRA: split as its base", branch.dim)
+        for leaf, dim in matrix.cut(split).items():
+            if leaf is matrix.weight:
+                self._set(leaf, name or split, reason, dim)
+            elif dim is not None:
+                self._set(leaf, name or split, "follows its weight", dim)
+            elif leaf is matrix.bias:
+                self._set(leaf, "vector", "added once, after the sum over shards" if split == "row" else reason)
             else:
-                self._set(branch.weight, "lora", "LoRA: between the rank and a side that is whole")
-
-    def _column_if(self, matrix: Matrix, what: str, number: int, reason: str, name: str = "column") -> None:
-        """Decides a matrix by columns if their number, of heads or of words, divides."""
-        if self._divides(number):
-            self._split(matrix, "column", reason, name)
-        else:
-            self._split(matrix, "whole", self._indivisible(what, number))
+                self._set(leaf, "lora", "LoRA: between the rank and a side that is whole")
 
     # The type of a module alone.
 
     def _by_type(self, node: Node) -> None:
-        if node.is_array:
-            if not jnp.issubdtype(node.value.dtype, jnp.inexact) and id(node) not in self.weights:
-                self._set(node, "buffer", f"{node.value.dtype} is not trained")
-        elif node.is_norm:
+        if node.is_norm:
             for leaf in node.arrays():
                 self._set(leaf, "norm", "a norm's scale and shift act on every feature")
+        elif node.table is not None and _SMALL_TABLES.search(node.name):
+            self._set(node.table.weight, "position", "a small table that every position needs")
         elif node.table is not None:
-            table = node.table
-            if _SMALL_TABLES.search(node.name):
-                self._set(table.weight, "position", "a small table that every position needs")
-            elif self._divides(table.in_size):
-                self._set(table.weight, "vocabulary", "each shard looks up its own rows", table.in_dim)
-            else:
-                self._set(table.weight, "whole", self._indivisible("a vocabulary of", table.in_size))
-        else:
-            self._experts(node)
-
-    def _experts(self, node: Node) -> None:
-        """Split experts that are stacked beside their router: each shard holds some whole."""
+            self._set(node.table.weight, "vocabulary", "each shard looks up its own rows", node.table.in_dim)
         for router in (c.matrix for c in node.children if c.matrix and _ROUTER_NAMES.fullmatch(c.name)):
-            count = router.out_size
-            for child in node.children:
-                is_list = isinstance(child.value, list | tuple) and len(child.children) == count
-                is_stack = child.stack > node.stack and child.arrays()[0].shape[node.stack] == count
-                if is_list or is_stack:
-                    self._split(router, "whole", "every shard routes every token", "router")
-                for leaf in child.arrays() if is_stack and self._divides(count) else ():
-                    self._set(leaf, "expert", f"each shard holds {count // self.size} experts", node.stack)
+            self._experts(node, router)
+
+    def _experts(self, node: Node, router: Matrix) -> None:
+        """Split experts that are stacked beside their router: each shard holds some whole."""
+        count = router.out_size
+        for child in node.children:
+            is_list = isinstance(child.value, list | tuple) and len(child.children) == count
+            is_stack = child.stack > node.stack and child.arrays()[0].shape[node.stack] == count
+            if is_list or is_stack:
+                self._split(router, "whole", "every shard routes every token", "router")
+            for leaf in child.arrays() if is_stack and count % self.size == 0 else ():
+                self._set(leaf, "expert", f"each shard holds {count // self.size} experts", node.stack)
 
     # Matrices: from the inside out.
 
@@ -206,113 +180,78 @@ class _Resolver:
             else:
                 left += inner
         attention = find_attention(node, left)
-        if attention is not None and attention.output is not None:
-            self._attention(attention, attention.output)
-        elif attention is not None and node.parent is not None and not node.is_block:
-            return left  # its output projection is further out
-        left = self._ends(node, self._open(left))
-        if any(below.is_block for below in node.walk() if below is not node):
+        if attention is not None:
+            self._attention(attention)
+            left = self._open(left)
+        blocks = [below for below in node.walk() if below.is_block and below is not node]
+        if blocks:
             # What stands beside a stack of blocks is applied before or after all of them.
-            self._singles(left)
+            streams = {block.matrices()[0].in_size for block in blocks if block.matrices()}
+            self._singles(left, streams)
             return []
-        return self._chains(node, left)
+        self._chains(node, left)
+        return self._open(left)
 
     def _open(self, matrices: list[Matrix]) -> list[Matrix]:
         return [m for m in matrices if m.weight.path not in self.roles]
 
-    def _attention(self, attention: Attention, output: Matrix) -> None:
-        heads, (query, *key_value) = attention.heads, attention.inputs
-        if not self._divides(heads or output.in_size):
-            what = "number of heads" if heads else "attention width"
-            for matrix in (*attention.inputs, output):
-                self._split(matrix, "whole", self._indivisible(what, heads or output.in_size))
+    def _attention(self, attention: Attention) -> None:
+        inputs, output, heads, kv_heads = attention
+        query, *key_value = inputs
+        self.guesses -= {m.weight.path for m in inputs}
+        if (heads or output.in_size) % self.size:
+            what = self._indivisible("heads" if heads else "attention width", heads or output.in_size)
+            for matrix in (*inputs, output):
+                self._split(matrix, "whole", what)
             return
-        if not key_value:
-            apart = "kept apart: each is split by heads"
-            crossed = "an even split crosses their borders and costs permutes"
-            self._split(query, "column", f"fused query, key, value, {apart if query.parts > 1 else crossed}")
-        else:
+        if key_value:
             self._split(query, "column", f"query: {heads or 'its'} heads split")
+        else:
+            crossed = "" if query.parts > 1 else ": an even split crosses their borders and costs permutes"
+            self._split(query, "column", f"fused query, key, value{crossed}")
         for matrix in key_value:
-            number, reason = attention.kv_heads or matrix.out_size, "key/value: split by heads, as the query"
-            self._column_if(matrix, "number of key/value heads", number, reason)
+            if kv_heads and kv_heads % self.size:
+                self._split(matrix, "whole", self._indivisible("key/value heads", kv_heads))
+            else:
+                self._split(matrix, "column", "key/value: split by heads, as the query")
         self._split(output, "row", "attention output: split opposite to query, key, value")
 
-    def _chains(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
-        """Splits each run of two or more consecutive matrices; returns the single ones."""
+    def _chains(self, scope: Node, matrices: list[Matrix]) -> None:
+        """Splits each run of two or more consecutive matrices."""
         for m in matrices if len(matrices) > 1 else ():
             if "shortcut" in m.node.name:
                 # Split, it would have to be gathered where its output is added to that of the others.
                 self._split(m, "whole", "a shortcut from stream to stream, which stays whole")
-        matrices = self._open(matrices)
-        for chain in find_chains(scope, [m for m in matrices if not _HEAD_NAMES.fullmatch(m.node.name)]):
+        inner = [m for m in self._open(matrices) if not _HEAD_NAMES.fullmatch(m.node.name)]
+        for chain in find_chains(scope, inner):
             if is_guess(chain):
                 self.guesses |= {m.weight.path for link in chain for m in link.members}
-            for link, (name, reason) in zip(chain, alternate(chain, self.size) if len(chain) > 1 else ()):
+            for link, (split, reason) in zip(chain, alternate(chain, self.size) if len(chain) > 1 else ()):
                 for matrix in link.members:
-                    self._split(matrix, name, reason)
-        return self._open(matrices)
+                    self._split(matrix, split, reason)
 
-    def _ends(self, scope: Node, matrices: list[Matrix]) -> list[Matrix]:
-        """Decides the ends of a residual stream so that it stays whole; returns the rest.
+    def _singles(self, matrices: list[Matrix], streams: Collection[int] = ()) -> None:
+        """Decides matrices with no partner: vocabulary heads, and what stands alone.
 
-        What feeds the blocks from outside is whole: every shard needs its output. So are two that keep its
-        width, one before all blocks and one behind. A narrow head is not cut along its input, which comes whole
-        from the last block.
+        Beside blocks the residual stream stays whole, whose widths are `streams`. What feeds it from outside is
+        whole: every shard needs its output. So are two that keep its width, one before all blocks and one
+        behind. A narrow head is not cut along its input, which comes whole from the last block.
         """
-        nodes = list(scope.walk())
-        blocks = [node for node in nodes if node is not scope and (node.is_block or _is_residual(node))]
-        streams = {node.matrices()[0].in_size for node in blocks if node.matrices()}
-        if not streams:
-            return matrices
-        inside = [nodes.index(node) for node in blocks]
-        square = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
-        above = [m for m in square if nodes.index(m.node) < min(inside)]
-        below = [m for m in square if nodes.index(m.node) > max(inside)]
-        for m in (*above, *below) if above and below else ():
-            self._split(m, "whole", "before or behind the blocks, whose stream stays whole", "input")
-        for m in self._open(matrices):
-            if self._is_vocabulary(m) or (m.in_size in streams) == (m.out_size in streams):
-                continue
-            i, still = matrices.index(m), self._open(matrices)
-            reads = any(other.out_size == m.in_size for other in matrices[:i] if other in still)
-            feeds = any(other.in_size == m.out_size for other in matrices[i + 1 :])
-            if m.out_size in streams and not reads:
-                self._split(m, "whole", "feeds the blocks, whose stream stays whole", "input")
-            elif m.in_size > m.out_size and not reads and not feeds:
-                self._column_if(m, "a head of", m.out_size, "a head: its output is gathered where it is used")
-        return self._open(matrices)
-
-    def _is_vocabulary(self, matrix: Matrix) -> bool:
-        """True of a head over a vocabulary, by its name or by its shape, which is that of a table."""
-        is_table = (matrix.out_size, matrix.in_size) in self.vocabularies
-        return is_table or _HEAD_NAMES.fullmatch(matrix.node.name) is not None
-
-    def _singles(self, matrices: list[Matrix]) -> None:
-        """Decides matrices with no partner: vocabulary heads, and what stands alone."""
+        keeps = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
         for m in matrices:
-            if self._is_vocabulary(m):
-                reason = "head: logits stay split over the vocabulary"
-                self._column_if(m, "a vocabulary of", m.out_size, reason, "vocabulary")
-            elif m.in_size > m.out_size and self._divides(m.in_size):
+            is_read, is_fed = m.in_size in streams, m.out_size in streams
+            if (m.out_size, m.in_size) in self.vocabularies or _HEAD_NAMES.fullmatch(m.node.name):
+                self._split(m, "column", "head: logits stay split over the vocabulary", "vocabulary")
+            elif (is_fed and not is_read) or (m in keeps and len(keeps) > 1):
+                self._split(m, "whole", "feeds the blocks, whose stream stays whole", "input")
+            elif is_read and m.out_size < m.in_size and m.in_size not in [a.out_size for a in keeps]:
+                self._split(m, "column", "a head: its output is gathered where it is used")
+            elif m.in_size > m.out_size and m.in_size % self.size == 0:
                 self._split(m, "row", "alone, narrowing: the smaller side is summed")
-            elif self._divides(m.out_size):
+            elif m.out_size % self.size == 0:
                 self._split(m, "column", "alone: its output is gathered where it is used")
-            elif self._divides(m.in_size):
-                self._split(m, "row", "alone: its output does not divide")
             else:
-                self._split(m, "whole", self._indivisible(f"neither {m.in_size} nor", m.out_size))
-
-
-def _is_residual(node: Node) -> bool:
-    """True of what is like a block: several matrices and a norm, as wide where it ends as where it begins."""
-    matrices = node.matrices()
-    is_one = len(matrices) > 1 and matrices[0].in_size == matrices[-1].out_size
-    return is_one and any(below.is_norm for below in node.walk())
-
-
-_VECTOR = ("vector", "a vector or scalar")
-_UNKNOWN = ("whole", "no rule knows it: pass `loss_fn` and `batch`, or split it by `overrides`")
+                self._split(m, "row", "alone: its output does not divide")
 
 
 # The split of consecutive matrices.
@@ -341,45 +280,32 @@ def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
     # best[is the activation split]: (links left whole, cost, splits), compared in this order.
     best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
     for index, link in enumerate(chain):
-        paired = any(b.in_size % size == 0 for b in chain[max(index, 1) : index + 2])
-        options: dict[bool, tuple[int, int, list[str]]] = {}
-        for is_split, (whole, cost, names) in best.items():
+        in_divides, out_divides = link.in_size % size == 0, link.out_size % size == 0
+        is_paired = any(b.in_size % size == 0 for b in chain[max(index, 1) : index + 2])
+        options: dict[bool, list[tuple[int, int, list[str]]]] = {False: [], True: []}
+        for is_split, (whole, cost, splits) in best.items():
             gather = 2 * link.in_size if is_split else 0
             # Only what could be a column counts as left whole: a few outputs are not worth a reduction.
-            left = whole + (link.out_size % size == 0)
-            candidates = [("whole", False, left, cost + gather)]
-            if paired and link.out_size % size == 0:
-                candidates.append(("column", True, whole, cost + gather + link.in_size))
-            if paired and link.in_size % size == 0:
+            options[False].append((whole + out_divides, cost + gather, [*splits, "whole"]))
+            if is_paired and out_divides:
+                options[True].append((whole, cost + gather + link.in_size, [*splits, "column"]))
+            if is_paired and in_divides:
                 back = 0 if is_split else link.in_size
-                candidates.append(("row", False, whole, cost + link.out_size + back))
-            for name, after, *score in candidates:
-                option = (score[0], score[1], [*names, name])
-                if after not in options or option < options[after]:
-                    options[after] = option
-        best = options
-    last = chain[-1].out_size
-    finished = [(w, c + (last if is_split else 0), names) for is_split, (w, c, names) in best.items()]
-    _, _, names = min(finished)
-    return [(name, _reason(chain, names, i, size)) for i, name in enumerate(names)]
+                options[False].append((whole, cost + link.out_size + back, [*splits, "row"]))
+        best = {is_split: min(ways) for is_split, ways in options.items() if ways}
+    gather = {False: 0, True: chain[-1].out_size}
+    _, _, splits = min((whole, cost + gather[after], splits) for after, (whole, cost, splits) in best.items())
+    return [(split, _reason(link, splits, i, size)) for i, (link, split) in enumerate(zip(chain, splits))]
 
 
-def _reason(chain: list[Link], names: list[str], i: int, size: int) -> str:
-    link = chain[i]
-    after = chain[i + 1] if i + 1 < len(chain) else None
-    before = chain[i - 1] if i else None
-    if names[i] == "column":
-        if after is not None and link.out_size == 2 * after.in_size and link.members[0].parts == 1:
-            return "opens a pair: a fused gate, whose halves an even split crosses (costs permutes)"
-        if after is not None and names[i + 1] == "row":
-            several = f", with {len(link.members) - 1} sibling" if len(link.members) > 1 else ""
-            return f"opens a pair: its {link.out_size} outputs stay split{several}"
+def _reason(link: Link, splits: list[str], i: int, size: int) -> str:
+    if splits[i] == "column" and splits[i + 1 : i + 2] == ["row"]:
+        siblings = f", with {len(link.members) - 1} sibling" if len(link.members) > 1 else ""
+        return f"opens a pair: its {link.out_size} outputs stay split{siblings}"
+    if splits[i] == "column":
         return "last of an odd chain: its output is gathered where it is used"
-    if names[i] == "row":
-        if before is not None and names[i - 1] == "column":
-            return f"closes a pair: its {link.out_size} outputs are summed"
-        return f"unpaired: its input is cut, its {link.out_size} outputs are summed"
-    if before is not None and names[i - 1] == "row":
-        return f"its {link.out_size} outputs do not divide by tensor={size}, and its input is whole"
-    width = after.in_size if after is not None else link.in_size
-    return f"the width {width} between consecutive Linears does not divide by tensor={size}"
+    if splits[i] == "row":
+        is_paired = splits[i - 1 : i] == ["column"]
+        before = "closes a pair: its" if is_paired else "unpaired: its input is cut, its"
+        return f"{before} {link.out_size} outputs are summed"
+    return f"consecutive, but no pair of its dims and its neighbours' divides by tensor={size}"

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from redco_eqx._base.protocols import SplitActivations
 from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
 from redco_eqx._sharding.mesh import (
     STORED,
@@ -36,6 +37,7 @@ from redco_eqx._sharding.mesh import (
 from redco_eqx._sharding.roles import Role, tensor_roles
 
 if TYPE_CHECKING:  # imported where a program is given: most layouts need none
+    from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction
     from redco_eqx._dataflow.tracing import TracedStep
@@ -87,7 +89,7 @@ class Explanation:
     decisions: dict[str, Decision]
     shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
     mesh: Mesh | AbstractMesh
-    _analysis: "Analysis | None" = None
+    _analysis: "Analysis | ActivationLayout | None" = None
 
     @functools.cached_property
     def communication(self) -> "Prediction | None":
@@ -95,6 +97,7 @@ class Explanation:
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
         if laid_out is None:
             return None
+        from redco_eqx._dataflow.engine import Analysis
         from redco_eqx._dataflow.prediction import Stored, predict_communication
 
         stored, over_data = {}, axis_size(self.mesh, "data") > 1
@@ -102,7 +105,9 @@ class Explanation:
             num_parts = axis_size(self.mesh, stored_axes(d.spec))
             if num_parts > 1:
                 stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
-        return predict_communication(laid_out, stored)
+        if isinstance(laid_out, Analysis):
+            return predict_communication(laid_out, stored)
+        return laid_out.prediction(stored)
 
     @property
     def bytes_per_device(self) -> int:
@@ -260,7 +265,13 @@ def explain(
     check_arguments(model, mesh, overrides)
     chosen = match_overrides(model, mesh, overrides)
     analysis = analysis_of(model, mesh, loss_fn, batch, max_bytes_per_device, chosen)
-    return explain_by(analysis, model, mesh, chosen)
+    if analysis is None or not isinstance(loss_fn, SplitActivations) or axis_size(mesh, "tensor") == 1:
+        return explain_by(analysis, model, mesh, chosen)
+    from redco_eqx._dataflow.activations import choose_with_activations
+
+    fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
+    most = None if max_bytes_per_device is None else float(max_bytes_per_device)
+    return explain_by(choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=most), model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -270,20 +281,14 @@ def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
         raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
     if isinstance(model, type):
         raise TypeError(f"shard_rules: model is the class {model.__name__}, not one of its instances.")
-    pairs = not isinstance(overrides, Mapping | str) and all(
-        isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in overrides
-    )
-    if not pairs:
+    for pair in overrides:
+        match pair:
+            case (str(), PartitionSpec()):
+                continue
         raise TypeError(
-            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but is {overrides!r}. Of a dict: "
-            "list(overrides.items())."
+            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but has {pair!r}. Of a dict: "
+            'list(overrides.items()). A spec is made by jax.sharding.PartitionSpec("tensor").'
         )
-    for pattern, spec in overrides:
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(
-                f"overrides: {pattern!r} is given {spec!r}, but needs a jax.sharding.PartitionSpec, such as "
-                'PartitionSpec("tensor").'
-            )
 
 
 def analysis_of(
@@ -340,7 +345,7 @@ def analyse(
 
 
 def explain_by(
-    analysis: "Analysis | None",
+    analysis: "Analysis | ActivationLayout | None",
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
@@ -356,16 +361,15 @@ def explain_by(
         roles |= {path: Role(*found) for path, found in analysis.roles().items()}
     decisions = {}
     for path, x in arrays.items():
-        shape, is_guess = tuple(x.shape), analysis is None and roles[path].is_guess
+        spec, role, reason = _spec(x, roles[path], mesh)
+        if analysis is not None and analysis.is_given:
+            reason = f"the path rules' layout sends less: {reason}"
         if path in chosen:
             pattern, spec = chosen[path]
-            role, reason, is_guess = "override", f"override {pattern!r}", False
-        else:
-            spec, role, reason = _spec(x, roles[path], mesh)
-            if analysis is not None and analysis.is_given:
-                reason = f"the path rules' layout sends less: {reason}"
+            role, reason = "override", f"override {pattern!r}"
+        is_guess = analysis is None and path not in chosen and roles[path].is_guess
         num_bytes = _shard_bytes(x, spec, mesh)
-        decisions[path] = Decision(path, shape, x.dtype, spec, role, reason, num_bytes, is_guess)
+        decisions[path] = Decision(path, tuple(x.shape), x.dtype, spec, role, reason, num_bytes, is_guess)
     specs = iter(decisions.values())
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, next(specs).spec) if is_array(x) else None, model)
     return Explanation(decisions, shardings, mesh, analysis)
@@ -407,7 +411,6 @@ def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
     arrays = to_arrays(model)
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
     for pattern, spec in overrides:
-        spec = PartitionSpec(*spec)  # a plain tuple will do
         paths = [path for path in arrays if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
             raise ValueError(
@@ -421,22 +424,16 @@ def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
 
 
 def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    where = f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}:"
-    if len(spec) > len(x.shape):
-        raise ValueError(f"{where} the spec has {len(spec)} entries for {len(x.shape)} dims.")
-    seen: set[str] = set()
-    for dim, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for axis in axes:
-            if axis not in mesh.shape:
-                raise ValueError(f"{where} the mesh has no axis {axis!r}, only {tuple(mesh.axis_names)}.")
-            if axis in seen:
-                raise ValueError(f"{where} axis {axis!r} appears twice.")
-            seen.add(axis)
-        if x.shape[dim] % axis_size(mesh, axes) != 0:
-            raise ValueError(
-                f"{where} dim {dim} of size {x.shape[dim]} does not divide by {axis_size(mesh, axes)}."
-            )
+    problem = f"the spec has {len(spec)} entries for {len(x.shape)} dims."
+    if len(spec) <= len(x.shape):
+        try:
+            NamedSharding(mesh, spec).shard_shape(tuple(x.shape))
+            return
+        except Exception as error:  # of an axis that is repeated, JAX raises no ValueError
+            problem = str(error)
+    raise ValueError(
+        f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}: {problem}"
+    )
 
 
 def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:

@@ -24,7 +24,6 @@ from redco_eqx._base.jaxprs import (
     Program,
     abstract,
     body,
-    num_bytes,
     shape_of,
     type_of,
 )
@@ -75,9 +74,8 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
 
     **Returns:**
 
-    The program, and whether it would keep gathered weights for its gradient: that is so if no gather stands
-    inside a `jax.checkpoint`, and those outside are of more than its checkpoints read of weights that need
-    none. (If it is of less, as a table of positions is, what these checkpoints save is worth more.)
+    The program, and whether it would keep gathered weights for its gradient: that is so if no `jax.checkpoint`
+    in it reads weights.
     """
     if not any(sharding is not None and is_split(sharding) for sharding in layout):
         return program, False
@@ -85,7 +83,7 @@ def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     walk = _Walk()
     jaxpr, _ = walk.program(program.closed.jaxpr, weights)
-    return program.replace(jaxpr), not walk.gathers_in_checkpoint and walk.bytes_outside > walk.bytes_inside
+    return program.replace(jaxpr), not walk.has_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +98,10 @@ class _Taken:
 class _Walk:
     """One walk through a program.
 
-    - `gathers_in_checkpoint`: whether it has put a gather inside a `jax.checkpoint`.
-    - `bytes_outside`: of what it has gathered elsewhere, each layer of a scan for itself.
-    - `bytes_inside`: of the weights that checkpoints read, likewise.
+    - `has_checkpoint`: whether it has met a `jax.checkpoint` that reads weights.
     """
 
-    def __init__(self) -> None:
-        self.gathers_in_checkpoint = False
-        self.bytes_outside = 0
-        self.bytes_inside = 0
-        # Of what it is at: how often that is run, and whether in a `jax.checkpoint`.
-        self._times, self._in_checkpoint = 1, False
+    has_checkpoint = False
 
     def program(self, jaxpr: Jaxpr, weights: Layout, *, whole_outputs: bool = False) -> tuple[Jaxpr, Layout]:
         """A program of these `weights` and other inputs, and what weights come out: some are handed on.
@@ -132,8 +123,6 @@ class _Walk:
                 inner = _traced(lambda x: gather_for_use(x, sharding), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
-                self.gathers_in_checkpoint |= self._in_checkpoint
-                self.bytes_outside += 0 if self._in_checkpoint else num_bytes(type_of(atom)) * self._times
             return gathered[atom]
 
         for equation in jaxpr.eqns:
@@ -153,27 +142,17 @@ class _Walk:
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
-        if kind == "scan":
-            one_step = _in_one_step(equation, inputs)
-            return self._inside(equation, one_step, equation.params["length"], self._in_checkpoint)
-        if kind in CHECKPOINTS:
-            read = [type_of(atom) for atom, weight in zip(equation.invars, inputs) if weight is not None]
-            self.bytes_inside += 0 if self._in_checkpoint else sum(map(num_bytes, read)) * self._times
-            return self._inside(equation, inputs, 1, True)
+        if kind == "scan" or kind in CHECKPOINTS:
+            self.has_checkpoint |= kind in CHECKPOINTS
+            inside = _in_one_step(equation, inputs) if kind == "scan" else inputs
+            jaxpr, _ = self.program(body(equation.params["jaxpr"]), inside, whole_outputs=True)
+            return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(inside) if x is not None])
         if kind in ("jit", "pjit"):
             jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs)
             return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
-
-    def _inside(self, equation: JaxprEqn, weights: Layout, times: int, in_checkpoint: bool) -> _Taken:
-        """The operation with what is split gathered in its body, which is run this often."""
-        before = self._times, self._in_checkpoint
-        self._times, self._in_checkpoint = self._times * times, in_checkpoint
-        jaxpr, _ = self.program(body(equation.params["jaxpr"]), weights, whole_outputs=True)
-        self._times, self._in_checkpoint = before
-        return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(weights) if x is not None])
 
 
 def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
@@ -210,28 +189,21 @@ def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:
 
 
 def _part_of_it(equation: JaxprEqn, inputs: Layout) -> _Taken:
-    """A slice, if the dims that are split are not cut."""
+    """A slice, if the dims that are split are not cut; or what is left without dims of size 1."""
     sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    if sharding is None or any(
-        entry is not None and n != m for entry, n, m in zip(sharding.spec, before, after)
-    ):
-        return _Taken(equation)
-    return _Taken(equation, [0], [sharding])
-
-
-def _without_dims(equation: JaxprEqn, inputs: Layout) -> _Taken:
-    sharding, dropped = inputs[0], equation.params["dimensions"]
     if sharding is None:
         return _Taken(equation)
-    kept = [entry for dim, entry in enumerate(sharding.spec) if dim not in dropped]
-    return _Taken(equation, [0], [NamedSharding(sharding.mesh, PartitionSpec(*kept))])
+    left = [dim for dim in range(len(before)) if dim not in equation.params.get("dimensions", ())]
+    spec = [*sharding.spec, *[None] * len(before)]
+    if any(spec[dim] is not None and before[dim] != size for dim, size in zip(left, after)):
+        return _Taken(equation)
+    part = PartitionSpec(*(spec[dim] for dim in left))
+    return _Taken(equation, [0], [NamedSharding(sharding.mesh, part)])
 
 
 _THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
     **dict.fromkeys((*ELEMENTWISE, "name"), _number_by_number),
-    "slice": _part_of_it,
-    "dynamic_slice": _part_of_it,
-    "squeeze": _without_dims,
+    **dict.fromkeys(("slice", "dynamic_slice", "squeeze"), _part_of_it),
 }
 
 

@@ -140,31 +140,20 @@ def _placement(
         _check_buffers({**arrays, **state_arrays})
     shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
     layout = {path: sharding for path, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
-    source = next(iter(layout), "")
-    mesh = layout[source].mesh if layout else None
-    for path, sharding in layout.items():
-        if sharding.mesh != mesh:
-            raise ValueError(
-                f"init_state: {source} and {path} lie on different meshes: {mesh} and {sharding.mesh}. "
-                "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
-            )
-    if mesh is None:
-        if abstract:
-            return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None
-        devices = {d for x in arrays.values() if isinstance(x, jax.Array) for d in x.devices()}
-        if len(devices) > 1:
-            raise ValueError(
-                f"init_state: the model's arrays lie on {len(devices)} devices without a mesh. Place the "
-                "whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
-            )
-        mesh = one_device_mesh(next(iter(devices), jax.local_devices()[0]))
-    whole = replicated(mesh)
+    if abstract and not layout:
+        return lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), None
+    meshes = {path: sharding.mesh for path, sharding in layout.items()}
     for path, x in arrays.items():
-        if isinstance(x, jax.Array) and path not in layout and layout and mesh.size > 1:
+        if isinstance(x, jax.Array) and path not in layout:
+            meshes[path] = one_device_mesh(next(iter(x.devices())))
+    source, mesh = next(iter(meshes.items()), ("", one_device_mesh(jax.local_devices()[0])))
+    for path, other in meshes.items():
+        if other != mesh and (other.size > 1 or _described(other) != _described(mesh)):
             raise ValueError(
-                f"init_state: {source} lies on a mesh of {mesh.size} devices, but {path} on one device. "
-                "Place the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+                f"init_state: {source} lies on {_described(mesh)}, but {path} on {_described(other)}. Place "
+                "the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
             )
+    whole = replicated(mesh)
     layout = {path: layout.get(path, whole) for path in arrays}
 
     def place(path: str | None, x: Any) -> Any:
@@ -176,6 +165,10 @@ def _placement(
         return put_global(x, sharding)
 
     return place, layout
+
+
+def _described(mesh: Any) -> str:
+    return str(mesh.devices.item()) if mesh.size == 1 else f"a mesh of {mesh.size} devices, {dict(mesh.shape)}"
 
 
 def _check_buffers(arrays: dict[str, Any]) -> None:

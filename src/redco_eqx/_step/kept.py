@@ -2,10 +2,11 @@
 
 import collections
 import contextlib
+import functools
 import hashlib
+import itertools
 import pathlib
 import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -16,17 +17,123 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from redco_eqx._step.state import PARTS, closure
-
 # What is installed does not change while a program runs: its global names and its classes are not looked into.
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(pathlib.Path(jax.__file__).parents[1])}  # perhaps of a user alone, or of another environment
-    | {str(pathlib.Path(__file__).parents[1])}
-)
+_INSTALLED = tuple(str(pathlib.Path(x).parents[1]) for x in (collections.__file__, jax.__file__, __file__))
 
 # Beyond so many values to compare (a table of words, say), compiling again is the better choice.
 _MOST_VALUES = 20_000
+
+
+class NotComparableError(Exception):
+    """There are too many values to compare, or one is of a trace, which may be over."""
+
+
+def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
+    """A key that is equal for two values of the same definition, and all objects in it by their `id`.
+
+    Numbers compare with their type, NaN equals itself; functions by code, defaults, attributes and what they
+    close over; NumPy arrays and other objects by what they hold; by identity what cannot be looked into, such
+    as arrays of JAX. The key holds only as long as these objects are there.
+
+    - `deep`: also by what functions may read besides: the globals that their code names, and the functions,
+        classes and modules among those in turn. Raises `NotComparableError`.
+    """
+    objects: list[Any] = []
+    seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no `id` is used twice
+    numbers = itertools.count()
+
+    def key_of(x: Any) -> Hashable:
+        kind = type(x)
+        if deep and (isinstance(x, Tracer) or next(numbers) > _MOST_VALUES):
+            raise NotComparableError
+        if x is None or isinstance(x, bool | int | str | bytes | types.CodeType):
+            return kind, x
+        if isinstance(x, float | complex):
+            return kind, repr(x)  # NaN is like NaN, and 0.0 not like -0.0
+        if isinstance(x, np.ndarray | np.generic) and x.dtype != object:
+            digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).digest()
+            return kind, x.shape, str(x.dtype), digest
+        if isinstance(x, type) and (not deep or _is_installed(x.__module__)):
+            return kind, x
+        if id(x) in seen:
+            return "seen", seen[id(x)][0]
+        seen[id(x)] = len(seen), x
+        parts = _parts(x, deep)
+        alone = None if parts else _alone(x)
+        objects.extend([x] if alone == id(x) else [])
+        key = key_of(kind), alone, tuple(map(key_of, parts))
+        if not deep:  # where what is shared is no other than what is equal
+            del seen[id(x)]
+        return key
+
+    return key_of(x), objects
+
+
+def _alone(x: Any) -> Hashable:
+    """The key of what has no parts: itself, if it says what it equals; `None` of a marker; or else its `id`."""
+    kind = type(x)
+    if kind.__eq__ is not object.__eq__ and isinstance(x, Hashable) and not isinstance(x, jax.Array):
+        return x
+    is_marker = getattr(x, "__dict__", None) == {} and kind.__init__ is object.__init__
+    return None if is_marker else id(x)  # such as the one that `eqx.nn.Shared` leaves
+
+
+def _parts(x: Any, deep: bool) -> list[Any]:
+    """The values that `x` holds."""
+    if isinstance(x, jax.Array | types.ModuleType):
+        return []
+    parts = list(_of_function(x, deep)) if isinstance(x, types.FunctionType) else []
+    for kind, contents in _CONTENTS.items():
+        parts += [kind, *contents(x)] if isinstance(x, kind) else []
+    parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
+    attributes = getattr(x, "__dict__", {}).items()
+    return parts + [item for item in attributes if item[0] not in ("__dict__", "__weakref__")]
+
+
+def _of_function(function: types.FunctionType, deep: bool) -> Iterator[Any]:
+    """The code of a function, and what it may read: defaults, closure, and globals by the names in the code."""
+    code, cells = function.__code__, {}
+    yield from (code, code.co_filename, function.__defaults__, function.__kwdefaults__)
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # one that is not filled yet
+            cells[name] = cell.cell_contents
+    names, scopes = _names(code), [cells]
+    if deep and not _is_installed(function.__globals__.get("__name__", "")):
+        scopes += [function.__globals__, sys.modules]
+    for scope in scopes:
+        for name in sorted(names & scope.keys()):
+            x = scope[name]
+            yield name, x
+            # Of a module, what has one of the names, too: an attribute is read by its name.
+            if deep and isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
+                scopes += [] if any(vars(x) is other for other in scopes) else [vars(x)]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of all but local variables in a code, and of attributes: with those of inner functions."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return {*code.co_freevars, *code.co_names}.union(*inner)
+
+
+_CONTENTS: dict[Any, Callable[[Any], Any]] = {
+    types.MethodType: lambda x: (x.__func__, x.__self__),
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    jax.tree_util.PyTreeDef: lambda x: (x.node_data(), x.num_leaves, *x.children()),
+    property: lambda x: (x.fget,),
+    type: lambda x: x.__bases__,
+    np.ndarray: lambda x: x.tolist(),  # of objects
+    **dict.fromkeys((tuple, list, set, frozenset, bytearray, collections.deque), iter),
+    **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
+}
+"""The values that objects of a kind are made of, in order."""
+
+
+def _is_installed(module: str) -> bool:
+    file = str(getattr(sys.modules.get(module), "__file__", None))
+    return module in sys.builtin_module_names or file.startswith(_INSTALLED)
+
+
+# Compiled programs, kept from call to call.
 
 # Enough for a few tasks that take turns at training, evaluation and prediction.
 _MOST = 16
@@ -40,12 +147,11 @@ _entries: collections.OrderedDict[Hashable, tuple[Any, list[Any]]] = collections
 def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
     """Return what `make()` returned before for the same functions and key, or returns now.
 
-    Functions are the same if they have the same code (that of one `def`, which is not run again in a notebook)
-    and capture the same: what their closures, defaults and attributes hold, the globals that their code names,
-    and the functions, classes and modules among all of that in turn. Numbers, text and NumPy arrays compare by
-    value; arrays of JAX, and what cannot be looked into, by identity, and weakly: a program is let go with
-    them. What changes while it is traced, such as a list of calls, is other than before, and compiles again.
-    The value must not refer to the functions.
+    Functions are the same if they have the same code and capture the same: what their closures, defaults and
+    attributes hold, the globals that their code names, and the functions, classes and modules among all of that
+    in turn. Numbers, text and NumPy arrays compare by value; arrays of JAX, and what cannot be looked into, by
+    identity, and weakly: a program is let go with them. What changes while it is traced, such as a list of
+    calls, is other than before, and compiles again. The value must not refer to the functions.
     """
     captured = captured_by(functions)
     if captured is None:
@@ -70,91 +176,14 @@ def signature(tree: PyTree) -> Hashable:
     return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
 
 
-def captured_by(functions: tuple[Any, ...]) -> tuple[Hashable, list[Any]] | None:
-    """A key, equal for functions that would be traced alike, and all objects that stand in it by their `id`.
-
-    `None` if they capture too much to compare, or a value of a trace, which may be over.
-    """
-    objects: list[Any] = []
-    seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no `id` is used twice
-    num_values = 0
-
-    def key_of(x: Any) -> Hashable:
-        nonlocal num_values
-        num_values += 1
-        if isinstance(x, Tracer) or num_values > _MOST_VALUES:
-            raise _NotComparableError
-        if x is None or isinstance(x, bool | int | str | bytes):
-            return type(x), x
-        if isinstance(x, float | complex):
-            return type(x), repr(x)  # NaN is like NaN, and 0.0 not like -0.0
-        if isinstance(x, np.ndarray | np.generic) and x.dtype != object:
-            digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).digest()
-            return type(x), x.shape, str(x.dtype), digest
-        if id(x) in seen:
-            return "seen", seen[id(x)][0]
-        seen[id(x)] = len(seen), x
-        parts = _parts(x)
-        objects.extend([] if parts else [x])
-        return None if parts else id(x), key_of(type(x)), tuple(map(key_of, parts))
-
-    with contextlib.suppress(_NotComparableError):
-        return key_of(functions), objects
+def captured_by(values: tuple[Any, ...]) -> tuple[Hashable, list[Any]] | None:
+    """The `definition` of values, with all that functions among them may read; `None` if that has none."""
+    with contextlib.suppress(NotComparableError):
+        return definition(values, deep=True)
     return None
-
-
-class _NotComparableError(Exception):
-    """There are too many values to compare, or one is of a trace."""
-
-
-def _parts(x: Any) -> list[Any]:
-    """The values that `x` holds; none for what is compared by identity."""
-    is_opaque = isinstance(x, jax.Array | types.ModuleType | types.CodeType)
-    if is_opaque or (isinstance(x, type) and _is_installed(x.__module__)):
-        return []
-    parts = [y for kind, contents in _CONTENTS.items() if isinstance(x, kind) for y in (kind, *contents(x))]
-    parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
-    attributes = getattr(x, "__dict__", {}).items()
-    return parts + [item for item in attributes if item[0] not in ("__dict__", "__weakref__")]
-
-
-def _of_function(function: types.FunctionType) -> Iterator[Any]:
-    """The code of a function, and what it may read: closure, defaults, and globals by the names in the code."""
-    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
-    names, scopes = _names(function.__code__), [closure(function)]
-    if not _is_installed(function.__globals__.get("__name__", "")):
-        scopes += [function.__globals__, sys.modules]
-    for scope in scopes:
-        for name in sorted(names & scope.keys()):
-            x = scope[name]
-            yield name, x
-            # Of a module, what has one of the names, too: an attribute is read by its name.
-            if isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
-                scopes += [] if any(vars(x) is other for other in scopes) else [vars(x)]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The names of all but local variables in a code, and of attributes: with those of inner functions."""
-    inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
-    return {*code.co_freevars, *code.co_names}.union(*inner)
 
 
 def _held(x: Any, entry: Hashable) -> Any:
     """`x`, weakly if it is of a kind that can be: then the entry goes with it."""
     is_weak = type(x).__weakrefoffset__ != 0
     return weakref.ref(x, lambda _: _entries.pop(entry, None)) if is_weak else x
-
-
-_CONTENTS: dict[type, Callable[[Any], Any]] = {
-    types.FunctionType: _of_function,
-    **PARTS,
-    property: lambda x: (x.fget,),
-    type: lambda x: x.__bases__,
-    np.ndarray: lambda x: x.tolist(),  # of objects
-    **dict.fromkeys((set, frozenset, bytearray, collections.deque), iter),
-}
-
-
-def _is_installed(module: str) -> bool:
-    file = str(getattr(sys.modules.get(module), "__file__", None))
-    return module in sys.builtin_module_names or file.startswith(_INSTALLED)

@@ -26,6 +26,7 @@ from redco_eqx._sharding.mesh import (
     for_use,
     num_batch_shards,
     stored_axes,
+    tensor_dim,
 )
 from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.mends import for_partitioner
@@ -158,13 +159,8 @@ _PAIR = (
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
     """`use(model, batch, key)` as a function of [`Inputs`][]."""
 
-    def run(
-        params: dict[str, Array],
-        frozen: dict[str, Array],
-        model_state: dict[str, Array],
-        batch: Batch,
-        key: Key,
-    ) -> Any:
+    def run(*inputs: Any) -> Any:
+        params, frozen, model_state, batch, key = inputs
         model = state.build(params, model_state, frozen)
         try:
             return use(model, batch, key)
@@ -178,23 +174,68 @@ def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Calla
     return run
 
 
-def program_of(function: Callable[..., Any], inputs: Inputs, layout: Layout | None) -> Program:
-    """The program of a function of [`Inputs`][]."""
-    program, _ = _gathered(function, inputs, layout)
+def program_of(
+    function: Callable[..., Any], inputs: Inputs, layout: Layout | None, *, splits: bool = False
+) -> Program:
+    """The program of a function of [`Inputs`][]; if it `splits`, with its activations laid out."""
+    splits = splits and _has_tensor(layout)
+    program, _ = _gathered(function, inputs, layout, splits)
+    if splits:
+        program = _laid_out(program, inputs, layout, is_gradient=False)
     return _for_mesh(program, inputs, layout)
 
 
-def gradient_program(loss_of: Callable[..., Any], inputs: Inputs, layout: Layout | None) -> Program:
-    """The program of `jax.value_and_grad(loss_of, has_aux=True)`; `loss_of` itself is traced once."""
-    program, keeps_weights = _gathered(loss_of, inputs, layout)
+def gradient_program(
+    loss_of: Callable[..., Any], inputs: Inputs, layout: Layout | None, *, splits: bool = False
+) -> Program:
+    """The program of `jax.value_and_grad(loss_of, has_aux=True)`; `loss_of` itself is traced once.
+
+    If it `splits`, its activations are laid out.
+    """
+    splits = splits and _has_tensor(layout)
+    program, keeps_weights = _gathered(loss_of, inputs, layout, splits)
     loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
     gradient = trace(jax.value_and_grad(loss, has_aux=True), *inputs)
     _warn_unused(gradient, sorted(inputs[0]))
+    if splits:
+        gradient = _laid_out(gradient, inputs, layout, is_gradient=True)
     return _for_mesh(gradient, inputs, layout)
 
 
-def _gathered(function: Callable[..., Any], inputs: Inputs, layout: Layout | None) -> tuple[Program, bool]:
-    """Traced, with [`gather_where_used`][]."""
+def _has_tensor(layout: Layout | None) -> bool:
+    return bool(layout) and axis_size(next(iter(layout.values())).mesh, "tensor") > 1
+
+
+def _laid_out(program: Program, inputs: Inputs, layout: Layout | None, *, is_gradient: bool) -> Program:
+    """The program with each value laid out over `tensor`."""
+    from redco_eqx._dataflow.tracing import TracedStep
+    from redco_eqx._step.constraints import lay_out
+
+    params, frozen, model_state, batch, _ = inputs
+    names = [*sorted(params), *sorted(frozen), *sorted(model_state)]
+    num_frozen = len(names) - len(params)
+    jaxpr = program.closed.jaxpr
+    first = len(jaxpr.outvars) - len(params)
+    trained = [first + i if is_gradient else None for i in range(len(params))]
+    traced = TracedStep(
+        jaxpr,
+        names,
+        [],
+        [""] * (len(params) + len(frozen)) + ["state"] * len(model_state),
+        [*trained, *[None] * num_frozen],
+        len(jax.tree.leaves(batch)),
+    )
+    known = layout or {}
+    dims = {path: tensor_dim(sharding.spec) for path, sharding in known.items()}
+    return program.replace(lay_out(traced, next(iter(known.values())).mesh, dims))
+
+
+def _gathered(
+    function: Callable[..., Any], inputs: Inputs, layout: Layout | None, splits: bool
+) -> tuple[Program, bool]:
+    """Traced, with [`gather_where_used`][]; if it `splits`, as on one device."""
+    if splits:
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     program = trace(function, *inputs)
     known = layout or {}
     of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict

@@ -3,15 +3,15 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line, trace
+from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
 from redco_eqx._parallel.linear import psum, vary
 from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 
@@ -167,7 +167,6 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
     return transform
 
 
-F = TypeVar("F", bound=Callable[..., PyTree])
 _NONE: Kernels = {}
 
 
@@ -184,12 +183,3 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
     return program.replace(
         rewrite(jaxpr, lambda e: replace_convolution(e, mesh, kernels) or replace_fft(e, mesh))
     )
-
-
-def partitioned(function: F, mesh: Mesh | AbstractMesh | None, kernels: Kernels = _NONE) -> F:
-    """`function`, whose arguments and results are PyTrees of arrays, by way of [`for_partitioner`][]."""
-
-    def run(*arguments: PyTree) -> PyTree:
-        return for_partitioner(trace(function, *arguments), mesh, kernels)(*arguments)
-
-    return run  # pyright: ignore[reportReturnType]

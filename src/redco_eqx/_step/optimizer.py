@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -67,9 +66,7 @@ def init_optimizer(
             lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), optimizer.init(params)
         )
 
-    is_abstract, is_traced = (
-        any(isinstance(x, kind) for x in params.values()) for kind in (jax.ShapeDtypeStruct, Tracer)
-    )
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in params.values())
     if layout is None:
         return jax.eval_shape(init, params) if is_abstract else init(params)
     try:
@@ -86,7 +83,7 @@ def init_optimizer(
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
     # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
-    if is_traced or captured_by((optimizer,)) is None:
+    if captured_by((optimizer, params)) is None:
         return jitted(params)
     key = "init_optimizer", signature(params)
     return kept((optimizer,), key, lambda: jitted.lower(params).compile())(params)
@@ -116,13 +113,12 @@ def update(
         return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
 
     value_fn.defvjp(value_and_grad, backward)
-    extra = {"value": value, "grad": grads, "value_fn": value_fn}
-    named = {**extra, "grad_fn": lambda params, _: value_and_grad(params)[1]}
+    named = {"value": value, "grad": grads, "value_fn": value_fn}
+    named["grad_fn"] = lambda params, _: value_and_grad(params)[1]
     parameters = inspect.signature(optimizer.update).parameters
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        extra = {}
-    elif all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        extra = {name: x for name, x in named.items() if name in parameters}
+    # Line searches, which take any, refuse what `value_fn` does not take.
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    extra = {name: named[name] for name in named if name in parameters or (takes_any and name != "grad_fn")}
     try:
         return optimizer.update(grads, opt_state, params, **extra)
     except Exception as error:

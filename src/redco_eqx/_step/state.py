@@ -1,21 +1,18 @@
 """`TrainState`: all arrays of a run, flat and named."""
 
-import contextlib
 import dataclasses
 import functools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
-from redco_eqx._base.protocols import AnyArray, Key, pytree_dataclass
+from redco_eqx._base.protocols import AnyArray, Key
 from redco_eqx._base.tree import (
     children,
     describe,
@@ -27,83 +24,13 @@ from redco_eqx._base.tree import (
     size_text,
 )
 from redco_eqx._sharding.mesh import as_stored, check_mesh, context_of, one_device_mesh, trimmed
+from redco_eqx._step.kept import definition
 
 # What a tree is besides its arrays, as one hashable value that compares by definition.
 #
 # Two models built alike have equal structures, so that their states can be mapped over together and share
 # one compiled step. Equality of plain PyTree definitions cannot do that: it compares functions by identity
 # and takes `1`, `1.0` and `True` for the same.
-
-
-def closure(function: types.FunctionType) -> dict[str, Any]:
-    """The variables that a function closes over, by name, but for those that are not filled yet."""
-    cells: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):
-            cells[name] = cell.cell_contents
-    return cells
-
-
-PARTS: dict[Any, Callable[[Any], Any]] = {
-    types.MethodType: lambda x: (x.__func__, x.__self__),
-    functools.partial: lambda x: (x.func, x.args, x.keywords),
-    **dict.fromkeys((tuple, list), iter),
-    **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
-}
-"""The values that objects of a kind are made of, in order."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Identity:
-    """Equal only to that of the very same object, which it keeps alive."""
-
-    number: int
-    x: Any = dataclasses.field(compare=False)
-
-
-def fingerprint(x: Any, _open: tuple[int, ...] = ()) -> Any:
-    """A hashable value that is equal for two objects with the same definition.
-
-    Numbers compare with their type, NaN equals itself, functions by code, defaults and what they close
-    over; arrays and unhashable objects by identity.
-    """
-    if id(x) in _open:
-        return "recursion"
-    of = functools.partial(fingerprint, _open=(*_open, id(x)))
-    kind = type(x)
-    if isinstance(x, float | complex):
-        return kind, repr(x)  # NaN is like NaN, and 0.0 not like -0.0
-    if x is None or isinstance(x, bool | int | str | bytes | type):
-        return kind, x
-    if is_array(x):
-        return (kind, str(x.dtype), x.tobytes()) if isinstance(x, np.generic) else _Identity(id(x), x)
-    if isinstance(x, jax.tree_util.PyTreeDef):
-        data = x.node_data()
-        if data is None:
-            return "leaf" if x.num_leaves else "none"
-        return data[0], of(data[1]), *map(of, x.children())
-    if isinstance(x, types.FunctionType):
-        code = x.__module__, x.__qualname__, x.__code__.co_filename, x.__code__
-        cells = ((name, of(value)) for name, value in closure(x).items())
-        return kind, *code, of(x.__defaults__), of(x.__kwdefaults__), *cells
-    for plain, parts in PARTS.items():
-        if isinstance(x, plain):
-            return kind, *map(of, parts(x))
-    if isinstance(x, set | frozenset):
-        return kind, frozenset(map(of, x))
-    plain = kind.__eq__ is object.__eq__ and kind.__init__ is object.__init__
-    if plain and getattr(x, "__dict__", None) == {}:
-        return kind  # a marker without any content, such as the one that `eqx.nn.Shared` leaves
-    leaves, treedef = jax.tree.flatten(x)
-    if not (len(leaves) == 1 and leaves[0] is x):
-        return kind, of(treedef), *map(of, leaves)
-    try:
-        hash(x)
-    except TypeError:
-        return _Identity(id(x), x)
-    if dataclasses.is_dataclass(x):
-        return kind, *((f.name, of(getattr(x, f.name, None))) for f in dataclasses.fields(x) if f.compare)
-    return kind, x
 
 
 class Structure:
@@ -121,15 +48,18 @@ class Structure:
         return jax.tree.unflatten(self._treedef, leaves)
 
     @functools.cached_property
-    def _compared(self) -> tuple[int, Any]:
-        content = self._paths, fingerprint(self._treedef), fingerprint(self._leaves)
-        return hash(content), content
+    def _compared(self) -> tuple[int, Any, list[Any]]:
+        content, objects = definition((self._paths, self._treedef, self._leaves))
+        return hash(content), content, objects  # which stay alive, as the key asks for
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_compared"}  # holds in this process alone
 
     def __hash__(self) -> int:
         return self._compared[0]
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self._compared == other._compared)
+        return self is other or (isinstance(other, Structure) and self._compared[:2] == other._compared[:2])
 
     def __repr__(self) -> str:
         return f"Structure({sum(path is not None for path in self._paths)} arrays)"
@@ -165,8 +95,7 @@ def check_static(tree: PyTree, path: str = "") -> None:
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
-@pytree_dataclass
-class TrainState:
+class TrainState(eqx.Module):
     """Everything that a training step reads and writes. All leaves are arrays; made by `init_state`.
 
     It is a PyTree that plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape` take without any
@@ -198,8 +127,8 @@ class TrainState:
     opt_state: PyTree
     key: AnyArray
     step: Int[AnyArray, "..."]
-    structure: tuple[Structure, Structure | None] = dataclasses.field(metadata={"static": True})
-    stored: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    structure: tuple[Structure, Structure | None] = eqx.field(static=True)
+    stored: tuple[str, ...] = eqx.field(default=(), static=True)
 
     def __repr__(self) -> str:
         def many(arrays: dict[str, AnyArray], name: str) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from redco_eqx._base.jaxprs import trace
 from redco_eqx._base.protocols import (
     RESERVED_METRICS,
     AnyArray,
@@ -20,6 +21,7 @@ from redco_eqx._base.protocols import (
     Mean,
     Metrics,
     PredictFn,
+    SplitActivations,
     as_mean,
     check_function,
 )
@@ -36,7 +38,7 @@ from redco_eqx._step.layout import (
     shardings_by_path,
     split_rows,
 )
-from redco_eqx._step.mends import partitioned
+from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_alive, check_is_state, stream
 
@@ -91,9 +93,9 @@ def train_step(
     Where `shardings` splits arrays over `fsdp`, trained or frozen, each is gathered where the loss uses it
     first, in a `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as
     [`scan_layers`][] makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no
-    checkpoint that gathers, nor some that read more than is gathered, all of it is one, which keeps the results
-    of matrix products and convolutions. If it has such, what is read outside of them is gathered once, and kept
-    until the gradient is done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    checkpoint that reads weights, all of it is one, which keeps the results of matrix products and of
+    convolutions. If it has one, what is read outside of it is gathered once, and kept until the gradient is
+    done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
 
@@ -145,7 +147,8 @@ def train_step(
         parts = microbatches(batch, num_microbatches, mesh, must_divide=layout is not None)
     first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
     inputs = (params, frozen, state.model_state, first, key)
-    gradient = gradient_program(on_arrays(state, loss_of), inputs, layout)
+    splits = isinstance(loss_fn, SplitActivations)
+    gradient = gradient_program(on_arrays(state, loss_of), inputs, layout, splits=splits)
 
     def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
         """The loss of the whole batch, the metrics, the new model state, and the gradients."""
@@ -226,7 +229,8 @@ def eval_step(
         loss, metrics, _ = unpack_loss(state, loss_fn(model, batch, key), size)
         return {"loss": loss, **metrics}
 
-    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings)
+    splits = isinstance(loss_fn, SplitActivations)
+    return _infer(state, batch, stream(state, EVALUATE, index), measure, shardings, splits)
 
 
 @in_own_context
@@ -263,7 +267,8 @@ def predict_step(
     check_is_state(state, "predict_step: state")
     check_function("predict_step", "predict_fn", predict_fn, "model", "batch", "key")
     size = _num_rows("predict_step", batch)
-    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings)
+    splits = isinstance(predict_fn, SplitActivations)
+    outputs = _infer(state, batch, stream(state, PREDICT, index), predict_fn, shardings, splits)
     if not jax.tree.leaves(outputs):
         raise ValueError("predict_fn returned no array.")
     for path, x in leaves_with_paths(outputs):
@@ -289,7 +294,12 @@ def _num_rows(where: str, batch: Batch) -> int:
 
 
 def _infer(
-    state: TrainState, batch: Batch, key: Key, use: Callable[[Any, Any, Key], Any], shardings: PyTree | None
+    state: TrainState,
+    batch: Batch,
+    key: Key,
+    use: Callable[[Any, Any, Key], Any],
+    shardings: PyTree | None,
+    splits: bool,
 ) -> Any:
     """`use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
@@ -299,7 +309,7 @@ def _infer(
         return use(eqx.nn.inference_mode(model), batch, key)
 
     inputs = (state.params, state.frozen, state.model_state, batch, key)
-    return program_of(on_arrays(state, run), inputs, layout)(*inputs)
+    return program_of(on_arrays(state, run), inputs, layout, splits=splits)(*inputs)
 
 
 R = TypeVar("R")
@@ -311,8 +321,8 @@ class JittedStep(Generic[R]):
     def __init__(self, step: Callable[..., R], *, donate: bool):
         @functools.wraps(step, assigned=("__doc__",))
         def run(*arguments: Any, **named: Any) -> R:
-            mended = partitioned(lambda arguments, named: step(*arguments, **named), traced_mesh(arguments))
-            return mended(arguments, named)
+            program = trace(lambda arguments, named: step(*arguments, **named), arguments, named)
+            return for_partitioner(program, traced_mesh(arguments))(arguments, named)
 
         self._jitted = jax.jit(run, donate_argnums=0 if donate else ())
 

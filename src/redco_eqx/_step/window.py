@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx._base.protocols import AnyArray, Batch, Mean, Metrics, as_mean, pytree_dataclass
+from redco_eqx._base.protocols import AnyArray, Batch, Mean, Metrics, as_mean
 from redco_eqx._step.state import TrainState, first_change
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
@@ -39,17 +40,14 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        new_state, metrics = _stepped(step_fn, state, batch)
-        is_finite = _is_finite(metrics)
-        kept = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, state)
-        kept = dataclasses.replace(kept, step=new_state.step)  # the next batch draws its own randomness
-        return kept, {**metrics, "skipped": as_mean(1.0 - is_finite, 1.0, "skipped")}
+        kept, metrics, ok = _guarded(step_fn, state, batch, np.ones((), bool))
+        kept = dataclasses.replace(kept, step=jnp.where(ok, kept.step, state.step + 1))  # for other randomness
+        return kept, {**metrics, "skipped": as_mean(1.0 - ok, 1.0, "skipped")}
 
     return step
 
 
-@pytree_dataclass
-class Window:
+class Window(eqx.Module):
     """Metrics since the last row of the log, still on the devices.
 
     - `metrics`: added up over the steps that were taken.
@@ -73,9 +71,7 @@ def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[
     """
 
     def body(state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:
-        new_state, metrics = _stepped(step_fn, state, batch)
-        ok = window.ok & _is_finite(metrics)
-        kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state)
+        kept, metrics, ok = _guarded(step_fn, state, batch, window.ok)
         totals = jax.tree.map(lambda total, x: total + jnp.where(ok, x, 0), window.metrics, metrics)
         return kept, Window(totals, window.num_steps + 1, ok)
 
@@ -87,14 +83,10 @@ def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
 
     Raises `ValueError` as `accumulated` does.
     """
-    _, metrics = jax.eval_shape(lambda state, batch: _stepped(step_fn, state, batch), state, batch)
+    ok = np.ones((), bool)
+    _, metrics, _ = jax.eval_shape(lambda *inputs: _guarded(step_fn, *inputs), state, batch, ok)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
-    return Window(zeros, np.zeros((), np.int32), np.ones((), bool))
-
-
-def next_window(empty: Window, window: Window) -> Window:
-    """An empty window after `window`, whose flag it keeps."""
-    return dataclasses.replace(empty, ok=window.ok)
+    return Window(zeros, np.zeros((), np.int32), ok)
 
 
 def window_row(window: Window) -> dict[str, float]:
@@ -123,7 +115,10 @@ def window_from_json(saved: dict[str, Any]) -> Window:
     return Window(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
 
 
-def _stepped(step_fn: StepFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def _guarded(
+    step_fn: StepFn, state: TrainState, batch: Batch, ok: Any
+) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
+    """A step that changes nothing unless it is finite and all was `ok` before; and if that is so."""
     new_state, metrics = step_fn(state, batch)
     if not isinstance(new_state, TrainState):
         raise ValueError(
@@ -136,19 +131,12 @@ def _stepped(step_fn: StepFn, state: TrainState, batch: Batch) -> tuple[TrainSta
             f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
             "like the one that it was given."
         )
-    return new_state, _as_metrics(metrics)
-
-
-def _as_metrics(metrics: Any) -> Metrics:
-    """Turn what a step reports into `Mean`s; a scalar has weight 1."""
     if not isinstance(metrics, dict) or "loss" not in metrics:
         raise ValueError(
             "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics are "
             f"{sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}."
         )
-    return {name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()}
-
-
-def _is_finite(metrics: Metrics) -> Bool[Array, ""]:
-    values = [metrics[name].value for name in ("loss", "grad_norm") if name in metrics]
-    return jnp.all(jnp.isfinite(jnp.stack(values)))
+    means = {name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()}
+    values = [means[name].value for name in ("loss", "grad_norm") if name in means]
+    ok = jnp.logical_and(ok, jnp.all(jnp.isfinite(jnp.stack(values))))
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state), means, ok

@@ -1,17 +1,24 @@
-"""The course of a run: what is due at a step, and what a function of the user's may change in it."""
+"""The course of a run: what is due at a step, what a function of the user's may change in it, and how it ends
+before its time: by a step that is not finite, or by a signal, with the state in hand."""
 
 import dataclasses
+import signal
+import sys
+import threading
 from collections.abc import Mapping
+from signal import Signals
+from types import FrameType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from redco_eqx._base.protocols import check_positive
-from redco_eqx._checkpoint.record import RunRecord
+from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState, check_is_state, first_change
+from redco_eqx._training.loggers import History
 
 # What is due at a step, as a pure function of where a run stands and what was planned.
 
@@ -176,3 +183,105 @@ def _changed(old: TrainState, new: TrainState) -> TrainState:
         return before if after is before else jnp.copy(put_global(after, before.sharding))
 
     return jax.tree.map(one, old, new)
+
+
+# How it ends before its time.
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
+    the rows until then.
+
+    It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
+    that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
+    """
+
+    state: TrainState
+    step: int
+    where: str | None = None
+    history: History = dataclasses.field(default_factory=History)
+
+    def __str__(self) -> str:
+        where = self.where or 'jax.config.update("jax_debug_nans", True) says where'
+        return (
+            f"the loss or the gradient norm was not finite at step {self.step} (counted from 0): {where}. The "
+            "last good state is in this error's `state`."
+        )
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class TrainingInterrupted(KeyboardInterrupt):
+    """`fit` was ended by SIGINT (Ctrl-C) or SIGTERM (preemption). Uncaught, it ends the program with the exit
+    code 128 + `signal`: 130 or 143.
+
+    In IPython and Jupyter Ctrl-C only ends the cell, and `sys.last_value` is this error.
+
+    - `state`: that after the last whole step.
+    - `step`: its number.
+    - `signal`: which signal it was.
+    - `checkpoint`: the directory where the state was saved, if `fit` was given one for checkpoints.
+    - `history`: the rows and evaluations until then.
+    """
+
+    state: Any
+    step: int
+    signal: Signals = Signals.SIGINT
+    checkpoint: Any = None
+    history: Any = None
+
+    @property
+    def code(self) -> int:
+        """The status with which the program ends."""
+        return 128 + self.signal
+
+    def __str__(self) -> str:
+        where = "" if self.checkpoint is None else f", and was saved as {self.checkpoint}"
+        return (
+            f"fit was interrupted by {self.signal.name} after step {self.step}; the state is in this error's "
+            f"`state`{where}."
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        """Show this in IPython."""
+        return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
+
+
+class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The same as an exit: Python ends by its `code`, and prints no traceback."""
+
+
+def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
+    """The error to raise: one that ends the program, but for Ctrl-C in IPython, which would say how to exit."""
+    ipython = sys.modules.get("IPython")
+    is_interactive = ipython is not None and ipython.get_ipython() is not None
+    kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
+    return kind(state, step, Signals(signum), checkpoint, history)
+
+
+class InterruptFlag:
+    """While entered, a first SIGINT or SIGTERM only sets `signal`; a second one does what it always does.
+
+    Does nothing outside the main thread, nor for a signal that the program handles itself.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "InterruptFlag":
+        if threading.current_thread() is threading.main_thread():
+            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            for number, default in defaults.items():
+                if signal.getsignal(number) is default:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.signal = signum
+        # Already now: the second one then also ends a program that is stuck outside Python.
+        self.__exit__()

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
@@ -21,27 +21,26 @@ from redco_eqx._base.protocols import (
     CollateFn,
     Examples,
     LossFn,
+    Mean,
     OutputFn,
     PredictFn,
     check_functions,
     check_positive,
     check_whole,
 )
-from redco_eqx._data.batches import batches
+from redco_eqx._data.batches import as_sequence, batches
 from redco_eqx._data.data import Data, Stream, check_examples
 from redco_eqx._data.placement import batch_sizes
-from redco_eqx._data.streams import as_sequence
+from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import kept, signature
 from redco_eqx._step.state import TrainState, check_is_state, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import eval_step, predict_step
+from redco_eqx._training.loggers import write_whole
 
 NUM_AHEAD = 4
 """Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when
 computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known)."""
-
-at_each_batch: ContextVar[Callable[[], None]] = ContextVar("at_each_batch", default=lambda: None)
-"""Called before each batch of an evaluation or prediction, and at its end; what it raises ends that."""
 
 
 @in_own_context
@@ -79,15 +78,7 @@ def evaluate(
 
     `ValueError` as `batches` and `eval_step` do, and for a state that was donated.
     """
-    _check("evaluate", state, examples, batch_size, collate_fn=collate_fn, loss_fn=loss_fn)
-    outputs = _outputs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn)
-    totals: dict[str, tuple[float, float]] = {}
-    with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
-        for metrics in outputs:
-            for name, mean in jax.device_get(metrics).items():
-                total, weight = totals.get(name, (0.0, 0.0))
-                totals[name] = (total + float(mean.total), weight + float(mean.weight))
-    return {name: total / weight if weight else 0.0 for name, (total, weight) in totals.items()}
+    return _means(_outputs("evaluate", eval_step, state, examples, collate_fn, batch_size, loss_fn=loss_fn))
 
 
 @in_own_context
@@ -124,24 +115,9 @@ def predict(
 
     `ValueError` as `batches` and `predict_step` do, and for a state that was donated.
     """
-    _check("predict", state, examples, batch_size, collate_fn=collate_fn, predict_fn=predict_fn)
     data = as_sequence(examples)
     outputs = _outputs("predict", predict_step, state, data, collate_fn, batch_size, predict_fn=predict_fn)
-    rows: list[Any] = []
-    with contextlib.closing(outputs):
-        for output in outputs:
-            leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
-            for i in range(min(batch_size, len(data.sequence) - len(rows))):
-                row = jax.tree.unflatten(treedef, [leaf[i] for leaf in leaves])
-                rows.append(row if output_fn is None else _output(output_fn, data.sequence, len(rows), row))
-    return rows
-
-
-def _check(where: str, state: object, examples: object, batch_size: object, **functions: object) -> None:
-    check_is_state(state, f"{where}: state")
-    check_examples(f"{where}: examples", examples)
-    check_functions(where, **functions)
-    check_whole(where, batch_size=batch_size)
+    return _rows(outputs, data.sequence, output_fn)
 
 
 def _outputs(
@@ -151,50 +127,70 @@ def _outputs(
     examples: Examples | Data | Stream,
     collate_fn: CollateFn,
     batch_size: int,
+    watch: Callable[[], object] = lambda: None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
     """Yields what `step`, with the one function of the user's, gives for each batch, once a few more have been
-    dispatched."""
+    dispatched. `watch` is called before each batch, and at the end; what it raises ends this."""
+    check_is_state(state, f"{where}: state")
+    check_examples(f"{where}: examples", examples)
+    check_functions(where, collate_fn=collate_fn, **function)
+    check_whole(where, batch_size=batch_size)
     step = functools.partial(step, shardings=layout_of(state), **function)
 
-    def compiled(batch: Batch) -> jax.stages.Compiled:
-        def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
-            return step(state, batch, index=index)
-
-        return jax.jit(inference).lower(state, batch, np.int32(0)).compile()
+    def inference(state: TrainState, batch: Batch, index: Any) -> PyTree:
+        return step(state, batch, index=index)
 
     programs: dict[Hashable, jax.stages.Compiled] = {}
-    key = where, signature(state)
+
+    def program_for(batch: Batch) -> jax.stages.Compiled:
+        shapes = signature(batch)
+        if shapes not in programs:
+            lower = functools.partial(jax.jit(inference).lower, state, batch, np.int32(0))
+            key = where, signature(state), shapes
+            programs[shapes] = kept(tuple(function.values()), key, lambda: lower().compile())
+        return programs[shapes]
+
     # Predictions may be large. The last batch of an evaluation has its true size.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=state_mesh(state), remainder=remainder)
     ahead: deque[PyTree] = deque()
     with contextlib.closing(stream):
         for index, batch in enumerate(stream):
-            at_each_batch.get()()
-            shapes = signature(batch)
-            if shapes not in programs:
-                make = functools.partial(compiled, batch)
-                programs[shapes] = kept(tuple(function.values()), (key, shapes), make)
-            ahead.append(programs[shapes](state, batch, np.int32(index)))
+            watch()
+            ahead.append(program_for(batch)(state, batch, np.int32(index)))
             if len(ahead) > num_ahead:
                 yield ahead.popleft()
     yield from ahead
-    at_each_batch.get()()
+    watch()
 
 
-def _output(output_fn: OutputFn, examples: Examples, index: int, prediction: PyTree) -> Any:
-    try:
-        return output_fn(examples[index], prediction)
-    except Exception as error:
-        error.add_note(f"output_fn was given example {index} and its prediction.")
-        raise
+def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
+    """The means over all batches, added up in float64."""
+    totals: dict[str, np.ndarray] = {}
+    with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
+        for metrics in outputs:
+            for name, mean in jax.device_get(metrics).items():
+                totals[name] = totals.get(name, 0.0) + np.array([mean.total, mean.weight], np.float64)
+    return {name: float(total / weight) if weight else 0.0 for name, (total, weight) in totals.items()}
+
+
+def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
+    """The result of `output_fn` for each example; predictions that fill up the last batch are dropped."""
+    rows: list[Any] = []
+    with contextlib.closing(outputs):
+        for output in outputs:
+            leaves, treedef = jax.tree.flatten(jax.tree.map(_to_host, output))
+            for leaves_of_one in itertools.islice(zip(*leaves), len(examples) - len(rows)):
+                row = jax.tree.unflatten(treedef, leaves_of_one)
+                with noting(f"output_fn was given example {len(rows)} and its prediction."):
+                    rows.append(row if output_fn is None else output_fn(examples[len(rows)], row))
+    return rows
 
 
 def _to_host(x: Array) -> np.ndarray:
-    if not x.is_fully_addressable and not x.is_fully_replicated:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)
+    is_here = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(x if is_here else multihost_utils.process_allgather(x, tiled=True))
 
 
 # `Evaluation`: what a run measures on other examples: loss, predictions, metrics of them.
@@ -263,39 +259,39 @@ class Evaluation:
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
         """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
-        try:
+        with noting("This happened when fit tried the evaluation on the first batch of its examples."):
             first = as_sequence(self.examples, first=self.batch_size or 1)
             batch_sizes(first.sequence, self.batch_size or 1, "pad", state_mesh(state))
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
-        except Exception as error:
-            error.add_note("This happened when fit tried the evaluation on the first batch of its examples.")
-            raise
 
+    @in_own_context
     def __call__(self, state: TrainState) -> dict[str, float]:
         """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
 
         Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
         """
-        collate_fn, loss_fn, batch_size = self.collate_fn, self.loss_fn, self.batch_size
-        if collate_fn is None or loss_fn is None or batch_size is None:
+        return self.watched(state, lambda: None)
+
+    def watched(self, state: TrainState, watch: Callable[[], object]) -> dict[str, float]:
+        """The same; `watch` is called at each batch, and what it raises ends this."""
+        if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
         check_is_state(state, "Evaluation: state")
-        step = step_of(state)
-        if self.state_fn is not None:
-            state = self.state_fn(state)
-            check_is_state(state, "Evaluation: what state_fn returns")
-        common: Any = {"collate_fn": collate_fn, "batch_size": batch_size}
-        metrics = evaluate(state, self.examples, loss_fn=loss_fn, **common)
+        step, state = step_of(state), state if self.state_fn is None else self.state_fn(state)
+        check_is_state(state, "Evaluation: what state_fn returns")
+        common: Any = self.collate_fn, self.batch_size, watch
+        metrics = _means(_outputs("evaluate", eval_step, state, self.examples, *common, loss_fn=self.loss_fn))
         row = {f"eval/{name}": value for name, value in metrics.items()}
         if self.predict_fn is None:
             return row
-        examples = as_sequence(self.examples)
-        predicted = predict(state, examples, predict_fn=self.predict_fn, output_fn=self.output_fn, **common)
+        data = as_sequence(self.examples)
+        outputs = _outputs("predict", predict_step, state, data, *common, predict_fn=self.predict_fn)
+        predicted = _rows(outputs, data.sequence, self.output_fn)
         if self.metric_fn is not None:
-            row |= _as_row(self.metric_fn(examples.sequence, predicted), row)
+            row |= _as_row(self.metric_fn(data.sequence, predicted), row)
         if self.predictions_directory is not None and jax.process_index() == 0:
             path = pathlib.Path(self.predictions_directory).expanduser() / f"step-{step}.jsonl"
-            _write(path, examples.sequence, predicted)
+            _write(path, data.sequence, predicted)
         return row
 
 
@@ -320,16 +316,11 @@ def _number(name: str, x: Any) -> float:
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
     """One line of JSON for each example: `{"example": ..., "prediction": ...}`; whole or not at all."""
+    pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
+    lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        # A half of a surrogate pair is not UTF-8; what the handler writes for it is its escape in JSON.
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for i, prediction in enumerate(predictions):
-                file.write(f'{{"example": {_json(examples[i])}, "prediction": {_json(prediction)}}}\n')
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # A half of a surrogate pair is not UTF-8; what the handler writes for it is its escape in JSON.
+    write_whole(path, "".join(lines).encode(errors="backslashreplace"))
 
 
 def _json(x: Any) -> str:

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import optax
 
@@ -20,23 +20,22 @@ from redco_eqx._base.protocols import (
     check_positive,
     check_whole,
 )
-from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.record import RunRecord, local
-from redco_eqx._data.batches import Epochs, Place
-from redco_eqx._data.data import Data, Stream, check_examples
-from redco_eqx._data.workers import work_in_hand
+from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Data, Place, Stream, check_examples
 from redco_eqx._distributed.consensus import is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
-from redco_eqx._training.course import Hook, Plan
-from redco_eqx._training.endings import InterruptFlag, interruption
+from redco_eqx._training.course import Hook, InterruptFlag, Plan
 from redco_eqx._training.evaluation import Evaluation
-from redco_eqx._training.identity import identify
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
-from redco_eqx._training.saving import Saver, save_every
+
+if TYPE_CHECKING:  # imported where checkpoints are wanted
+    from redco_eqx._checkpoint.checkpoints import Checkpoints
+    from redco_eqx._training.saving import Saver
 
 
 @in_own_context
@@ -53,7 +52,7 @@ def fit(
     num_microbatches: int = 1,
     evaluation: Evaluation | None = None,
     hook: Hook | None = None,
-    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    checkpoints: "Checkpoints | str | os.PathLike[str] | None" = None,
     log_every: int = 50,
     loggers: Sequence[Logger] | None = None,
     step_timeout_seconds: float | None = None,
@@ -97,8 +96,8 @@ def fit(
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
         bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
     - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
-        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands, and
-        which worker is at which batch. Going on with a stream counts, which may have to be read again.
+        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
+        Going on with a stream counts, which may have to be read again.
 
     **Returns:**
 
@@ -130,25 +129,28 @@ def fit(
     for logger in loggers or ():
         check_function("fit", "a logger", logger, "step", "row")
     _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
-    _check_kind("checkpoints", checkpoints, (Checkpoints, str, os.PathLike), "A directory, or rx.Checkpoints.")
-    _check_trainable(state, optimizer)
+    if not state.params:
+        raise ValueError(
+            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
+            "constants; jnp.asarray makes a parameter)."
+        )
+    check_optimizer("fit", state, optimizer)
     mesh = state_mesh(state)
-    if isinstance(checkpoints, str | os.PathLike):
-        checkpoints = Checkpoints(checkpoints)
+    saver = None if checkpoints is None else _saver(checkpoints)
     plan = Plan(
         num_epochs=num_epochs,
         num_steps=num_steps,
         log_every=log_every,
         evaluate=evaluation and (evaluation.every_steps, None if evaluation.every_steps else 1),
-        save=checkpoints and save_every(checkpoints),
+        save=saver and saver.config.period,
     )
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
     eval_batch_size = evaluation and evaluation.batch_size
-    _check_batch_sizes(batch_size, num_microbatches, eval_batch_size, num_batch_shards(mesh))
+    _check_sizes(batch_size, num_microbatches, num_batch_shards(mesh))
     epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
     total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
     with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(Watchdog(step_timeout_seconds, work_in_hand))
+        watchdog = stack.enter_context(Watchdog(step_timeout_seconds))
         interrupt = stack.enter_context(InterruptFlag())
         facts = {
             "batch_size": batch_size,
@@ -158,32 +160,34 @@ def fit(
             "evaluation's batch_size": eval_batch_size,
             "a hook": hook is not None,
         }
-        needs_identity = checkpoints is not None or is_shared(mesh)
-        begin = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
-        _check_keep_best(checkpoints, {} if evaluation is None else evaluation.rehearse(state))
+        needs_identity = saver is not None or is_shared(mesh)
+        run = _begin(state, epochs, facts if needs_identity else None, **functions, optimizer=optimizer)
+        row = {} if evaluation is None else evaluation.rehearse(state)
         watchdog.beat()
-        saver, run = None if checkpoints is None else stack.enter_context(Saver(checkpoints)), begin
         if saver is not None:
-            state, run = saver.resume(state, begin)
+            saver.check_metrics(row)
+            state, run = stack.enter_context(saver).resume(state, run)
         source = saver and saver.path
         run = dataclasses.replace(run, stopped=run.stopped and hook is not None)
         reporter = Reporter(
             [ConsoleLogger()] if loggers is None else loggers,
             run,
-            directory=checkpoints and local(checkpoints.directory),
+            directory=saver and saver.directory,
             num_steps=total,
             is_again=saver is not None and saver.began_before,
         )
-        stack.enter_context(contextlib.closing(reporter))
+        stack.enter_context(contextlib.closing(reporter.bar))
         _announce(reporter, epochs, run, source)
+        place = epochs.place(run.epoch, run.batch)._replace(positions=run.positions)
         places: Iterator[tuple[Batch | None, Place]] = epochs.after(
-            run.epoch, run.batch, key=order_key(state, run.begin), positions=run.positions,
-            verify=checkpoints is None or not checkpoints.allow_changes,
+            place,
+            key=order_key(state, run.begin),
+            verify=saver is None or not saver.config.allow_changes,
             say=lambda how: reporter.say(f"fit: {how}"),
-        )  # fmt: skip
+        )
         stack.enter_context(contextlib.closing(places))
         if source is not None:  # what is due there may not have been done
-            places = itertools.chain([(None, epochs.place(run.epoch, run.batch))], places)
+            places = itertools.chain([(None, place)], places)
         training = Training(
             state=state, run=run, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=num_microbatches,
             plan=plan, evaluation=evaluation, hook=hook,
@@ -191,22 +195,13 @@ def fit(
         )  # fmt: skip
         del state  # `training` has it; a second name would keep the first one's memory
         with training:
-            stop = training.loop(places)
-            path = saver and saver.wait()
-        if stop:
-            error = interruption(training.state, training.run.step, stop, path, training.history)
-            reporter.say(f"fit: {error}")
-            raise error
-        return training.state, training.history
+            return training.loop(places)
 
 
-def _check_trainable(state: TrainState, optimizer: optax.GradientTransformation) -> None:
-    if not state.params:
-        raise ValueError(
-            "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
-            "constants; jnp.asarray makes a parameter)."
-        )
-    check_optimizer("fit", state, optimizer)
+def _saver(checkpoints: Any) -> "Saver":
+    from redco_eqx._training.saving import Saver
+
+    return Saver(checkpoints)
 
 
 def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
@@ -214,38 +209,26 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
         raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
 
 
-def _check_keep_best(checkpoints: Checkpoints | None, row: Mapping[str, float]) -> None:
-    """Raises `ValueError` if a metric that decides which checkpoint is best is not in the evaluations."""
-    for name in checkpoints.keep_best if checkpoints else ():
-        if name not in row:
-            raise ValueError(
-                f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
-                f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
-            )
-
-
-def _check_batch_sizes(
-    batch_size: int, num_microbatches: int, eval_batch_size: int | None, num_shards: int
-) -> None:
-    """Raises `ValueError` if a batch does not divide over the data shards, or into the microbatches."""
-    shards = f"{num_shards}, the number of data shards (mesh axes data x fsdp)"
-    check_positive("fit", num_microbatches=num_microbatches)
+def _check_sizes(batch_size: int, num_microbatches: int, num_shards: int) -> None:
+    """Raises `ValueError` if a batch does not divide over the data shards of each microbatch."""
     check_whole("fit", batch_size=batch_size)
-    for name, size, number in (
-        ("batch_size", batch_size, num_microbatches),
-        ("Evaluation's batch_size", eval_batch_size or num_shards, 1),
-    ):
-        if size < 1 or size % (number * num_shards) != 0:
-            times = f"num_microbatches={number} times " if number > 1 else ""
-            raise ValueError(f"fit: {name}={size} must be a positive multiple of {times}{shards}.")
+    check_positive("fit", num_microbatches=num_microbatches)
+    if batch_size < 1 or batch_size % (num_microbatches * num_shards) != 0:
+        times = f"num_microbatches={num_microbatches} times " if num_microbatches > 1 else ""
+        raise ValueError(
+            f"fit: batch_size={batch_size} must be a positive multiple of {times}{num_shards}, the number of "
+            "data shards (mesh axes data x fsdp)."
+        )
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
     """The run that begins with `state`. Its identity is found out only for `facts`: see `identify`."""
     identity = None
     if facts is not None:
+        from redco_eqx._training.identity import identify
+
         facts = {name: str(x) for name, x in facts.items()}
-        identity = identify(state, epochs.first_examples, facts, **functions)
+        identity = identify(state, epochs.examples_of(0), facts, **functions)
     more: Any = {"order": epochs.order, "positions": epochs.positions, "identity": identity}
     return RunRecord(step_of(state), 0, 0, 0, epochs.batch_size, epochs.num_examples, **more)
 
@@ -271,8 +254,7 @@ def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> i
 
     Raises `ValueError` if there are fewer examples than one batch, or a number is not positive.
     """
-    check_whole("num_train_steps", num_examples=num_examples)
-    check_positive("num_train_steps", batch_size=batch_size, num_epochs=num_epochs)
+    check_positive("num_train_steps", num_examples=num_examples, batch_size=batch_size, num_epochs=num_epochs)
     if num_examples < batch_size:
         raise ValueError(
             f"num_train_steps: {num_examples} examples do not fill a batch of {batch_size}. Use a smaller "

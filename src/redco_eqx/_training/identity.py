@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from redco_eqx._checkpoint.arrays import (
     to_names,
     unlike_replicas,
 )
-from redco_eqx._checkpoint.record import Identity
+from redco_eqx._checkpoint.runs import Identity
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.layout import on_arrays
@@ -71,16 +71,15 @@ def identify(
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
-    sample, batch, rows, changing = {}, None, {}, []
+    sample, rows, batch, changing = {}, {}, None, []
     if examples is not None:
         with _generators_untouched():
-            sample, again = _sample(examples), _sample(examples)
-            if sample != again:
-                sample, changing = {}, ["train_examples"]
-            elif sample and is_shared(mesh):
-                batch, rows = _collated(examples, sample, collate_fn)
-                if rows != _collated(examples, sample, collate_fn)[1]:
-                    rows, changing = {}, ["the batches of collate_fn"]
+            collate = collate_fn if is_shared(mesh) else None
+            (sample, rows, batch), (others, other_rows, _) = (_look(examples, collate) for _ in range(2))
+        if sample != others:
+            sample, changing = {}, ["train_examples"]
+        if rows != other_rows:
+            rows, changing = {}, [*changing, "the batches of collate_fn"]
     if is_shared(mesh):
         layout = {name: (x.shape, str(x.dtype), str(x.sharding)) for name, x in to_names(state).items()}
         facts = {"the mesh": str(mesh.shape), **arguments, "what changes by itself": str(changing)}
@@ -91,7 +90,7 @@ def identify(
             facts |= {f"the checksum of what {name} computes": x for name, x in programs.items()}
         facts["the checksum of the state's shapes and layout"] = f"{zlib.crc32(repr(layout).encode()):08x}"
         agree(mesh, "fit", {**facts, "the key of the state": key})
-        compare_replicas(state, "The processes began with different ones")
+        compare_states(state, "The processes began with different ones")
     return {"key": key, "parameters": parameter_sums(state).tolist(), "examples": sample, "changing": changing}
 
 
@@ -116,20 +115,28 @@ def programs_of(
     }
 
 
-def compare_replicas(state: TrainState, reason: str) -> None:
-    """Compares all copies of a state's arrays. A collective call, which waits. Raises as `refuse_unlike`."""
+def compare_states(state: TrainState, reason: str) -> None:
+    """Compares all copies of a state's arrays. A collective call, which waits. Raises as `compare_copies`."""
     if is_shared(state_mesh(state)):
-        refuse_unlike(unlike_replicas(storable(to_names(state)))(), reason)
+        compare_copies(storable(to_names(state)), reason)()
 
 
-def refuse_unlike(names: Sequence[str], reason: str) -> None:
-    """Raises `ValueError` if there are arrays whose copies differ between devices."""
-    if names:
-        raise ValueError(
-            f"fit: {first_few(names)} should be the same on the devices of all processes, but differ. "
-            f"{reason}. Give each process the same key, weights, examples and functions, and change the state "
-            "alike."
-        )
+def compare_copies(arrays: Mapping[str, Any], reason: str) -> Callable[[], None]:
+    """Begins to compare the copies of arrays on all devices. A collective call, which does not wait.
+
+    The result waits, and raises `ValueError` if there are arrays whose copies differ.
+    """
+    unlike = unlike_replicas(arrays)
+
+    def wait() -> None:
+        if names := unlike():
+            raise ValueError(
+                f"fit: {first_few(names)} should be the same on the devices of all processes, but differ. "
+                f"{reason}. Give each process the same key, weights, examples and functions, and change the "
+                "state alike."
+            )
+
+    return wait
 
 
 def what_differs(before: Identity | None, now: Identity) -> list[str]:
@@ -141,8 +148,7 @@ def what_differs(before: Identity | None, now: Identity) -> list[str]:
         return []
     found = ["another key"] if before["key"] != now["key"] else []
     ours, theirs = (np.asarray(identity["parameters"]) for identity in (now, before))
-    size = min(len(ours), len(theirs))  # format 1 has no scale
-    if not np.all(np.abs(ours[:size] - theirs[:size]) <= _TOLERANCE):
+    if not np.all(np.abs(ours - theirs) <= _TOLERANCE):
         found.append("other initial parameters")
     here, there = now["examples"], before.get("examples")
     if here and there and here != there:
@@ -181,22 +187,19 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def _sample(examples: Examples) -> dict[str, int]:
-    """Checksums of some examples, the first ones and others."""
+def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int], Batch]:
+    """Checksums of some examples, the first ones and others, by index; and of each leaf of the batch that
+    `collate_fn` makes of some of them, with that. What fails is left out: it ends the run where it is met."""
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
-    found = {}
+    sample, rows, batch = {}, {}, None
     for i in sorted({*range(min(len(examples), _NUM_FIRST)), *spread}):
-        with contextlib.suppress(Exception):  # one that cannot be read ends the run where it is met
-            found[str(i)] = checksum(examples[i])
-    return found
-
-
-def _collated(examples: Examples, sample: dict[str, int], collate_fn: CollateFn) -> tuple[Any, dict[str, int]]:
-    """A batch of some of the examples in a sample, and the checksum of each leaf."""
-    with contextlib.suppress(Exception):  # what is wrong with it is said by the first batch
-        batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
-        return batch, {path: checksum(x) for path, x in leaves_with_paths(batch)}
-    return None, {}
+        with contextlib.suppress(Exception):
+            sample[str(i)] = checksum(examples[i])
+    with contextlib.suppress(Exception):
+        if collate_fn is not None and sample:
+            batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
+            rows = {path: checksum(x) for path, x in leaves_with_paths(batch)}
+    return sample, rows, batch
 
 
 @contextlib.contextmanager

@@ -6,35 +6,27 @@ processes: the `Reporter` of a run uses them on one.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from redco_eqx._base.protocols import Logger
-from redco_eqx._checkpoint.record import CheckpointError, Row, RunRecord, from_json, to_json
+from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord, from_json, to_json
 from redco_eqx._distributed.consensus import from_first
 from redco_eqx._step.window import Window, window_row
 
-C = TypeVar("C")
 
-_num_event_files = itertools.count()
-
-
-class _Closing:
+class _Closing(contextlib.AbstractContextManager[Any]):
     """`with` for what has a `close`."""
 
     def close(self) -> None:
         """Releases what is held. May be called twice."""
-
-    def __enter__(self: C) -> C:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -104,30 +96,28 @@ class JSONLLogger(_Closing):
         """Marks the rows that come as those of a run, or of none."""
         self._run = run
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> list[Row]:
         """Drops the run's rows after `step`, and half a line: for a run that goes on from there. Rows of other
-        runs stay."""
-        if not self._path.exists():
-            return
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if self._stays(step, line)]
+        runs stay. Returns those of the run that are left, `step` first: what it was called with."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        kept, rows = [], []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                is_ours = isinstance(row, dict) and row.get("run") == self._run
+                if line.endswith(b"\n") and not (is_ours and row.get("step", step) > step):
+                    kept.append(line)
+                    rows += [row] if is_ours else []
         if kept != lines:
-            partial = self._path.with_name(self._path.name + ".tmp")
-            partial.write_bytes(b"".join(kept))
-            partial.replace(self._path)
-
-    def rows(self) -> list[Row]:
-        """The run's rows, `step` first: what it was called with."""
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-        rows = [row for row in map(json.loads, lines) if isinstance(row, dict) and row.get("run") == self._run]
+            write_whole(self._path, b"".join(kept))
         return [{name: from_json(x) for name, x in row.items() if name not in ("time", "run")} for row in rows]
 
-    def _stays(self, step: int, line: bytes) -> bool:
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            is_ours = isinstance(row, dict) and row.get("run") == self._run
-            return line.endswith(b"\n") and not (is_ours and row.get("step", step) > step)
-        return False
+
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file such that a kill leaves what was there before, or all of it."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 class TensorBoardLogger(_Closing):
@@ -155,7 +145,7 @@ class TensorBoardLogger(_Closing):
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         if self._writer is None:
             # tensorboardX names files by the second, and one of the same name would be overwritten.
-            suffix = f".{os.getpid()}.{next(_num_event_files):04d}"
+            suffix = f".{os.getpid()}.{time.time_ns()}"
             self._writer = self._make_writer(**self._arguments, filename_suffix=suffix)
         for name, value in row.items():
             self._writer.add_scalar(name, float(value), step)
@@ -181,15 +171,9 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
     """
     from tqdm import tqdm
 
-    disable = None if show is None else not show
-    return tqdm(
-        total=total,
-        initial=initial,
-        desc="train",
-        disable=disable,
-        file=stream or sys.stderr,
-        dynamic_ncols=True,
-    )
+    where: Any = {"file": stream or sys.stderr, "dynamic_ncols": True}
+    hide = None if show is None else not show
+    return tqdm(desc="train", total=total, initial=initial, disable=hide, **where)
 
 
 FILE = "history.jsonl"
@@ -228,14 +212,12 @@ class History:
         raise KeyError(f"{name!r} is in no row of the history; there are: {', '.join(names) or 'none'}.")
 
 
-def _ignore(_: object) -> None: ...
-
-
 class Reporter:
     """Keeps the rows of one run; feeds its loggers, its file and its progress bar, on process 0 only.
 
     - `rows`: of the training, since the run began.
     - `metrics`: of the last of these, without rates.
+    - `console`, `bar`: the first console among the loggers, and its bar, which is hidden without one.
     """
 
     def __init__(
@@ -258,40 +240,31 @@ class Reporter:
         - `is_again`: whether the run began before. Its rows after `run` come again: they are cut off, also
             those of loggers that have a method `rewind`.
         """
-        is_first = jax.process_index() == 0
-        self._loggers = list(loggers) if is_first else []
-        self._console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
-        show = False if self._console is None else self._console.progress
-        self._bar = progress_bar(num_steps, initial=run.num_steps, show=show)
+        self._loggers: list[Any] = list(loggers) if jax.process_index() == 0 else []
+        self.console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
+        show = False if self.console is None else self.console.progress
+        self.bar = progress_bar(num_steps, initial=run.num_steps, show=show)
         self._batch_size = run.batch_size
         self._since = time.perf_counter()
         self._num_untimed = 0
         self.metrics: dict[str, float] = {}
         self.rows: list[Row] = []
-        self._file = JSONLLogger(directory / FILE) if directory is not None and is_first else None
-        for logger in [*self._loggers, self._file]:
-            getattr(logger, "set_run", _ignore)(run.id)
+        self._file = file = None if directory is None else JSONLLogger(directory / FILE)
+        for logger in [*self._loggers, file]:
+            if hasattr(logger, "set_run"):
+                logger.set_run(run.id)
         if is_again:
             for logger in self._loggers:
-                getattr(logger, "rewind", _ignore)(run.step)
-            self.rows = from_first(lambda: self._kept_rows(run))
-
-    def _kept_rows(self, run: RunRecord) -> list[Row]:
-        if self._file is None:
-            return []
-        # With metrics saved that are not in a row yet, the row of this very step comes again, too.
-        self._file.rewind(run.step if run.window is None else run.step - 1)
-        return self._file.rows()
-
-    @property
-    def has_console(self) -> bool:
-        """True if `say` is heard."""
-        return self._console is not None
+                if hasattr(logger, "rewind"):
+                    logger.rewind(run.step)
+            # With metrics saved that are not in a row yet, the row of this very step comes again, too.
+            step = run.step if run.window is None else run.step - 1
+            self.rows = from_first(lambda: file.rewind(step) if file else [])
 
     def say(self, message: str) -> None:
         """A line on the console, above the bar."""
-        if self._console is not None:
-            self._console.say(message)
+        if self.console is not None:
+            self.console.say(message)
 
     def start_clock(self, num_untimed: int) -> None:
         """Leaves the first steps of a window, of which the last one compiled, out of the rates."""
@@ -304,42 +277,27 @@ class Reporter:
         yield
         self._since += time.perf_counter() - began
 
-    def advance(self) -> None:
-        """Counts a dispatched step."""
-        self._bar.update()
-
     def report(self, step: int, epochs_done: float, window: Window, done_at: float) -> None:
         """Takes a fetched window that ended at `step`, and was done at this time of `time.perf_counter`."""
         elapsed, self._since = done_at - self._since, done_at
         num_timed, self._num_untimed = int(window.num_steps) - self._num_untimed, 0
-        row = window_row(window)
-        self.metrics = dict(row)
-        self._keep(step, {**row, "train/epoch": epochs_done})
-        self._bar.set_postfix_str(f"loss {row['train/loss']:.4g}", refresh=False)
+        self.metrics, epoch, rates = window_row(window), {"train/epoch": epochs_done}, {}
+        self.rows.append({"step": step, **self.metrics, **epoch})
+        if self._file is not None and jax.process_index() == 0:
+            try:
+                self._file(step, {**self.metrics, **epoch})
+            except OSError as error:
+                message = f"the row of step {step} could not be written beside the checkpoints: {error}"
+                raise CheckpointError(message) from error
+        self.bar.set_postfix_str(f"loss {self.metrics['train/loss']:.4g}", refresh=False)
         if num_timed and elapsed > 0:
-            rate = num_timed / elapsed
-            row["train/examples_per_second"] = rate * self._batch_size
+            rates = {"train/examples_per_second": num_timed / elapsed * self._batch_size}
             num_steps, weight = int(window.num_steps), float(window.metrics["loss"].weight)
             if weight > num_steps * self._batch_size:  # a Mean over tokens, not over examples
-                row["train/tokens_per_second"] = rate * weight / num_steps
-        self.row(step, {**row, "train/epoch": epochs_done})
-
-    def _keep(self, step: int, row: Mapping[str, float]) -> None:
-        self.rows.append({"step": step, **row})
-        if self._file is None:
-            return
-        try:
-            self._file(step, row)
-        except OSError as error:
-            raise CheckpointError(
-                f"the row of step {step} could not be written beside the checkpoints: {error}"
-            ) from error
+                rates["train/tokens_per_second"] = num_timed / elapsed * weight / num_steps
+        self.row(step, {**self.metrics, **rates, **epoch})
 
     def row(self, step: int, row: Mapping[str, float]) -> None:
         """Hands a row to every logger."""
         for logger in self._loggers:
             logger(step, row)
-
-    def close(self) -> None:
-        """Ends the progress bar. The loggers belong to the caller, or to `fit`."""
-        self._bar.close()

@@ -9,38 +9,35 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
 
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._base.protocols import Batch, LossFn
-from redco_eqx._base.tree import describe, lack_of_value, leaves_with_paths
-from redco_eqx._checkpoint.arrays import unlike_replicas
-from redco_eqx._checkpoint.record import CheckpointError, RunRecord
-from redco_eqx._data.batches import Place
-from redco_eqx._distributed.consensus import Vote, agree, is_shared
+from redco_eqx._base.tree import lack_of_value
+from redco_eqx._checkpoint.runs import CheckpointError, RunRecord
+from redco_eqx._data.data import Place
+from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog
 from redco_eqx._sharding.mesh import put_global, replicated
 from redco_eqx._step.kept import kept, signature
-from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 from redco_eqx._step.state import TrainState, first_change, layout_of, state_mesh, step_of
 from redco_eqx._step.steps import train_step
 from redco_eqx._step.window import (
     Window,
     accumulated,
     empty_window,
-    next_window,
     window_from_json,
     window_to_json,
 )
-from redco_eqx._training.course import Hook, Plan, apply_hook, due
-from redco_eqx._training.endings import InterruptFlag, NonFiniteError
-from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation, at_each_batch
-from redco_eqx._training.identity import compare_replicas, programs_of, refuse_unlike
+from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan, apply_hook, due, interruption
+from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation
 from redco_eqx._training.loggers import History, Reporter
-from redco_eqx._training.saving import Saver
+
+if TYPE_CHECKING:  # what few runs need is imported where it is used
+    from redco_eqx._training.saving import Saver
 
 # The compiled step.
 
@@ -75,22 +72,6 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
         text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return TrainProgram(lowered.compile(), window, digest)
-
-
-def describe_batch(batch: Batch) -> dict[str, str]:
-    """Dtype and shape of each leaf by its path."""
-    return {path: describe(x) for path, x in leaves_with_paths(batch)}
-
-
-def warn_of_shapes(was: dict[str, str], now: dict[str, str]) -> None:
-    """Names what of a batch is unlike in the first one (see `describe_batch`)."""
-    name = next(path for path in was | now if was.get(path) != now.get(path))
-    warnings.warn(
-        f"collate_fn: {name or 'the batch'} is {now.get(name, 'missing')}, but was "
-        f"{was.get(name, 'missing')} in the first batch. Each new shape compiles the step again: pad to a few "
-        "fixed sizes.",
-        stacklevel=2,
-    )
 
 
 # The loop.
@@ -137,7 +118,7 @@ class Training:
     evaluation: Evaluation | None
     hook: Hook | None
     reporter: Reporter
-    saver: Saver | None
+    saver: "Saver | None"
     watchdog: Watchdog
     interrupt: InterruptFlag
 
@@ -145,13 +126,10 @@ class Training:
         self._mesh = state_mesh(self.state)
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of batches
         self._program: TrainProgram | None = None  # not before the first step
-        self._shapes: Hashable = None
-        self._first: dict[str, str] = {}  # shapes of the first batch, until one has others
         self._ahead: deque[_Step] = deque()
         self._window: Window | None = None
         self._num_in_window = 0
-        self._unlike: Callable[[], list[str]] = list
-        self._compared_at = self.run.step
+        self._compared: Callable[[], None] = lambda: None
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -163,16 +141,16 @@ class Training:
         """The numbers of the run so far."""
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
-    def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> int:
-        """Takes the steps, and does what is due after each, until the plan is fulfilled or a signal comes.
+    def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> tuple[TrainState, History]:
+        """Takes the steps, and does what is due after each, until the plan is fulfilled.
 
-        Returns the signal, or 0.
+        Raises `TrainingInterrupted` if a signal came before.
         """
         stop, vote = 0, Vote(self._mesh)
         for batch, place in places:
             if batch is not None:
                 self._step(batch, place)
-            (stop,) = vote(self.interrupt.signal)
+            (stop,) = vote(self.interrupt.signal) or (0,)
             what = functools.partial(due, self.plan, is_end=place.is_end)
             now, is_best = what(self.run, stop=stop != 0), False
             if now.log:
@@ -190,68 +168,70 @@ class Training:
                 self.saver.check()
             if now.finish:
                 break
-        return stop or vote.now(self.interrupt.signal)[0]  # perhaps in the last evaluation
+        stop = stop or max(from_all(self.interrupt.signal))  # perhaps in the last evaluation
+        path = self.saver and self.saver.wait()
+        if stop:
+            error = interruption(self.state, self.run.step, stop, path, self.history)
+            self.reporter.say(f"fit: {error}")
+            raise error
+        return self.state, self.history
 
     def _step(self, batch: Batch, place: Place) -> None:
         """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
         is_first, shapes = self._program is None, signature(batch)
-        if shapes != self._shapes:
-            self._shapes = shapes
-            self._program = self._program_for(batch)
-        program = self._program
-        assert program is not None
+        program = self._programs.get(shapes) or self._compile(batch, shapes)
+        if program is not self._program:
+            self._program = program
+            if self._window is None or first_change(self._window, program.window):  # of another program
+                self._window, self._num_in_window = program.window, 0
         self.state, window = program.compiled(self.state, self._window, batch)
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._ahead.append(_Step(self.run.step, batch, window))
-        self._look()
         # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
         if is_first:
-            if self.reporter.has_console:
+            if self.reporter.console is not None:
                 # Not at the head: the reader of compiled text is wanted only where it is heard.
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
             jax.block_until_ready(self._window)
             self.reporter.start_clock(self._num_in_window)
-        self.reporter.advance()
+        self.reporter.bar.update()
 
-    def _program_for(self, batch: Batch) -> TrainProgram:
-        """The program for a batch of other shapes than the one before, with the window that it adds to."""
+    def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
+        """The program for batches of these shapes."""
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
-        described = describe_batch(batch)
         if self._program is None:
-            self._first = described
+            self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
             if self.saver is not None:
-                digests = programs_of(self.state, batch, **functions)
-                self.run = self.saver.identified(self.run, digests)
-        elif self._first and described != self._first:
-            warn_of_shapes(self._first, described)
-            self._first = {}
-        if self._shapes not in self._programs:
-            key = "train_step", self.num_microbatches, signature(self.state), self._shapes
-            make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
-            self._programs[self._shapes] = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
-        program = self._programs[self._shapes]
+                self.run = self.saver.identified(self.run, self.state, batch, **functions)
+        elif self._first is not None and (change := first_change(self._first, batch)):
+            path, was, became = change
+            warnings.warn(
+                f"collate_fn: {path or 'the batch'} is {became}, but was {was} in the first batch. Each new "
+                "shape compiles the step again: pad to a few fixed sizes.",
+                stacklevel=2,
+            )
+            self._first = None
+        key = "train_step", self.num_microbatches, signature(self.state), shapes
+        make = functools.partial(train_program, **functions, num_microbatches=self.num_microbatches)
+        program = kept(tuple(functions.values()), key, lambda: make(self.state, batch))
         agree(self._mesh, "fit: step", {"the checksum of the program of the step": program.digest})
-        if self._window is None or first_change(self._window, program.window):  # saved by another program
-            self._window, self._num_in_window = program.window, 0
+        self._programs[shapes] = program
         return program
-
-    def _look(self) -> None:
-        """Notes when a row is done. A look, not a wait: its time is not that of its fetch, some steps later."""
-        for step in self._ahead:
-            ok: Any = step.window.ok
-            if step.epochs_done is not None and step.done_at is None and ok.is_ready():
-                step.done_at = time.perf_counter()
 
     def _catch_up(self, num_ahead: int = 0) -> None:
         """Waits until so many steps are left that may not be done, and hands out the rows of those that are.
 
         Raises `NonFiniteError` for the first that was not finite, while its batch is at hand.
         """
+        for step in self._ahead:  # a look, not a wait: a row is fetched only some steps after it was done
+            ok: Any = step.window.ok
+            if step.epochs_done is not None and step.done_at is None and ok.is_ready():
+                step.done_at = time.perf_counter()
         while len(self._ahead) > num_ahead:
             step = self._ahead[0]
             if not jax.device_get(step.window.ok):
@@ -262,12 +242,14 @@ class Training:
                 self.reporter.report(step.number, step.epochs_done, window, done_at)
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
+        from redco_eqx._step.nonfinite import find_nonfinite, find_outside
+
         where = None
         with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
             where = find_outside(self.state, batch, loss_fn=self.loss_fn)
         if where is None and _is_debugging():
             where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
-        return NonFiniteError(self.state, step_of(self.state), *([where] if where else []))
+        return NonFiniteError(self.state, step_of(self.state), where)
 
     def _log(self, place: Place, hook: Hook | None) -> None:
         """Ends the window, unless it is empty. Its row comes when its last step is done, at once for a hook."""
@@ -277,9 +259,12 @@ class Training:
             self._ahead.append(_Step(self.run.step, None, self._window))
         self._ahead[-1].epochs_done = place.epochs_done
         if is_shared(self._mesh):
-            refuse_unlike(self._unlike(), f"That was so at step {self._compared_at}")
-            self._unlike, self._compared_at = unlike_replicas(self.state.params), self.run.step
-        self._window = None if self._program is None else next_window(self._program.window, self._window)
+            from redco_eqx._training.identity import compare_copies
+
+            self._compared()  # at the last row
+            self._compared = compare_copies(self.state.params, f"That was so at step {self.run.step}")
+        program = self._program
+        self._window = program and dataclasses.replace(program.window, ok=self._window.ok)
         self._num_in_window = 0
         if hook is not None:
             self._catch_up()
@@ -298,14 +283,11 @@ class Training:
             if self.interrupt.signal and jax.process_count() == 1:
                 raise _StoppedError
 
-        token = at_each_batch.set(watch)
         try:
             with self.reporter.paused():
-                row = evaluation(self.state)
+                row = evaluation.watched(self.state, watch)
         except _StoppedError:
             return False
-        finally:
-            at_each_batch.reset(token)
         self.reporter.row(self.run.step, row)
         self.run = self.run.evaluated(row)
         if self.hook is not None:
@@ -316,17 +298,17 @@ class Training:
         before = self.state
         with self.reporter.paused():
             self.run, self.state = apply_hook(hook, self.run, row, self.state)
-        if self.state is not before:
-            compare_replicas(self.state, "The hook has changed the state otherwise on another process")
+        if self.state is not before and is_shared(self._mesh):
+            from redco_eqx._training.identity import compare_states
+
+            compare_states(self.state, "The hook has changed the state otherwise on another process")
         self.watchdog.beat()
 
-    def _save(self, saver: Saver, *, finished: bool) -> None:
+    def _save(self, saver: "Saver", *, finished: bool) -> None:
         """Saves, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None
-        # Or it would take the place of one that can be read.
-        compare_replicas(self.state, f"That was so at step {self.run.step}")
         with self.reporter.paused():
             saver.save(self.state, dataclasses.replace(self.run, finished=finished, window=window))
 
@@ -337,29 +319,25 @@ class Training:
         """Saves the state if an error ends the run, and gives it to the error, and the history."""
         if not isinstance(error, Exception):
             return
-        if not isinstance(error, NonFiniteError) and jax.process_count() == 1:
+        is_good, where = not isinstance(error, NonFiniteError), ""
+        # Not on many processes: the others know nothing of the error, and would not take part.
+        is_alone = jax.process_count() == 1
+        if is_good and is_alone:
             with contextlib.suppress(Exception):  # rows of steps that were on their way
                 self._catch_up()
-        with contextlib.suppress(AttributeError):
-            error.history = self.history  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(error, NonFiniteError):
-            return
-        state = self.state
-        if any(map(lack_of_value, jax.tree.leaves(state))):
-            return
-        where = ""
-        # Not on many processes: the others know nothing of the error, and would not take part.
-        if self.saver is not None and jax.process_count() == 1 and not isinstance(error, CheckpointError):
+        is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
+        if is_good and is_alone and self.saver is not None and not isinstance(error, CheckpointError):
             try:
                 self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
-        try:
-            error.state = state  # pyright: ignore[reportAttributeAccessIssue]
-        except AttributeError:
-            return
-        error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
+        attributes = {"history": self.history, **({"state": self.state} if is_good else {})}
+        with contextlib.suppress(AttributeError):  # it takes none
+            for name, x in attributes.items():
+                setattr(error, name, x)
+            if is_good:
+                error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
 
 
 def _is_debugging() -> bool:

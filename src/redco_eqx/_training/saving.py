@@ -2,30 +2,25 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import warnings
 from typing import Any
 
 import jax
 
+from redco_eqx._base.protocols import Batch
 from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
-from redco_eqx._checkpoint.checkpoints import Checkpoints, CheckpointWriter
+from redco_eqx._checkpoint.checkpoints import Checkpoints
 from redco_eqx._checkpoint.owner import new_id
-from redco_eqx._checkpoint.record import (
-    CheckpointError,
-    CheckpointInfo,
-    RunRecord,
-    complete,
-    local,
-    read_record,
-    versions,
-)
+from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
 from redco_eqx._checkpoint.restore import first_good, read, select
+from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._distributed.consensus import from_first, on_first, together
 from redco_eqx._step.state import TrainState, step_of
-from redco_eqx._training.endings import TrainingInterrupted
-from redco_eqx._training.identity import what_differs
+from redco_eqx._training.course import TrainingInterrupted
+from redco_eqx._training.identity import compare_states, programs_of, what_differs
 
 
 class Saver:
@@ -35,14 +30,28 @@ class Saver:
     - `began_before`: whether there is one, or an attempt that ended without.
     """
 
-    def __init__(self, checkpoints: Checkpoints):
-        """Raises `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
-        self._config = checkpoints
-        self._writer = checkpoints.open()
+    def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
+        """Raises `TypeError` or `ValueError` for what is no directory."""
+        self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        self.directory = local(self.config.directory)
         self._saved: tuple[int, int, bool] | None = None
         self._source: CheckpointInfo | None = None
         self.path: pathlib.Path | None = None
         self.began_before = False
+
+    def __enter__(self) -> "Saver":
+        """Raises `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
+        self._writer = self.config.open()
+        return self
+
+    def check_metrics(self, row: Row) -> None:
+        """Raises `ValueError` if a metric that decides which checkpoint is best is not in the evaluations."""
+        for name in self.config.keep_best:
+            if name not in row:
+                raise ValueError(
+                    f"fit: Checkpoints(keep_best={{{name!r}: ...}}), but evaluations give "
+                    f"{', '.join(map(repr, row)) or 'nothing, without an evaluation='}."
+                )
 
     def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
         """The newest state of the run that began with `state`, laid out like it, and its place.
@@ -53,39 +62,45 @@ class Saver:
         **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
         have changed; `CheckpointError` if all are damaged.
         """
-        directory, allow_changes = local(self._config.directory), self._config.allow_changes
-        found, same_step = from_first(lambda: _candidates(directory, step_of(state)))
+        found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
-            run_id, self.began_before = from_first(lambda: _begun(self._writer, run))
+            owner: Any = self._writer.owner  # there is one on process 0
+            identity = run.identity or {}
+
+            def is_same(before: dict[str, Any]) -> bool:
+                return not what_differs(before.get("identity"), identity)
+
+            run_id, self.began_before = from_first(lambda: owner.begin(run.begin, is_same, identity=identity))
             return state, dataclasses.replace(run, id=run_id)
         self.began_before = True
-        paths = [directory / name for name in found]
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        if same_step is not None and not allow_changes:
-            _check_state(read_record(directory / same_step), state)
+        if same_step is not None and not self.config.allow_changes:
+            _check_state(read_record(self.directory / same_step), state)
 
-        def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo]:
+        def load(path: pathlib.Path) -> tuple[TrainState, CheckpointInfo, RunRecord]:
             info = together(lambda: read_record(path), CheckpointError)
-            chosen = select(info, like)
-            _check_same(info, run, allow_changes=allow_changes)
+            chosen, before = select(info, like), info.run
+            assert before is not None
+            _check_same(info.path, before, run, allow_changes=self.config.allow_changes)
             jax.tree.map(lambda x: x.delete(), state)
-            return read(info, like, chosen), info
+            return read(info, like, chosen), info, before
 
-        (restored, info), damaged = first_good(paths, load)
+        (restored, info, before), damaged = first_good([self.directory / name for name in found], load)
         on_first(lambda: [path.rename(path.with_name(path.name + ".damaged")) for path in damaged])
-        assert info.run is not None
-        self._source, self.path, self._saved = info, info.path, _saved(info.run)
-        # With other numbers the same part of the epoch counts as done.
-        batch = -(-info.run.batch * info.run.batch_size // run.batch_size)
-        changed = {"batch": batch, "batch_size": run.batch_size, "num_examples": run.num_examples}
-        run_id = info.run.id or from_first(new_id)  # an older version wrote none
-        began = {name: x for name, x in (info.run.identity or {}).items() if name in ("key", "parameters")}
-        identity = {**(run.identity or {}), **began}
-        return restored, dataclasses.replace(info.run, id=run_id, order=run.order, identity=identity, **changed)
+        self._source, self.path, self._saved = info, info.path, _saved(before)
+        began = {name: x for name, x in (before.identity or {}).items() if name in ("key", "parameters")}
+        changes: dict[str, Any] = {
+            # With other numbers the same part of the epoch counts as done.
+            "batch": -(-before.batch * before.batch_size // run.batch_size),
+            "identity": {**(run.identity or {}), **began},
+            "id": before.id or from_first(new_id),  # an older version wrote none
+            **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
+        }
+        return restored, dataclasses.replace(before, **changes)
 
-    def identified(self, run: RunRecord, programs: dict[str, str]) -> RunRecord:
+    def identified(self, run: RunRecord, state: TrainState, batch: Batch, **functions: Any) -> RunRecord:
         """The run with the digests of its functions (see `programs_of`); warns of those that are others."""
-        info = self._source
+        info, programs = self._source, programs_of(state, batch, **functions)
         before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
         changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
         if info is not None and changed and info.versions == versions():  # others trace otherwise
@@ -98,7 +113,7 @@ class Saver:
 
     def is_best(self, run: RunRecord) -> bool:
         """True if the last evaluation is better than all before, by one of the metrics; process 0 decides."""
-        best = self._config.keep_best
+        best = self.config.keep_best
         if not best or not run.is_evaluated:
             return False
 
@@ -114,9 +129,11 @@ class Saver:
 
         Raises as `CheckpointWriter.save`.
         """
+        # Or it would take the place of one that can be read.
+        compare_states(state, f"That was so at step {run.step}")
         if self._saved == _saved(run):
             return
-        extras = self._config.extras() if callable(self._config.extras) else self._config.extras
+        extras = self.config.extras() if callable(self.config.extras) else self.config.extras
         last = run.evaluations[-1] if run.is_evaluated else {}
         metrics = {name: x for name, x in last.items() if name != "step"}
         self.path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
@@ -132,9 +149,6 @@ class Saver:
         together(self._writer.wait, CheckpointError)
         return self.path
 
-    def __enter__(self) -> "Saver":
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         # A second Ctrl-C waits for nothing. Nor does an error on one of many processes: a save is complete when
         # all have written, and the others may never do so.
@@ -148,24 +162,8 @@ class Saver:
             error.add_note(f"fit: {problem}")  # in its place it would take the state away
 
 
-def save_every(checkpoints: Checkpoints) -> tuple[int | None, int | None]:
-    """The steps and the epochs between saves: each epoch if nothing else was said."""
-    said = checkpoints.every_steps, checkpoints.every_epochs
-    return (None, 1) if said == (None, None) else said
-
-
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
     return run.num_steps, len(run.evaluations), run.finished
-
-
-def _begun(writer: CheckpointWriter, run: RunRecord) -> tuple[str, bool]:
-    """The id of a run without checkpoints, and whether it began before; on process 0."""
-    assert writer.owner is not None
-
-    def is_same(before: dict[str, Any]) -> bool:
-        return not what_differs(before.get("identity") or before.get("origin"), run.identity or {})
-
-    return writer.owner.begin(run.begin, is_same, identity=run.identity)
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
@@ -174,40 +172,34 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 
     What cannot be read may belong to it, and is among them.
     """
-    infos, unreadable, others = [], [], []
-    for path in complete(directory):
+    infos, unreadable, found = [], [], entries(directory)
+    for at, _, path in found:
         try:
-            info = read_record(path)
-            (others if info.run is None else infos).append(info)
+            infos.append(read_record(path))
         except CheckpointError:
-            unreadable.append(path)
-    unreadable = [path for path in unreadable if _step_of(path) >= step]
-    begins = {info.run.begin for info in infos}
+            unreadable += [path] if at >= step else []
+    runs = {info.path: info.run for info in infos if info.run is not None}
+    begins = {run.begin for run in runs.values()}
     # A state at a step where no run began was saved before its run had ended.
-    among = [i for i in infos if i.step == step and not i.run.finished and step not in begins]
-    begin = step if step in begins else among[-1].run.begin if among else None
+    among = [x for x, run in runs.items() if run.step == step and not run.finished and step not in begins]
+    begin = step if step in begins else runs[among[-1]].begin if among else None
     if begin is None:
         if unreadable:
             raise CheckpointError(
                 f"fit: {unreadable[-1]} is damaged: its record cannot be read, and there is no other "
                 f"checkpoint of a run from step {step}. Remove it, or pass another directory, to begin anew."
             )
-        later = [info for info in (*infos, *others) if info.step > step]
-        if later:
-            runs = f"of runs that began at {sorted(begins)}" if begins else "that no run of fit wrote"
+        last = max((info.step for info in infos), default=step)
+        if last > step:
+            what = f"of runs that began at {sorted(begins)}" if begins else "that no run of fit wrote"
             raise ValueError(
-                f"fit: the state is at step {step}, but {directory} holds checkpoints {runs}, up to step "
-                f"{max(info.step for info in later)}. Pass the state that the run began with, to go on "
-                "with it, or another directory."
+                f"fit: the state is at step {step}, but {directory} holds checkpoints {what}, up to step "
+                f"{last}. Pass the state that the run began with, to go on with it, or another directory."
             )
         return [], None
-    chosen = {*unreadable, *(info.path for info in infos if info.run.begin == begin)}
-    names = [path.name for path in reversed(complete(directory)) if path in chosen]
-    return names, among[-1].path.name if among else None
-
-
-def _step_of(path: pathlib.Path) -> int:
-    return int(path.name.partition("-")[0])
+    chosen = {*unreadable, *(path for path, run in runs.items() if run.begin == begin)}
+    names = [path.name for _, _, path in reversed(found) if path in chosen]
+    return names, among[-1].name if among else None
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
@@ -223,14 +215,12 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
         )
 
 
-def _check_same(info: CheckpointInfo, run: RunRecord, *, allow_changes: bool) -> None:
+def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
     """Raises `ValueError` if the run of a checkpoint is not the one that is to go on."""
-    before = info.run
-    assert before is not None
     if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
         raise ValueError(
             f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "
-            f"{info.path} was saved, so that no process could go on where one was. Go on with as many "
+            f"{path} was saved, so that no process could go on where one was. Go on with as many "
             "processes; a stream that is read whole, Stream(sharded=False), goes on with any number."
         )
     if allow_changes:
@@ -242,7 +232,7 @@ def _check_same(info: CheckpointInfo, run: RunRecord, *, allow_changes: bool) ->
     ):
         if was != now:
             raise ValueError(
-                f"fit: {what} is {now}, but was {was} when {info.path} was saved, so the run would not go on "
+                f"fit: {what} is {now}, but was {was} when {path} was saved, so the run would not go on "
                 "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
             )
     others = what_differs(before.identity, run.identity or {})
@@ -250,7 +240,7 @@ def _check_same(info: CheckpointInfo, run: RunRecord, *, allow_changes: bool) ->
         others = [what for what in others if "example" in what]
     if others:
         raise ValueError(
-            f"fit: the run in {info.path.parent} is another one: it has {' and '.join(others)}. Pass another "
+            f"fit: the run in {path.parent} is another one: it has {' and '.join(others)}. Pass another "
             "directory to begin a run, or the model, the key and the examples that this one began with to go "
             "on with it. Checkpoints(..., allow_changes=True) goes on from its checkpoint all the same."
         )

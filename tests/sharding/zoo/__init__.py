@@ -27,6 +27,8 @@ BY_PROGRAM_ALONE: dict[str, str] = {
     "moe_raw": "the same, with a dim for experts",
     "moe_raw_indivisible": "the same: the router is taken for a matrix of its own",
     "wrapped_weights": "a weight that is a module itself",
+    "lora_raw": "the same, in a matrix that is seen",
+    "vision_two_fields": "blocks that are fields of their own, and no list or stack",
     "conv_depthwise": "convolutions in groups: left whole, between the two that are split",
     "shared_head": "the bias of a head whose weight is another leaf: left whole",
 }

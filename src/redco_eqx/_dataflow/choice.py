@@ -1,0 +1,358 @@
+"""A layout for each value of a program: whole, split along one dim over `tensor`, or a sum still pending.
+
+Each operation has strategies: a factor of its dims is split in all operands and results that have it, and a
+result that is summed over it is pending. A change between what one operation gives and another takes sends
+bytes. The least sum of these is an integer program, whose relaxation by flows is all but exact.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve
+from redco_eqx._dataflow.walk import Walk
+
+WHOLE, PENDING = "whole", "pending"
+
+State: TypeAlias = Any
+"""The dim of a value that is split, or the slot of a group of values; or `WHOLE`; or `PENDING`, if each device
+has a summand."""
+
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+ADDITIVE = (*PRODUCTS, "reduce_sum", "scatter-add", "scatter_add", "gather")
+LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshape", "real")
+
+
+class Strategy(NamedTuple):
+    """One way to do an operation: the states that it takes and gives, and the operations that a device does.
+
+    `is_late`: pending over `tensor` along another dim than the batch is summed along.
+    """
+
+    takes: tuple[State, ...]
+    gives: tuple[State, ...]
+    work: float
+    is_late: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An operation that is not contracted.
+
+    - `step`: its place in the walk; `None` for the update of a parameter.
+    - `over_batch`: whether its results are summed over the batch axes.
+    """
+
+    step: Step | None
+    operands: list[Value]
+    results: list[Value]
+    times: tuple[int, int]
+    strategies: list[Strategy]
+    over_batch: bool = False
+
+
+class Groups(dict[Any, Any]):
+    """Sets of things that are joined, each known by one of them."""
+
+    def find(self, x: Any) -> Any:
+        while self.setdefault(x, x) != x:
+            x = self[x]
+        return x
+
+    def join(self, a: Any, b: Any) -> None:
+        self[self.find(a)] = self.find(b)
+
+
+def scatters(mesh: Mesh | AbstractMesh) -> bool:
+    """True if the compiler for these devices makes reduce-scatters, and adds pending sums before it sums them.
+
+    That for CPU does neither; nor is it expected of a mesh without devices.
+    """
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
+    return any(x.platform != "cpu" for x in devices)
+
+
+def size_of(dim: Dim) -> int:
+    return math.prod(atom.size for atom in resolve(dim))
+
+
+class Values:
+    """The values of a walk in groups that lie alike, and the operations between them."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        parameters: Sequence[Value],
+        gradients: Sequence[Value | None],
+        tensor: int,
+        num_shards: int,
+        scatters: bool,
+    ):
+        self.walk, self.tensor, self.num_shards, self.scatters = walk, tensor, num_shards, scatters
+        self.parameters, rows = parameters, walk.rows
+        self._leads = Leads([], rows, num_shards)
+        self.groups, self.slots = Groups(), Groups()
+        self.values: dict[int, Value] = {}
+        self.operations: list[Operation] = []
+        self._pending: set[int] = set()
+        self._spoiled: set[int] = {id(x) for x in (*parameters, *rows)}
+        self._batch_dims: dict[int, frozenset[int]] = {}
+        for value in (*parameters, *rows):
+            self._know(value)
+        for before, after in walk.carried:
+            self._join(before, after, [(i, i) for i in range(len(before.dims))])
+            self._spoiled |= {id(before), id(after)}
+        for step in walk.steps:
+            self._add(step)
+        for parameter, gradient in zip(parameters, gradients):
+            if gradient is not None:
+                both = set(self.splits(parameter)) & set(self.splits(gradient))
+                options = [Strategy((s, s), (), 0.0) for s in (WHOLE, *sorted(both))]
+                self._know(gradient)
+                self.operations.append(Operation(None, [parameter, gradient], [], (1, 1), options))
+        self._find_states()
+
+    def _know(self, value: Value) -> None:
+        self.values.setdefault(id(value), value)
+
+    # What a value may be.
+
+    def batch_dims(self, value: Value) -> frozenset[int]:
+        """The dims that the batch axes split."""
+        key = id(value)
+        if key not in self._batch_dims:
+            found = [i for i, dim in enumerate(value.dims) if dim and self._leads.has_batch([dim])]
+            self._batch_dims[key] = frozenset(found[:1])
+        return self._batch_dims[key]
+
+    def local_bytes(self, value: Value) -> float:
+        """Bytes on a device, whole over `tensor`."""
+        return value.num_bytes / (self.num_shards if self.batch_dims(value) else 1)
+
+    def splits(self, value: Value) -> list[int]:
+        """The dims that divide."""
+        batch = self.batch_dims(value)
+        parts = [self.tensor * (self.num_shards if i in batch else 1) for i in range(len(value.dims))]
+        sizes = [size_of(dim) for dim in value.dims]
+        return [
+            i
+            for i, (size, n, dim) in enumerate(zip(sizes, parts, value.dims))
+            if size > 1 and size % n == 0 and (i in batch or not resolve(dim)[0].pin)
+        ]
+
+    # Groups.
+
+    def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
+        """Make one group of two values whose dims correspond so; False if their dims in it do otherwise."""
+        self._know(one)
+        self._know(other)
+        pairs = [((id(one), i), (id(other), j)) for i, j in dims if one.dims[i]]
+        find = self.slots.find
+        is_joined = self.groups.find(id(one)) == self.groups.find(id(other))
+        if is_joined and any(find(a) != find(b) for a, b in pairs):
+            return False
+        for a, b in pairs:
+            self.slots.join(a, b)
+        self.groups.join(id(one), id(other))
+        return True
+
+    def slot(self, value: Value, state: State) -> State:
+        """The state of a value as that of its group."""
+        return self.slots.find((id(value), state)) if isinstance(state, int) else state
+
+    def dim_of(self, value: Value, state: State) -> int | None:
+        """The dim of a value that is split in this state of its group."""
+        return next((i for i, dim in enumerate(value.dims) if dim and self.slot(value, i) == state), None)
+
+    def _add(self, step: Step) -> None:
+        operands = [x for x in step.operands if any(x.dims)]
+        for value in (*operands, *step.results):
+            self._know(value)
+        if not operands and not any(any(x.dims) for x in step.results):
+            return
+        if step.handed:
+            self._hand_on(step)
+            return
+        if step.equation.primitive.name == "sharding_constraint":
+            self._constraint(step)
+            return
+        sizes = [tuple(size_of(dim) for dim in x.dims) for x in step.operands]
+        local = Walk(self.walk.rule_of)
+        local.block = step.block
+        inputs = [Value(new_dims(size), x.num_bytes) for size, x in zip(sizes, step.operands)]
+        outputs = local._results(step.equation, inputs)
+        name = step.equation.primitive.name
+        linear = name in LINEAR or (
+            name in ("mul", "div") and len(operands) == 1 and operands[0] is step.operands[0]
+        )
+        if not local.events and len(outputs) == 1 and operands and self._contract(step, inputs, outputs[0]):
+            if linear and all(id(x) in self._pending for x in operands):
+                self._pending.add(id(step.results[0]))
+            elif not linear:
+                self._spoiled.add(id(step.results[0]))
+            return
+        self._operation(step, local, inputs, outputs)
+
+    def _contract(self, step: Step, inputs: Sequence[Value], output: Value) -> bool:
+        """Join operands and result if all of them have the same dims."""
+        name = step.equation.primitive.name
+        result = step.results[0]
+        of_output = {resolve(dim): i for i, dim in enumerate(output.dims) if dim}
+        if len(of_output) != sum(map(bool, output.dims)):
+            return False
+        pairs = []
+        for value, own in zip(step.operands, inputs):
+            if not any(own.dims):
+                continue
+            dims = [(i, of_output.get(resolve(dim))) for i, dim in enumerate(own.dims) if dim]
+            if len(dims) != len(of_output) or any(j is None for _, j in dims):
+                return False
+            pairs.append((value, dims))
+        if (
+            name in ("add", "add_any", "sub")
+            and len(pairs) == 2
+            and all(id(x) in self._pending for x, _ in pairs)
+        ):
+            self._pending.add(id(result))
+            return False
+        return all(self._join(value, result, dims) for value, dims in pairs)
+
+    # Operations.
+
+    def _hand_on(self, step: Step) -> None:
+        """Into a loop or out of it; a stack of layers has one dim more outside."""
+        (one,), (other,) = step.operands, step.results
+        shift = len(other.dims) - len(one.dims)
+        common = [(i, i + shift) for i in range(len(one.dims)) if 0 <= i + shift < len(other.dims)]
+        known = set(self.splits(one)), set(self.splits(other))
+        options = [Strategy((i,), (j,), 0.0) for i, j in common if i in known[0] and j in known[1]]
+        whole = Strategy((WHOLE,), (WHOLE,), 0.0)
+        if any(one.dims):
+            self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
+
+    def _constraint(self, step: Step) -> None:
+        """A constraint in the program stands: of what it leaves open, each dim may be split."""
+        value, result = step.operands[0], step.results[0]
+        spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
+        states: list[State] = [i for i in self.splits(value) if spec[i] == "tensor"]
+        if not states:
+            states = [WHOLE, *(i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED)]
+        options = [Strategy((s,), (s,), 0.0) for s in states]
+        self._spoiled |= {id(value), id(result)}
+        self.operations.append(Operation(step, [value], [result], (step.times, step.times), options))
+
+    def _operation(self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+        batch: set[Atom] = set()
+        for value, own in zip(step.operands, inputs):
+            batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
+        for value, own in zip(step.results, outputs):
+            batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
+
+        def key_of(dim: Dim) -> tuple[Atom, ...] | None:
+            atoms = resolve(dim)
+            if not atoms or atoms[0] not in batch:
+                return leading_atoms(dim, self.tensor) if atoms else None
+            both = leading_atoms(dim, self.tensor * self.num_shards)
+            rows = leading_atoms(dim, self.num_shards) or ()
+            if both is None:
+                return None
+            is_apart = both[: len(rows)] == rows and math.prod(a.size for a in rows) == self.num_shards
+            return both[len(rows) :] if is_apart and len(both) > len(rows) else both
+
+        def places(value: Value, own: Value) -> dict[tuple[Atom, ...], list[int]]:
+            found: dict[tuple[Atom, ...], list[int]] = {}
+            known = self.splits(value)
+            for i, dim in enumerate(own.dims):
+                key = key_of(dim) if i in known else None
+                if key is not None:
+                    found.setdefault(key, []).append(i)
+            return found
+
+        operands = [(x, own) for x, own in zip(step.operands, inputs) if any(x.dims)]
+        of_operands = [places(x, own) for x, own in operands]
+        of_results = [places(x, own) for x, own in zip(step.results, outputs)]
+        events = [([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e) for e in local.events]
+        sums = [(keys, e) for keys, _, e in events if e.kind in ("sum", "lookup")]
+        name = step.equation.primitive.name
+        work = _work(step, inputs) / (self.num_shards if any(map(self.batch_dims, step.operands)) else 1)
+        strategies = [Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)]
+        keys = dict.fromkeys(key for found in (*of_operands, *of_results) for key in found)
+        for key in keys:
+            hit = [e for dims, unless, e in events if key in dims and key not in unless]
+            if any(e.kind not in ("sum", "lookup") for e in hit):
+                continue
+            if any(len(found.get(key, ())) > 1 for found in (*of_operands, *of_results)):
+                continue
+            takes = tuple(found[key][0] if key in found else WHOLE for found in of_operands)
+            gives = tuple(found[key][0] if key in found else PENDING if hit else WHOLE for found in of_results)
+            if any(g == WHOLE and any(x.dims) for g, x in zip(gives, step.results)) or (
+                hit and name == "gather" and key not in of_operands[0]
+            ):
+                continue
+            if not hit and all(g in (WHOLE, PENDING) for g in gives):
+                continue
+            is_late = bool(hit) and key[0] not in batch and not self.scatters
+            strategies.append(Strategy(takes, gives, work / self.tensor, is_late))
+        if any(e for _, e in sums) and name in ADDITIVE:
+            self._pending |= {id(x) for x in step.results}
+        is_sum = name in ("add", "add_any", "sub") and len(operands) == 2
+        passes = (is_sum and self.scatters) or (name in LINEAR and len(operands) == 1)
+        if passes and all(id(x) in self._pending for x, _ in operands):
+            strategies.append(Strategy((PENDING,) * len(operands), (PENDING,) * len(step.results), work))
+            self._pending |= {id(x) for x in step.results}
+        over = any(self._leads.over_batch(e) for e in step.events)
+        self.operations.append(
+            Operation(
+                step, [x for x, _ in operands], list(step.results), (step.times, step.times), strategies, over
+            )
+        )
+
+    def _find_states(self) -> None:
+        members = defaultdict(list)
+        for key, value in self.values.items():
+            members[self.groups.find(key)].append(value)
+        bad = {self.groups.find(key) for key in self._spoiled}
+        self.members = dict(members)
+        self.states: dict[int, list[State]] = {}
+        for group, values in self.members.items():
+            sets = [{self.slot(x, i) for i in self.splits(x)} for x in values]
+            slots = [self.slot(values[0], i) for i in range(len(values[0].dims)) if values[0].dims[i]]
+            states = [WHOLE, *(s for s in dict.fromkeys(slots) if all(s in found for found in sets))]
+            if group not in bad and all(id(x) in self._pending for x in values):
+                states.append(PENDING)
+            self.states[group] = states
+
+    # Prices.
+
+    def change(self, value: Value, before: State, after: State) -> float:
+        """Bytes that a device sends, by a ring."""
+        n, size = self.tensor, self.local_bytes(value)
+        if before in (after, WHOLE):
+            return math.inf if after == PENDING and before != PENDING else 0.0
+        if after == PENDING:
+            return math.inf
+        if before == PENDING:
+            return (2 if after == WHOLE or not self.scatters else 1) * (n - 1) / n * size
+        return (n - 1) / n * size if after == WHOLE else (n - 1) / n**2 * size
+
+    def over_batch(self, value: Value, state: State, is_late: bool) -> float:
+        share = 1 if state in (WHOLE, PENDING) or is_late else 1 / self.tensor
+        return 2 * (self.num_shards - 1) / self.num_shards * value.num_bytes * share
+
+
+def _work(step: Step, inputs: Sequence[Value]) -> float:
+    """Bytes of the result of a product, times how many numbers each is the sum of."""
+    name, params = step.equation.primitive.name, step.equation.params
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        depth = math.prod(size_of(inputs[0].dims[i]) for i in summed)
+    elif name == "conv_general_dilated":
+        kernel = [size_of(dim) for dim in inputs[1].dims]
+        depth = math.prod(kernel) / max(kernel[params["dimension_numbers"].rhs_spec[0]], 1)
+    else:
+        return 0.0
+    return float(step.results[0].num_bytes * depth)

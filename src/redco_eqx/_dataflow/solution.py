@@ -1,0 +1,234 @@
+"""The choice of least cost for each value, by an integer program."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from redco_eqx._dataflow.choice import PENDING, WHOLE, Operation, State, Strategy, Values
+from redco_eqx._dataflow.search import WORK
+from redco_eqx._dataflow.values import Value
+from redco_eqx._dataflow.walk import depth_of
+
+MADE = 0.003
+"""A byte that is made on a device is worth this many bytes sent: of choices that send alike, that which makes
+less. Work is weighed as for layouts of parameters alone."""
+
+
+class Solution(NamedTuple):
+    """The states of groups, the strategies of operations, the cost, and the least that any choice costs."""
+
+    states: dict[int, State]
+    strategies: list[Strategy]
+    cost: float
+    bound: float
+
+
+def solve(
+    values: Values,
+    *,
+    fixed: Mapping[int, State],
+    max_bytes: float | None = None,
+    held: Callable[[int, int | None], float] | None = None,
+) -> Solution:
+    """The choice of least cost.
+
+    **Arguments:**
+
+    - `fixed`: of some parameters, by number, the state.
+    - `max_bytes`: of parameters on one device, at most.
+    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of it, or none.
+
+    Raises `ValueError` if there is none.
+    """
+    search = _Search(values)
+    search.fix(fixed)
+    if max_bytes is not None and held is not None:
+        search.limit(max_bytes, held)
+    for operation in values.operations:
+        search.add(operation)
+    return search.solved()
+
+
+class _Search:
+    """An integer program: a state for each group, a strategy for each operation, and flows between those that
+    meet. With flows the relaxation is all but exact."""
+
+    def __init__(self, values: Values):
+        self.values, self.depth = values, depth_of(values.walk)
+        self.cost: list[float] = []
+        self.integer: list[bool] = []
+        self.rows: list[tuple[Sequence[tuple[int, float]], float, float]] = []
+        self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
+        self.strategies: list[dict[int, int]] = []
+        self.changes: dict[tuple[int, State, State], list[tuple[int, float]]] = defaultdict(list)
+        self.constant = 0.0
+        for group, states in values.states.items():
+            made = MADE * sum(values.local_bytes(x) for x in values.members[group])
+            if len(states) == 1:
+                self.constant += made
+                continue
+            shares = {s: 1.0 if s in (WHOLE, PENDING) else 1 / values.tensor for s in states}
+            self.states[group] = {s: self.variable(made * share, True) for s, share in shares.items()}
+            self.one_of(list(self.states[group].values()))
+
+    def variable(self, price: float, is_integer: bool = False) -> int:
+        """Number a variable between 0 and 1."""
+        self.cost.append(price)
+        self.integer.append(is_integer)
+        return len(self.cost) - 1
+
+    def one_of(self, numbers: Sequence[int]) -> None:
+        self.rows.append(([(j, 1.0) for j in numbers], 1.0, 1.0))
+
+    def equal(self, one: Sequence[int], other: Sequence[int]) -> None:
+        """The sums of two lists of variables are the same."""
+        self.rows.append(([*((j, 1.0) for j in one), *((j, -1.0) for j in other)], 0.0, 0.0))
+
+    def states_of(self, value: Value) -> dict[State, int]:
+        return self.states.get(self.values.groups.find(id(value)), {})
+
+    def fix(self, fixed: Mapping[int, State]) -> None:
+        """Decides the states of some parameters. Raises `ValueError` for one that they cannot have."""
+        for leaf, state in fixed.items():
+            value = self.values.parameters[leaf]
+            wanted = self.values.slot(value, state)
+            if wanted not in self.values.states[self.values.groups.find(id(value))]:
+                raise ValueError(f"dim {state} of parameter {leaf} cannot be split where it is used")
+            if of := self.states_of(value):
+                self.one_of([of[wanted]])
+
+    def limit(self, max_bytes: float, held: Callable[[int, int | None], float]) -> None:
+        """Bounds the bytes of parameters on one device."""
+        terms, rest = [], 0.0
+        for leaf, x in enumerate(self.values.parameters):
+            of = self.states_of(x)
+            rest += 0.0 if of else held(leaf, None)
+            terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]
+        self.rows.append((terms, 0.0, 1 - rest / max_bytes))
+
+    def add(self, operation: Operation) -> None:
+        """An operation: its strategies, and what flows from and to the values that it joins."""
+        numbers: dict[int, int] = {}
+        for i, strategy in enumerate(operation.strategies):
+            price = self.price(operation, strategy)
+            if price < math.inf:
+                numbers[i] = self.variable(price, True)
+        self.strategies.append(numbers)
+        self.one_of(list(numbers.values()))
+        for place, value in enumerate(operation.operands):
+            if operation.step is None and place == 0:  # the update is done as the parameter lies
+                for state, number in self.states_of(value).items():
+                    options = operation.strategies
+                    same = [
+                        j for i, j in numbers.items() if self.values.slot(value, options[i].takes[0]) == state
+                    ]
+                    self.equal([number], same)
+            else:
+                self.flow(operation, numbers, value, lambda s, place=place: (s.takes[place], False), True)
+        for place, value in enumerate(operation.results):
+            self.flow(operation, numbers, value, lambda s, place=place: (s.gives[place], s.is_late), False)
+
+    def price(self, operation: Operation, strategy: Strategy) -> float:
+        """The cost of a strategy where values have no choice; infinite if it cannot be."""
+        values, times = self.values, operation.times
+        price = WORK * strategy.work * times[0] / self.depth
+        for value, state in zip(operation.operands, strategy.takes):
+            if values.slot(value, state) not in values.states[values.groups.find(id(value))]:
+                return math.inf
+        for value, state in zip(operation.results, strategy.gives):
+            if not self.states_of(value):
+                if state not in (WHOLE, PENDING):
+                    return math.inf
+                price += times[1] * values.change(value, state, WHOLE)
+                price += times[1] * values.over_batch(value, WHOLE, False) * operation.over_batch
+        return price
+
+    def flow(
+        self,
+        operation: Operation,
+        numbers: Mapping[int, int],
+        value: Value,
+        end: Callable[[Strategy], tuple[State, bool]],
+        is_operand: bool,
+    ) -> None:
+        """The flows between the states of a value and the strategies, by what these take or give."""
+        states, times = self.states_of(value), operation.times[not is_operand]
+        if not states:
+            return
+        ends: dict[tuple[State, bool], list[int]] = defaultdict(list)
+        for i, number in numbers.items():
+            state, is_late = end(operation.strategies[i])
+            ends[self.values.slot(value, state), is_late].append(number)
+        flows: dict[tuple[State, tuple[State, bool]], int] = {}
+        for own, other in itertools.product(states, ends):
+            way = (own, other[0]) if is_operand else (other[0], own)
+            price = times * self.values.change(value, *way)
+            if price == math.inf:
+                continue
+            if not is_operand and operation.over_batch:
+                price += times * self.values.over_batch(value, own, other[1])
+            flows[own, other] = self.variable(0.0 if is_operand else price)
+            if is_operand and price:
+                self.changes[id(value), own, other[0]].append((flows[own, other], price))
+        for own, number in states.items():
+            self.equal([number], [j for (a, _), j in flows.items() if a == own])
+        for other, several in ends.items():
+            self.equal(several, [j for (_, b), j in flows.items() if b == other])
+
+    def solved(self) -> Solution:
+        """The solution. Raises `ValueError` if there is none."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        for several in self.changes.values():  # a change that several operations want is made once
+            once = self.variable(max(price for _, price in several))
+            self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
+        places = [(i, j, x) for i, (terms, _, _) in enumerate(self.rows) for j, x in terms]
+        rows, columns, factors = zip(*places)
+        matrix: Any = csr_array((factors, (rows, columns)), shape=(len(self.rows), len(self.cost)))
+        low, high = (np.array([row[i] for row in self.rows]) for i in (1, 2))
+        solved: Any = milp(
+            np.array(self.cost),
+            constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
+            integrality=np.array(self.integer, int),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-3, "node_limit": 200},
+        )
+        if solved.x is None:
+            raise ValueError(f"no layout fits: {solved.message}")
+        states = {g: max(of, key=lambda s: solved.x[of[s]]) for g, of in self.states.items()}
+        every = {g: states.get(g, WHOLE) for g in self.values.states}
+        best = [max(numbers, key=lambda i: solved.x[numbers[i]]) for numbers in self.strategies]
+        strategies = [o.strategies[i] for o, i in zip(self.values.operations, best)]
+        return Solution(every, strategies, solved.fun + self.constant, solved.mip_dual_bound + self.constant)
+
+
+def sent(values: Values, solution: Solution) -> dict[str, float]:
+    """Bytes that a device sends by a ring, by kind."""
+    total: dict[str, float] = defaultdict(float)
+    once: dict[tuple[int, State], float] = {}
+    for operation, strategy in zip(values.operations, solution.strategies):
+        for value, state in zip(operation.operands, strategy.takes):
+            own = solution.states[values.groups.find(id(value))]
+            wanted = values.slot(value, state)
+            price = operation.times[0] * values.change(value, own, wanted)
+            before = once.get((id(value), wanted), 0.0)
+            once[id(value), wanted] = max(before, price)
+            total[kind(own, wanted)] += max(price - before, 0.0)
+        for value, state in zip(operation.results, strategy.gives):
+            own = solution.states[values.groups.find(id(value))]
+            given = values.slot(value, state)
+            total[kind(given, own)] += operation.times[1] * values.change(value, given, own)
+            if operation.over_batch:
+                total["over the batch"] += operation.times[1] * values.over_batch(value, own, strategy.is_late)
+    return {name: size for name, size in total.items() if size}
+
+
+def kind(before: State, after: State) -> str:
+    if before == PENDING:
+        return "all-reduce" if after == WHOLE else "reduce-scatter"
+    return "all-gather" if after == WHOLE else "all-to-all"

@@ -1,0 +1,262 @@
+"""Activations that the steps lay out: the numbers of one device, and the bytes that were predicted."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import redco_eqx as rx
+from redco_eqx._step import constraints
+
+SGD = optax.sgd(0.1)
+
+
+class Tokens(eqx.Module):
+    """Residual MLPs over long rows: their tokens, and not their features, are best split."""
+
+    layers: list[eqx.nn.MLP]
+
+    def __init__(self, key: Any):
+        self.layers = [eqx.nn.MLP(16, 16, 32, 1, key=k) for k in jax.random.split(key, 2)]
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + jax.vmap(layer)(x)
+        return x
+
+
+class Attention(eqx.Module):
+    """A block of `eqx.nn`, which knows nothing of this library."""
+
+    table: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        a, b, c = jax.random.split(key, 3)
+        self.table = eqx.nn.Embedding(64, 32, key=a)
+        self.attention = eqx.nn.MultiheadAttention(8, 32, key=b)
+        self.norm, self.head = eqx.nn.LayerNorm(32), eqx.nn.Linear(32, 64, key=c)
+
+    def __call__(self, ids: Any) -> Any:
+        x = jax.vmap(self.table)(ids)
+        x = jax.vmap(self.norm)(x + self.attention(x, x, x))
+        return jax.vmap(self.head)(x)
+
+
+class Recurrent(eqx.Module):
+    """A scan along the row, by the same weights."""
+
+    cell: eqx.nn.LSTMCell
+    out: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        a, b = jax.random.split(key)
+        self.cell, self.out = eqx.nn.LSTMCell(16, 32, key=a), eqx.nn.Linear(32, 16, key=b)
+
+    def __call__(self, x: Any) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            carry = self.cell(x, carry)
+            return carry, carry[0]
+
+        zeros = jnp.zeros(32)
+        return jax.vmap(self.out)(jax.lax.scan(step, (zeros, zeros), x)[1])
+
+
+class Branching(eqx.Module):
+    """Convolutions, a branch, a loop, a sort and a layer that is checkpointed."""
+
+    conv: eqx.nn.Conv1d
+    inner: eqx.nn.Linear
+
+    def __init__(self, key: Any):
+        a, b = jax.random.split(key)
+        self.conv, self.inner = eqx.nn.Conv1d(16, 16, 3, padding=1, key=a), eqx.nn.Linear(16, 16, key=b)
+
+    def __call__(self, x: Any) -> Any:
+        x = jax.nn.relu(self.conv(x.T)).T
+        x = jax.lax.cond(x.mean() > 0, lambda x: jnp.tanh(x), lambda x: x * 2, x)
+        x = jax.lax.fori_loop(0, 3, lambda i, x: x + 0.1 * jax.vmap(self.inner)(x), x)
+        return jax.checkpoint(jax.vmap(self.inner))(jnp.sort(x, axis=0))
+
+
+def squares(model: Any, batch: Any, key: Any) -> Any:
+    return (jax.vmap(model)(batch) ** 2).mean(), {"largest": jax.vmap(model)(batch).max()}
+
+
+def next_token(model: Any, batch: Any, key: Any) -> Any:
+    logits = jax.vmap(model)(batch[:, :-1])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+    return rx.Mean(each.sum(), each.size)
+
+
+RNG = np.random.default_rng(0)
+CASES: dict[str, Any] = {
+    "tokens": (Tokens, squares, RNG.normal(size=(8, 256, 16)).astype(np.float32)),
+    "attention": (Attention, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
+    "recurrent": (Recurrent, squares, RNG.normal(size=(8, 12, 16)).astype(np.float32)),
+    "branching": (Branching, squares, RNG.normal(size=(8, 16, 16)).astype(np.float32)),
+}
+
+
+def stepped(case: str, mesh: Any, loss_fn: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The state after a step, its metrics, and the compiled step."""
+    make, _, batch = CASES[case]
+    model = rx.init_model(make, mesh, key=jax.random.key(0))
+    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
+    state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings, **options)
+    compiled = jax.jit(step).lower(state, jax.device_put(batch, rx.batch_sharding(mesh))).compile()
+    return *compiled(state, jax.device_put(batch, rx.batch_sharding(mesh))), compiled
+
+
+@pytest.mark.parametrize("mesh", ["data2xtensor4", "2x2x2", "tensor8"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
+    loss_fn = CASES[case][1]
+    one, of_one, _ = stepped(case, mesh_of("one"), loss_fn)
+    state, metrics, _ = stepped(case, mesh_of(mesh), rx.split_activations(loss_fn))
+    assert_close(state.params, one.params, rtol=2e-5, atol=2e-6)
+    assert_close(
+        {x: metrics[x].value for x in metrics}, {x: of_one[x].value for x in of_one}, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_microbatches_evaluations_and_predictions() -> None:
+    mesh, (_, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["attention"]
+    one, _, _ = stepped("attention", mesh_of("one"), loss_fn)
+    split = rx.split_activations(loss_fn)
+    state, _, _ = stepped("attention", mesh, split, num_microbatches=2)
+    assert_close(state.params, one.params, rtol=2e-5, atol=2e-6)
+    shardings = rx.shard_rules(state.model, mesh, loss_fn=split, batch=batch)
+    predict_fn = rx.split_activations(lambda model, batch, key: jax.vmap(model)(batch[:, :-1]))
+    loss = jax.jit(partial(rx.eval_step, loss_fn=split, shardings=shardings))(state, batch)["loss"].value
+    logits = jax.jit(partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings))(state, batch)
+    expected = next_token(one.model, batch, None).value
+    assert_close(loss, expected, rtol=1e-5)
+    assert_close(logits, jax.vmap(one.model)(batch[:, :-1]), rtol=1e-4, atol=1e-5)
+
+
+def test_under_scan_and_vmap() -> None:
+    """The step is a function like any other."""
+    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
+    results = []
+    for where, loss in ((mesh_of("one"), loss_fn), (mesh, rx.split_activations(loss_fn))):
+        model = rx.init_model(make, where, key=jax.random.key(0))
+        shardings = rx.shard_rules(model, where, loss_fn=loss, batch=batch)
+        state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
+        step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
+        scanned, _ = jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b))(state, np.stack([batch] * 2))
+        mapped, _ = jax.jit(jax.vmap(step, in_axes=(None, 0)))(state, np.stack([batch, batch * 0.5]))
+        results.append((scanned.params, mapped.params))
+    assert_close(results[1], results[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", 1.0), ("recurrent", 0.6)])
+def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float) -> None:
+    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    found = rx.explain(model, mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
+    plain, split = (
+        rx.communication(stepped(case, mesh, loss)[2], mesh).total.sent_bytes
+        for loss in (loss_fn, rx.split_activations(loss_fn))
+    )
+    # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
+    assert found is not None
+    assert found.num_bytes == pytest.approx(split, rel=0.02, abs=200)
+    assert split <= at_most * plain
+
+
+PROGRAM = """
+import jax; jax.config.update("jax_num_cpu_devices", 8)
+import sys; sys.path.insert(0, sys.argv[1])
+import test_activations as t, redco_eqx as rx, equinox as eqx, jax, re
+from functools import partial
+mesh, (make, loss_fn, batch) = rx.make_mesh(tensor=4), t.CASES["attention"]
+model = rx.init_model(make, mesh, key=jax.random.key(0))
+loss_fn = rx.split_activations(loss_fn)
+shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
+state = rx.init_state(eqx.filter_shard(model, shardings), t.SGD, key=jax.random.key(1))
+step = partial(rx.train_step, loss_fn=loss_fn, optimizer=t.SGD, shardings=shardings)
+print(jax.jit(step).lower(state, batch).as_text())
+"""
+
+
+def test_two_processes_choose_alike() -> None:
+    here = pathlib.Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), *sys.path])
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(here)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert "sharding_constraint" in texts[0]
+    assert texts[0] == texts[1]
+
+
+def test_what_was_decided_stays() -> None:
+    """An override of a parameter, a budget of memory, a constraint in the loss."""
+    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
+    model, split = eqx.filter_eval_shape(make, jax.random.key(0)), rx.split_activations(loss_fn)
+    path = "layers.0.layers.0.weight"
+    found = rx.explain(model, mesh, loss_fn=split, batch=batch, overrides=[(path, P(None, "tensor"))])
+    assert found.decisions[path].spec == P(None, "tensor")
+    assert found.communication is not None
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "size"))
+    whole = rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=total)
+    least = rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=total // 3)
+    assert whole.bytes_per_device <= total
+    assert least.bytes_per_device <= total // 3
+    with pytest.raises(ValueError, match="no layout"):
+        rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=10)
+
+
+def test_without_a_tensor_axis_or_a_layout_the_program_is_the_same() -> None:
+    make, loss_fn, batch = CASES["tokens"]
+    for mesh, is_given in ((mesh_of("data8"), True), (mesh_of("data2xtensor4"), False)):
+        model = rx.init_model(make, mesh, key=jax.random.key(0))
+        shardings = rx.shard_rules(model, mesh) if is_given else None
+        state = rx.init_state(model, SGD, key=jax.random.key(1))
+        programs = [
+            str(
+                jax.make_jaxpr(partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings))(
+                    state, batch
+                )
+            )
+            for loss in (loss_fn, rx.split_activations(loss_fn))
+        ]
+        assert programs[0] == programs[1]
+
+
+def test_a_search_without_an_answer_leaves_it_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("no layout fits: limit reached")
+
+    monkeypatch.setattr(constraints, "solve", solve)
+    mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
+    one, _, _ = stepped("tokens", mesh_of("one"), loss_fn)
+    with pytest.warns(rx.errors.ShardingWarning, match="left to the compiler: no layout fits"):
+        state, _, _ = stepped("tokens", mesh, rx.split_activations(loss_fn))
+    assert_close(state.params, one.params, rtol=2e-5, atol=2e-6)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"split_activations: function is called as .*\(model, batch, key\)"):
+        rx.split_activations(lambda model: 0.0)
