@@ -31,10 +31,8 @@ def test_an_example_counts_each_file_of_the_folder_that_it_imports():
 
 
 @pytest.mark.parametrize("name", run_all.EXAMPLES)
-def test_an_example_has_fewer_lines_than_redcos_or_says_why_not(name):
-    row, amiss = run_all.lines_of(name)
-    assert amiss == ""
-    assert row.count(" | ") == 3
+def test_a_row_of_the_table_of_lines_has_its_four_cells(name):
+    assert run_all.lines_of(name).count(" | ") == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import redco_eqx as rx
 from redco_eqx._base.tree import to_arrays, to_paths
-from redco_eqx.models import load_pretrained, save_pretrained
+from redco_eqx.models import RobertaConfig, RobertaForMaskedLM, load_pretrained, save_pretrained
 from redco_eqx.models._files.safetensors import Stored
 
 
@@ -181,3 +181,21 @@ def test_older_spellings(tmp_path, case):
     assert_same(in_file_form(model), arrays)
     save_pretrained(model, tmp_path / "new")
     assert load_file(tmp_path / "new" / SINGLE).keys() == arrays.keys()
+
+
+def test_the_layout_is_that_of_the_program_where_names_and_shapes_say_too_little(tmp_path, recwarn):
+    """A RoBERTa whose hidden layer is as wide as the stream: any matrix could follow any other."""
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=40, pad_token_id=1,
+    )  # fmt: skip
+    save_pretrained(RobertaForMaskedLM(config, key=jax.random.key(0)), tmp_path)
+    mesh = rx.make_mesh(tensor=4)
+    model = load_pretrained(tmp_path, mesh)
+    assert not [x for x in recwarn if issubclass(x.category, rx.errors.ShardingWarning)]
+    layer = "roberta.encoder.layer.1."
+    specs = {path: x.sharding.spec for path, x in to_arrays(model).items()}
+    assert specs[layer + "intermediate.dense.weight"] == P("tensor")
+    assert specs[layer + "output.dense.weight"] == P(None, "tensor")
+    with pytest.warns(rx.errors.ShardingWarning, match="order alone"):
+        rx.shard_rules(model, mesh)

@@ -99,6 +99,21 @@ def test_full_size_models_hold_the_published_arrays(name, stacked):
     assert sum(math.prod(x.shape) for x in counted) == num_parameters
 
 
+PARTS = [
+    {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768},
+    {"_class_name": "AutoencoderKL"},
+    {"model_type": "vision-encoder-decoder", "encoder": {"model_type": "vit"},
+     "decoder": {"model_type": "gpt2", "add_cross_attention": True, "is_decoder": True}},
+]  # fmt: skip
+
+
+def test_every_family_takes_the_example_that_it_gives():
+    for config in [*(published.config for published in PUBLISHED.values()), *PARTS]:
+        model = abstract(config, **({} if "_class_name" in config else {"stacked": True}))
+        outputs = jax.tree.leaves(eqx.filter_eval_shape(lambda m, x: m(*x), model, model.example(6)))
+        assert {x.shape[0] for x in outputs} == {6}, config
+
+
 # One model, run in several ways.
 
 

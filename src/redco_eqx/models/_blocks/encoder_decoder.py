@@ -116,6 +116,10 @@ class EncoderDecoder(Decoder):
             attention_mask=attention_mask, positions=positions, cache=cache, key=key,
         )  # fmt: skip
 
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        tokens = self.example_tokens(batch_size)
+        return tokens, tokens
+
     def hidden_states(
         self,
         inputs: Array,

@@ -88,6 +88,18 @@ class Model(eqx.Module):
         self.config, self.remat, self.attention = config, remat, attention
         self.sequence_parallel = sequence_parallel
 
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+        """Abstract arguments of a call on `batch_size` rows. `load_pretrained` traces it to find the layout.
+
+        By default the tokens of a model with a vocabulary. `None` leaves the layout to the rules of names.
+        """
+        return None if getattr(self.config, "vocab_size", None) is None else (self.example_tokens(batch_size),)
+
+    def example_tokens(self, batch_size: int) -> jax.ShapeDtypeStruct:
+        """At most 128 tokens in each row, abstract."""
+        num_tokens = min(self.config.max_positions or 128, 128)
+        return jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
+
 
 def make_layers(
     make_layer: Callable[..., eqx.Module],

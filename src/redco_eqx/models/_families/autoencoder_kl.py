@@ -169,6 +169,14 @@ class AutoencoderKL(ImageModel):
     def _given(self) -> Given:
         return Given(None, None, self.attention, self.remat)
 
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        size = 8 * self.config.downscale
+        return (jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),)
+
+    def __call__(self, images: Float[Array, "b c h w"]) -> Float[Array, "b _ h w"]:
+        """Images as they come back from the mean of their latents."""
+        return self.decode(self.encode(images)[0])
+
     def encode(
         self, images: Float[Array, "b c h w"]
     ) -> tuple[Float[Array, "b latent _ _"], Float[Array, "b latent _ _"]]:

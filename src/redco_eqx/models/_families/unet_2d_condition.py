@@ -6,6 +6,7 @@ from typing import ClassVar, Unpack
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from redco_eqx._base.protocols import Key
@@ -156,6 +157,15 @@ class UNet2DConditionModel(ImageModel):
             self.up_blocks.append(block)
         self.conv_norm_out = GroupNorm(num_groups, channels[0], eps=config.norm_eps)
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
+
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        size = 2 ** (self.config.num_layers + 2)  # of latents: the last stage has 8 x 8
+        (num_features, *_) = self.config.per_stage("cross_attention_dim")
+        return (
+            jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),
+            jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+            jax.ShapeDtypeStruct((batch_size, 77, num_features), jnp.float32),
+        )
 
     def __call__(
         self,

@@ -130,6 +130,9 @@ class VisionEncoderDecoderModel(EncoderDecoder):
     def head(self) -> PyTree:
         return self.decoder.head
 
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return *self.encoder.example(batch_size), self.decoder.example_tokens(batch_size)
+
     def encoder_states(
         self,
         inputs: Float[Array, "b c h w"],

@@ -184,6 +184,10 @@ class ViTModel(Model):
         self.layernorm = LayerNorm(size, eps=config.layer_norm_eps)
         self.pooler = Dense(size, size, std=std, key=pooler_key) if pools else None
 
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        size = self.config.image_size
+        return (jax.ShapeDtypeStruct((batch_size, self.config.num_channels, size, size), jnp.float32),)
+
     def hidden_states(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b t size"]:
@@ -234,6 +238,9 @@ class ViTForImageClassification(Model):
         size, std = config.hidden_size, config.initializer_range
         self.vit = ViTModel(config, pools=False, stacked=stacked, key=body_key, **options)
         self.classifier = Linear(size, len(config.labels.names), std=std, key=head_key)
+
+    def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.vit.example(batch_size)
 
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None

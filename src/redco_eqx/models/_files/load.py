@@ -20,7 +20,7 @@ from jaxtyping import Array
 from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import is_array, leaves_with_paths, to_arrays, to_paths
 from redco_eqx._parallel.linear import Remat
-from redco_eqx._sharding.mesh import one_device_mesh
+from redco_eqx._sharding.mesh import axis_size, num_batch_shards, one_device_mesh
 from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig, Json
@@ -69,7 +69,8 @@ def load_pretrained(
 
     - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which
         tokens end a text of `generate`.
-    - `mesh`: from `make_mesh`; the layout is `shard_rules(model, mesh)`. By default the default device.
+    - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the model on the batch that
+        its method `example` gives. By default the default device.
     - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of
         your own. By default the family of this library that `config.json` names.
     - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
@@ -108,20 +109,19 @@ def load_pretrained(
         config = _as_stored(config, stored, make_model)
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
 
-    def make(stacked: bool) -> Any:
+    def make(stacked: bool, options: Options = options) -> Any:
         return eqx.filter_eval_shape(
             lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
         )
 
     _check_layers(directory, config, make_model, make, stored)
-    model = make(stacked)
+    # No option changes the layout, but cuDNN's attention is not traced without a GPU.
+    model, plain = make(stacked), make(stacked, Options(attention="xla"))
     if pad_vocabulary_to != 1:
-        model = pad_vocabulary(model, pad_vocabulary_to)
+        model, plain = (pad_vocabulary(x, pad_vocabulary_to) for x in (model, plain))
     if mesh is None:
         mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
-    layout = to_paths(
-        shard_rules(model, mesh, overrides=overrides), is_leaf=lambda x: isinstance(x, NamedSharding)
-    )
+    layout = to_paths(_layout(plain, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
     stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
     found = _find(directory, stored, stored_leaves, make_model, may_lack=may_lack)
     arrays: dict[str, Array | np.ndarray] = {}
@@ -137,6 +137,22 @@ def load_pretrained(
         arrays |= _make_anew(lambda key: make_model(config, stacked=stacked, key=key), lacking, kind, key)
     leaves = [arrays[path] if is_array(leaf) else leaf for path, leaf in leaves_with_paths(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
+
+
+def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
+    """`shard_rules` for the program of the model, or by names if it has no example or nothing is split."""
+    example = getattr(model, "example", None)
+    batch = None
+    if example is not None and axis_size(mesh, "tensor") > 1:
+        batch = example(8 * num_batch_shards(mesh))
+    if batch is None:
+        return shard_rules(model, mesh, overrides=overrides)
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Array:
+        outputs = jax.tree.leaves(model(*batch))
+        return sum((jnp.mean(x.astype(jnp.float32) ** 2) for x in outputs), jnp.float32(0))
+
+    return shard_rules(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch)
 
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype:
