@@ -37,7 +37,7 @@ def test_commands_of_the_readme_are_those_of_ci():
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert len(links) > 20
     assert [link for link in links if not (pages.ROOT / link).exists()] == []
