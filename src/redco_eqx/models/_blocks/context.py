@@ -59,8 +59,7 @@ class Cache(eqx.Module):
 
 
 class Memory(eqx.Module):
-    """The encoder's output as a decoder's layers read it: keys and values of their cross-attention, computed
-    once.
+    """The encoder's output for the decoder's layers: keys and values of cross-attention, computed once.
 
     - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; for the current layer, without the
         first dim.
@@ -81,8 +80,7 @@ LayerCache: TypeAlias = tuple[
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The information on tokens that every layer needs besides their activations, and the operations that use
-    it.
+    """The token information that every layer needs besides its activations, and the operations that use it.
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
     - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` where `causal` alone decides.
@@ -184,9 +182,7 @@ class Context:
 def check_tokens(
     input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
 ) -> None:
-    """Raise `ValueError` for tokens that are not `(batch, t)`, a mask of another shape, or a text that is too
-    long.
-    """
+    """Raise `ValueError` for tokens that are not `(batch, t)`, a mask of another shape, or too long a text."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "

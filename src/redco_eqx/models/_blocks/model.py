@@ -48,9 +48,9 @@ class Model(eqx.Module):
     architecture: ClassVar[str | None] = None
     """The model's name in `config.json`, if its configuration serves several."""
     heads: ClassVar[tuple[str, ...]] = ()
-    """Modules that files of the model without them lack: `load_pretrained` makes them anew if it has a key."""
+    """Modules that files of the model without them lack: `load_pretrained` makes new ones if it has a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
-    """Paths below which layers lie, as a list or stacked."""
+    """Paths of the layers, as a list or stacked."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}
     """Modules that all layers share: their place in stacked layers, and in files, where the first layer has
     them.

@@ -23,7 +23,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
-"""The numbers that a type may have besides."""
+"""More numbers that a type may have."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
-ADAMS_BASHFORTH = (  # of the output and those before it, newest first, for each number of them
+ADAMS_BASHFORTH = (  # weights of the output and those before it, newest first, by their number
     (1, 0, 0, 0),
     (3 / 2, -1 / 2, 0, 0),
     (23 / 12, -16 / 12, 5 / 12, 0),

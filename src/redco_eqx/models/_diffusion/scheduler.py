@@ -32,7 +32,7 @@ class Trajectory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler(abc.ABC):
-    """A scheduler adds noise to training samples, and removes noise step by step.
+    """A scheduler, which adds noise to training samples, and removes noise step by step.
 
     Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and changes
     nothing: it is a static argument of a compiled function, and a whole trajectory is one `lax.scan`:

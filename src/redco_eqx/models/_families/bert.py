@@ -72,7 +72,7 @@ class BertConfig(Config):
 
     @property
     def head_dropout(self) -> float:
-        """The rate before a classifier."""
+        """The dropout rate before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
 

@@ -163,7 +163,7 @@ class UNet2DConditionModel(ImageModel):
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        size = 2 ** (self.config.num_layers + 2)  # of latents: the last stage has 8 x 8
+        size = 2 ** (self.config.num_layers + 2)  # side of the latents: the last stage has 8 x 8
         (num_features, *_) = self.config.per_stage("cross_attention_dim")
         return (
             jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),

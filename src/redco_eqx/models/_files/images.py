@@ -27,10 +27,10 @@ class ImageProcessor:
     """Resize, crop, scale and normalise images, in this order, each step only if its field is set.
 
     - `size`: `(height, width)`; or one number for the shorter side, with the shape kept.
-    - `resample`: as Pillow numbers its filters; 2 is bilinear, 3 bicubic.
+    - `resample`: Pillow's number of a filter; 2 is bilinear, 3 bicubic.
     - `crop`: `(height, width)` around the centre.
     - `scale`: the factor on the numbers from 0 to 255.
-    - `mean`, `std`: of each channel, after `scale`.
+    - `mean`, `std`: the mean and standard deviation of each channel, after `scale`.
     """
 
     size: tuple[int, int] | int | None = (224, 224)

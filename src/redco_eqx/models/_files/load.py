@@ -192,7 +192,7 @@ def _check_layers(
 ) -> None:
     """Raise `ValueError` for another number of layers than in the files, before each of them is made.
 
-    `make` stacks any number of them into one; models of images cannot be stacked.
+    `make` stacks the layers, so only one is made, whatever their number; models of images cannot be stacked.
     """
     problems, model = [], make(True) if family.stacks else None
     for stack in family.stacks:

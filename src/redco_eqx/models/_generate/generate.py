@@ -17,7 +17,7 @@ from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prom
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
-"""Step, token, end of the row (true or false), output, cache."""
+"""Step, token, a mask of the rows that have ended, output, cache."""
 
 
 @in_own_context
