@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 import redco_eqx as rx
 
 VOCABULARY = 256  # bytes are the tokens
-LENGTH = 128  # of the context, in bytes
+LENGTH = 128  # length of the context, in bytes
 PROMPTS = ("\n\nimport ", "\n\ndef get_", "\n\nclass ", "\n\n    def __init__(self, ")
 
 # ------------------------------------------------------------------------------------- the model

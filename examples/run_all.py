@@ -38,8 +38,9 @@ class Example:
     - `official`: the program that Figure 6 of redco's paper likely compares with, and its lines.
     - `along`: the horizontal axis of a list of numbers, and its first value.
 
-    Its `main` returns `{name: (number or list over time, baseline or list of equal length)}`. In place of a
-    list there may be several runs of the same, each as `{time: number}`: the worst of the last numbers counts.
+    Its `main` returns `{name: (number or list of numbers, baseline or list of equal length)}`. A list shows the
+    progress of the run. In place of a list there may be several runs of the same, each as `{progress: number}`:
+    the worst of the last numbers counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
@@ -174,7 +175,7 @@ def file_of(name: str) -> pathlib.Path:
 
 
 def curves_of(reached: Any, first: int = 1) -> list[Mapping[int, float]]:
-    """Return all runs of a result, each by time; none if it is one number."""
+    """Return all runs of a result, each by its progress; none if it is one number."""
     if not isinstance(reached, list):
         return []
     return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=first))]

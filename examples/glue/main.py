@@ -86,7 +86,7 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
     """Write a small BERT, trained to fill gaps in the texts, and its tokenizer."""
     words, lines = tokenizers.BertWordPieceTokenizer(), list(map("\n".join, texts))
-    # Pass the words in a fixed order: the tokenizer's own order differs in each process.
+    # Pass the pieces in a fixed order: the trainer's order of them, and so its words, differ in each process.
     pieces = sorted({f"##{letter}" for letter in "".join(lines).lower() if not letter.isspace()})
     words.train_from_iterator(lines, 4096, show_progress=False, special_tokens=[*SPECIAL, *pieces])
     tokenizer: Any = transformers.BertTokenizer(vocab=words.get_vocab())

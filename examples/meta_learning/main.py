@@ -257,7 +257,7 @@ def problems_of(args: argparse.Namespace) -> dict[str, Problem]:
 def train(
     args: argparse.Namespace, mesh: Mesh, name: str, collate: Any, *, num_outputs: int, **inner: Any
 ) -> Model:
-    """Train a model on tasks drawn anew in each epoch, with these inner steps."""
+    """Train a model with these inner steps, on new tasks in each epoch."""
     num_tasks = 1000 if args.quick else 3200
     key = jax.random.key(args.seed)
     # At first inner steps go too far, and the gradients through them are steep.

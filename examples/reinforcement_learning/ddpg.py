@@ -31,7 +31,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import environments
 
-RANDOM_STEPS = 1000  # before the agent acts
+RANDOM_STEPS = 1000  # random steps before the agent acts
 
 
 class Agent(eqx.Module):

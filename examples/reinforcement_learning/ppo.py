@@ -30,7 +30,7 @@ import common
 import environments
 
 DISCOUNT, DECAY, CLIP = 0.98, 0.8, 0.2  # of future rewards, of later errors, of ratios of probabilities
-NUM_TIMES = 32  # of a rollout
+NUM_TIMES = 32  # time steps of a rollout
 
 
 class ActorCritic(eqx.Module):

@@ -34,7 +34,7 @@ import digits_data
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 CAPTIONS = ["{}", "a {}", "the number {}", "a handwritten {}", "a picture of the digit {}"]
-LENGTH = 8  # of a caption of digits, in tokens
+LENGTH = 8  # length of a caption of digits, in tokens
 
 # --------------------------------------------------------------------------- a small model of digits
 
