@@ -1,4 +1,4 @@
-"""Text with no download: the standard library's code, and its docstrings with the signatures above them."""
+"""Text without a download: the standard library's code, and its docstrings with their signatures."""
 
 import ast
 import collections
@@ -17,19 +17,19 @@ SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "encodings", 
 
 
 def hold_out(rows: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The rows without every twentieth, and those."""
+    """Split off every twentieth row. Return the other rows, and those."""
     return [row for i, row in enumerate(rows) if i % 20], rows[::20]
 
 
 def modules(every: int) -> tuple[list[str], list[str]]:
-    """The text of one in `every` modules of the standard library: to train on, and held out."""
+    """Return the text of one in `every` modules of the standard library: training texts, and held-out ones."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = [f for f in sorted(root.rglob("*.py")) if SKIPPED.isdisjoint(f.relative_to(root).parts)]
     return hold_out([file.read_text("utf-8", errors="replace") for file in files[::every]])
 
 
 def signatures(texts: list[str]) -> list[dict[str, str]]:
-    """From the first paragraph of each docstring to the signature of its function."""
+    """Pair the first paragraph of each docstring with the signature of its function."""
     pairs = {
         (" ".join(docstring.split("\n\n")[0].split()), f"def {node.name}({ast.unparse(node.args)}):")
         for text in texts
@@ -40,7 +40,7 @@ def signatures(texts: list[str]) -> list[dict[str, str]]:
 
 
 def read_records(path: str) -> tuple[list[Any], list[Any]]:
-    """The rows of an Alpaca-style file. Raises `ValueError` if one lacks what an instruction needs."""
+    """Read the rows of an Alpaca-style file. Raises `ValueError` if one lacks a part of an instruction."""
     try:
         rows = json.loads(pathlib.Path(path).read_text("utf-8"))
     except json.JSONDecodeError as error:
@@ -54,18 +54,18 @@ def read_records(path: str) -> tuple[list[Any], list[Any]]:
 
 
 def make_tokenizer(texts: list[str], size: int) -> Any:
-    """A byte-level BPE trained on the texts, as a tokenizer of transformers."""
+    """Train a byte-level BPE on the texts, and return it as a tokenizer of transformers."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, size, special_tokens=list(special.values()), show_progress=False)
     whole = tokenizers.Tokenizer.from_str(bpe.to_str())
     begin = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
-    whole.post_processor = begin  # of prompts; `encode` leaves it out
+    whole.post_processor = begin  # for prompts; `encode` leaves it out
     return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **special)
 
 
 def load_tokenizer(directory: str) -> Any:
-    """The tokenizer in a directory. Raises `ValueError` if it cannot fill up or end a text."""
+    """Load the tokenizer in a directory. Raises `ValueError` if it cannot pad or end a text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     if tokenizer.pad_token is None or tokenizer.eos_token is None:
         raise ValueError(f"{directory}: the tokenizer lacks a pad_token or an eos_token. Set it.")
@@ -73,21 +73,21 @@ def load_tokenizer(directory: str) -> Any:
 
 
 def prompt(row: Any) -> str:
-    """What stands before an answer."""
+    """Return the text before an answer."""
     asked = f"### Instruction:\n{row['instruction']}\n{row.get('input', '')}".rstrip()
     return f"{asked}\n\n### Response:\n"
 
 
 def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.ndarray]]:
-    """Texts in windows of `length` tokens, or instructions with their answers, cut there; filled up."""
-    # `prompt` and `answer` say which tokens are which, and `num_bytes` how much text the answer stands for.
+    """Encode texts in windows of `length` tokens, or instructions with their answers, cut to it; padded."""
+    # `prompt` and `answer` mark their tokens, and `num_bytes` is the length of the answer's text.
     examples, places = [], np.arange(length)
     for row in rows:
         asked, answer = ("", row) if isinstance(row, str) else (prompt(row), row["output"])
         head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (asked, answer))
         head, tail = [tokenizer.bos_token_id or tokenizer.eos_token_id, *head], [*tail, tokenizer.eos_token_id]
         room = max(length - len(head), 0)
-        ends = range(room, len(tail) + room, room or 1)  # of windows; of an answer the first is taken
+        ends = range(room, len(tail) + room, room or 1)  # of windows; an answer keeps only the first
         for end in ends if not asked else ends[: room > 0]:
             tokens = [*head, *tail[end - room : end]]
             given = (len(head) <= places) & (places < len(tokens))
@@ -99,7 +99,9 @@ def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.nd
 
 
 def bigram_bits(train: list[Any], test: list[Any], num_tokens: int) -> float:
-    """The baseline, in bits per byte: each token from the one before it, by counts, smoothed by single ones."""
+    """Return the baseline in bits per byte: each token from the one before it, by counts with add-one
+    smoothing.
+    """
 
     def pairs(part: list[Any]) -> list[tuple[int, int]]:
         return [p for x in part for p in compress(pairwise(x["tokens"].tolist()), x["answer"][1:])]

@@ -1,4 +1,4 @@
-"""What the examples share: their flags, and how bad input ends them."""
+"""Code that the examples share: their flags, and the end of a program with bad input."""
 
 import pathlib
 import sys
@@ -12,7 +12,7 @@ import redco_eqx as rx
 
 
 def flags(doc: str | None, *, batch_size: int, epochs: int | None, trains: bool = True) -> ArgumentParser:
-    """A parser with the flags that every example has; an example adds its own. Not all train."""
+    """Return a parser with the flags that every example has; an example adds its own. Not all train."""
     parser = ArgumentParser(description=doc, formatter_class=RawTextHelpFormatter)
     parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices (2)")
     parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest (1)")
@@ -29,7 +29,9 @@ def flags(doc: str | None, *, batch_size: int, epochs: int | None, trains: bool 
 
 
 def start(parser: ArgumentParser, argv: Sequence[str] | None) -> tuple[Namespace, Mesh]:
-    """The flags' values and the mesh that they ask for. Raises `ValueError` if the machine cannot give it."""
+    """Return the flags' values and the mesh that they ask for. Raises `ValueError` if the machine cannot
+    provide it.
+    """
     args = parser.parse_args(argv)
     for name, least in {"devices": 0, "batch_size": 1, "epochs": 1}.items():
         if (value := getattr(args, name, None)) is not None and value < least:
@@ -43,7 +45,7 @@ def start(parser: ArgumentParser, argv: Sequence[str] | None) -> tuple[Namespace
 
 
 def run(main: Callable[[], object]) -> None:
-    """Runs a program. What is wrong with its input ends it with one line, not with a traceback."""
+    """Run a program. Wrong input ends it with one line, not with a traceback."""
     try:
         main()
     except (ValueError, OSError, ImportError) as error:

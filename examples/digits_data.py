@@ -1,4 +1,4 @@
-"""Handwritten digits: those that come with scikit-learn, or the files of MNIST."""
+"""Handwritten digits: those of scikit-learn, or the files of MNIST."""
 
 import gzip
 import pathlib
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def digits(directory: str | None = None) -> tuple[list[Any], list[Any]]:
-    """Pairs of an image, with values in 0..1, and its digit: to train on, and to test with.
+    """Return pairs of an image, with values in 0..1, and its digit: for training, and for testing.
 
-    Those of scikit-learn, 1,797 of 8 x 8, of which the last fifth is held out: in the order in which they
-    were written, so that most of the hands are other ones. Or the four files of MNIST, gzipped or not.
+    The default is scikit-learn's 1,797 digits of 8 x 8. The last fifth is held out: they are in the order of
+    writing, so most of its writers are others. With a directory, read the four files of MNIST, gzipped or not.
     """
     if directory is None:
         from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Environments of gymnasium, many at a time; and how programs that learn in them start."""
+"""Environments of gymnasium, many at a time; and the start of programs that learn in them."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -15,14 +15,16 @@ import redco_eqx as rx
 
 
 class Rollouts:
-    """Environments that go on from rollout to rollout; one whose episode has ended begins another.
+    """Environments that continue from rollout to rollout; one whose episode has ended begins another.
 
-    That takes a step of its own, in which the action is ignored, and which therefore has weight 0. So the
-    observation after each other step is that to which it led, at the end of an episode, too.
+    The beginning takes one more step, which ignores the action and therefore has weight 0. So the observation
+    after each other step is the one that the step led to, even at the end of an episode.
     """
 
     def __init__(self, name: str, num_envs: int, mesh: Mesh, *, actions: type[gym.Space], seed: int):
-        """Raises `ValueError` for other actions than these, and observations that are not vectors."""
+        """Make the environments. Raises `ValueError` for other actions than these, and observations that are
+        not vectors.
+        """
         try:
             envs = gym.make_vec(name, num_envs=num_envs)
         except gym.error.Error as error:
@@ -43,10 +45,12 @@ class Rollouts:
         self.observation, _ = self.envs.reset(seed=seed)
 
     def __call__(self, act: Callable[..., Any], num_steps: int) -> dict[str, np.ndarray]:
-        """So many steps of each environment, by `act(observation, index=step)`, which gives an action for each.
+        """Take `num_steps` steps in each environment. `act(observation, index=step)` returns an action for
+        each.
 
-        Of dims `(num_envs, num_steps, ...)`: `action`, `reward`, `terminated`, `ended` (that, or cut short),
-        `weight`; and `observation`, with one step more. Actions out of a Box lie between -1 and 1.
+        Return arrays of dims `(num_envs, num_steps, ...)`: `action`, `reward`, `terminated`, `ended`
+        (terminated, or cut short), `weight`; and `observation`, with one step more. Actions for a Box lie
+        between -1 and 1.
         """
         observations, actions, rows = [self.observation], [], []
         for step in range(num_steps):
@@ -60,16 +64,16 @@ class Rollouts:
         return {"observation": np.stack(observations, axis=1), "action": np.stack(actions, axis=1), **numbers}
 
     def draw(self, observation: Any, index: int) -> np.ndarray:
-        """Random actions."""
+        """Draw random actions."""
         return self.envs.action_space.sample()
 
     @property
     def mean_return(self) -> float:
-        """Of the episodes that ended last, two for each environment (NaN before any has)."""
+        """Return the mean return of the last episodes, two for each environment (NaN before any has ended)."""
         return float(np.mean(self.envs.return_queue or [np.nan]))
 
     def random_return(self) -> float:
-        """The mean return of random actions."""
+        """Return the mean return of random actions."""
         while len(self.envs.return_queue) < 2 * len(self.ended):
             self(self.draw, 100)
         return self.mean_return
@@ -78,7 +82,7 @@ class Rollouts:
 def start(
     doc: str | None, argv: Sequence[str] | None, *, env: list[str], num_envs: int, steps: int, **defaults: Any
 ) -> tuple[argparse.Namespace, Mesh]:
-    """`common.start`, and which environments, how many of each at a time, and for how long."""
+    """Call `common.start` with more flags: the environments, the number of each at a time, and the steps."""
     parser = common.flags(doc, **defaults)
     parser.add_argument("--env", nargs="+", default=env, help="names of gymnasium (%(default)s)")
     parser.add_argument("--num-envs", type=int, default=num_envs, help="at a time (%(default)s)")

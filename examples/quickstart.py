@@ -3,9 +3,9 @@
     python examples/quickstart.py            # nothing to download
     python examples/quickstart.py --quick    # to see that it works
 
-The model is ordinary Equinox: no base class, no annotations, nothing about devices. Everything that
-the library needs to know is in three functions (collate, loss, predict) and one mesh. With no
-accelerator at hand the eight devices are virtual ones; `--devices 0` takes what the machine has.
+The model is ordinary Equinox: no base class, no annotations, no code about devices. Three functions (collate,
+loss, predict) and one mesh say everything that the library needs to know. Without an accelerator the eight
+devices are virtual; `--devices 0` uses the machine's own.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 import redco_eqx as rx
 
 VOCABULARY = 256  # bytes are the tokens
-LENGTH = 128  # of the context, in bytes
+LENGTH = 128  # length of the context, in bytes
 PROMPTS = ("\n\nimport ", "\n\ndef get_", "\n\nclass ", "\n\n    def __init__(self, ")
 
 # ------------------------------------------------------------------------------------- the model
@@ -52,7 +52,7 @@ class Block(eqx.Module):
         self.down = eqx.nn.Linear(4 * dim, dim, key=down_key)
 
     def __call__(self, x: Float[Array, "length dim"]) -> Float[Array, "length dim"]:
-        """For one sequence."""
+        """Return the output for one sequence."""
 
         def rotate(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
             per_head = jax.vmap(self.rope, in_axes=1, out_axes=1)
@@ -81,7 +81,7 @@ class Transformer(eqx.Module):
         self.head = eqx.nn.Linear(dim, VOCABULARY, use_bias=False, key=head_key)
 
     def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length vocabulary"]:
-        """For one sequence; `jax.vmap(model)` takes a batch."""
+        """Return the logits for one sequence; `jax.vmap(model)` takes a batch."""
         x = jax.vmap(self.embedding)(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -92,12 +92,12 @@ class Transformer(eqx.Module):
 
 
 def collate_fn(examples: Sequence[UInt8[np.ndarray, " length"]]) -> Int[np.ndarray, "batch length"]:
-    """Examples to a batch of NumPy arrays."""
+    """Collate examples into a batch of NumPy arrays."""
     return np.stack(examples).astype(np.int32)
 
 
 def loss_fn(model: Transformer, batch: Int[Array, "batch length"], key: Key[Array, ""]) -> rx.Mean:
-    """The loss of a batch, here in bits per byte. A `Mean` adds up exactly, whatever the batches."""
+    """Return the loss of a batch, here in bits per byte. A `Mean` adds up exactly, whatever the batches."""
     logits = jax.vmap(model)(batch[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return rx.Mean(nats.sum() / jnp.log(2), nats.size)
@@ -111,7 +111,7 @@ def predict_fn(
     num_bytes: int,
     temperature: float = 0.6,
 ) -> Int[Array, "batch num_bytes"]:
-    """What the model writes after each prompt; its context slides along."""
+    """Generate text after each prompt, with a sliding context."""
 
     def write(context: Array, key: Key[Array, ""]) -> tuple[Array, Array]:
         logits = jax.vmap(model)(context)[:, -1]
@@ -126,7 +126,7 @@ def predict_fn(
 
 
 def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarray, "m length+1"]]:
-    """Windows of the standard library's modules: for training, and from every twentieth, held out."""
+    """Return windows of the standard library's modules: for training, and, from every twentieth, held out."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
     def windows(files: list[pathlib.Path]) -> np.ndarray:
@@ -138,7 +138,7 @@ def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarra
 
 
 def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.ndarray, "m length"]) -> float:
-    """The baseline: each byte predicted from the one before it, by counts of all the training bytes."""
+    """Return the baseline: each byte predicted from the one before it, by counts of all the training bytes."""
 
     def pairs(windows: np.ndarray) -> np.ndarray:
         return (windows[:, :-1].astype(int) * VOCABULARY + windows[:, 1:]).ravel()
@@ -152,7 +152,7 @@ def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.nd
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Trains, evaluates, generates; returns the numbers and the text."""
+    """Train, evaluate and generate. Return the numbers and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, help="of training; 800, or 100 if quick")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -168,18 +168,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, held_out = standard_library()
     held_out = held_out[: 2048 : 16 if args.quick else 1]
 
-    # The model is born on the mesh. What is split over which axis, and why, follows from what the loss does.
+    # Make the model directly on the mesh. The computation of the loss decides which array is split over which
+    # axis.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
     program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(list(train[: args.batch_size]))}
     model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program)
     print(rx.explain(model, mesh, **program), end="\n\n")
 
-    # Any optimizer of optax. Its state is laid out like the parameters.
+    # Any optimizer of optax works. Its state is laid out like the parameters.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
 
-    # A progress bar on a terminal, and a row of numbers each hundred steps.
+    # Show a progress bar on a terminal, and a row of numbers every hundred steps.
     start = time.perf_counter()
     state, _ = rx.fit(
         state,
@@ -193,11 +194,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - start
 
-    # Exact means over the held-out bytes, whatever the batch size; then the baseline on the same ones.
+    # Exact means over the held-out bytes, whatever the batch size; then the baseline on the same bytes.
     metrics = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
     bits, bigram_bits = metrics["loss"], bigram_bits_per_byte(train, held_out)
 
-    # Each prompt stands at the end of some held-out text, so that there is a context to go on from.
+    # Take each prompt from the end of some held-out text, so that there is a context to continue.
     context = held_out[len(held_out) // 2]
     prompts = [np.append(context, np.frombuffer(p.encode(), np.uint8))[-LENGTH:] for p in PROMPTS]
     written = rx.predict(

@@ -1,9 +1,9 @@
-"""Runs the examples as they come, and writes what they reach into `examples/README.md`, with pictures.
+"""Run the examples with their defaults, and write their results into `examples/README.md`, with pictures.
 
     python examples/run_all.py                            # all of them
     python examples/run_all.py differential_privacy ...   # some; the other rows stay
 
-An example is a row of `EXAMPLES`. It fails if it does not reach the number that is stated there.
+An example is a row of `EXAMPLES`. It fails if it does not reach the number stated there.
 """
 
 import ast
@@ -28,19 +28,19 @@ Results = Mapping[str, tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What an example must reach.
+    """The target of an example.
 
-    - `stated`: for each name of its results what that measures and what the baseline is, and the least
-        (`">= 0.9"`) or most (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
-    - `upstream`: the lines of code of the programs of redco 0.4.23 that do the same.
-    - `flags`: what its `main` is given, with `{here}` for its folder.
-    - `more`: why it has more lines than they, where it has.
+    - `stated`: for each name of its results the measure and the baseline, and the least (`">= 0.9"`) or most
+        (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
+    - `upstream`: the number of lines of code in the programs of redco 0.4.23 for the same task.
+    - `flags`: the arguments of its `main`, with `{here}` for its folder.
+    - `more`: the reason why it has more lines than they, if it has.
     - `official`: the program that Figure 6 of redco's paper likely compares with, and its lines.
-    - `along`: what the numbers of a list follow one another along, and where that begins.
+    - `along`: the horizontal axis of a list of numbers, and its first value.
 
-    Its `main` returns `{name: (number or list of those on the way, baseline or list of as many)}`. In place of
-    a list there may be many runs of the same, each as `{how far: number}`: the worst of the last numbers is the
-    one that counts.
+    Its `main` returns `{name: (number or list of numbers, baseline or list of equal length)}`. A list shows the
+    progress of the run. In place of a list there may be several runs of the same, each as `{progress: number}`:
+    the worst of the last numbers counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
@@ -169,26 +169,26 @@ EXAMPLES = {
 
 
 def file_of(name: str) -> pathlib.Path:
-    """The program of an example: that of its name, or `main.py` in the folder of its name."""
+    """Return the program of an example: the file of its name, or `main.py` in the folder of its name."""
     file = HERE / f"{name}.py"
     return file if file.exists() else HERE / name / "main.py"
 
 
 def curves_of(reached: Any, first: int = 1) -> list[Mapping[int, float]]:
-    """All runs of what was reached, by how far each was; none if it is one number."""
+    """Return all runs of a result, each by its progress; none if it is one number."""
     if not isinstance(reached, list):
         return []
     return reached if isinstance(reached[0], Mapping) else [dict(enumerate(reached, start=first))]
 
 
 def last_of(reached: Any, bound: str) -> float:
-    """The last number of what was reached, of many runs that of the worst."""
+    """Return the last number of a result; of several runs, that of the worst."""
     lasts = [list(curve.values())[-1] for curve in curves_of(reached)]
     return (min if bound.startswith(">=") else max)(lasts) if lasts else reached
 
 
 def is_met(bound: str, number: float, baseline: float) -> bool:
-    """Whether a number is what its bound says."""
+    """Return true if a number meets its bound."""
     kind, limit = bound.split()
     if kind == "within":
         return abs(number - baseline) <= float(limit.rstrip("%")) / 100 * abs(baseline)
@@ -196,7 +196,7 @@ def is_met(bound: str, number: float, baseline: float) -> bool:
 
 
 def code_lines(source: str) -> int:
-    """Number of lines with code on them: no blank line, comment or docstring."""
+    """Return the number of lines with code on them: no blank line, comment or docstring."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in skipped]
     lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string}
@@ -207,7 +207,7 @@ def code_lines(source: str) -> int:
 
 
 def files_of(file: pathlib.Path) -> set[pathlib.Path]:
-    """A program and every file of this folder that it imports."""
+    """Return a program and every file of this folder that it imports."""
     imports = re.findall(r"^(?:import|from) ([\w.]+)(?: import (\w+))?", file.read_text(), re.MULTILINE)
     names = {x for module, name in imports for x in (module, f"{module}.{name}")}
     candidates = [HERE / f"{name.replace('.', '/')}.py" for name in names]
@@ -215,7 +215,7 @@ def files_of(file: pathlib.Path) -> set[pathlib.Path]:
 
 
 def picture(file: pathlib.Path, results: Results, example: Example) -> None:
-    """Draws the curves, with baselines as broken lines; those that measure the same in one panel."""
+    """Draw the curves, with baselines as broken lines; curves of the same measure share a panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -246,7 +246,7 @@ def picture(file: pathlib.Path, results: Results, example: Example) -> None:
 
 
 def lines_of(name: str) -> str:
-    """An example's row in the table of lines."""
+    """Return an example's row in the table of lines."""
     example, file = EXAMPLES[name], file_of(name)
     lines = sum(code_lines(file.read_text()) for file in files_of(file))
     upstream = " + ".join(map(str, example.upstream)) or "–"
@@ -257,7 +257,7 @@ def lines_of(name: str) -> str:
 
 
 def run(name: str) -> tuple[list[str], list[str]]:
-    """Runs an example: its rows of the table, and what it fell short of."""
+    """Run an example. Return its rows of the table, and the bounds that it missed."""
     example, file, start = EXAMPLES[name], file_of(name), time.perf_counter()
     where = file.relative_to(HERE)
     sys.path.insert(0, str(HERE))
@@ -277,7 +277,7 @@ def run(name: str) -> tuple[list[str], list[str]]:
 
 
 def run_apart(name: str) -> tuple[list[str], list[str]]:
-    """`run`, for another process: an error is raised as text, for some hold what cannot leave theirs."""
+    """Call `run` in another process. An error is raised as text, because some errors cannot be pickled."""
     try:
         return run(name)
     except Exception:
@@ -285,8 +285,9 @@ def run_apart(name: str) -> tuple[list[str], list[str]]:
 
 
 def with_rows(page: str, *tables: Mapping[str, list[str]]) -> str:
-    """A page whose tables, one after the other, have these rows of examples, the others as they were, in the
-    order of `EXAMPLES`."""
+    """Return a page whose tables, one after the other, have these rows of examples. Other rows do not change.
+    The order is that of `EXAMPLES`.
+    """
 
     def name_of(row: str) -> str:
         return row[3 : row.index("]")]
@@ -303,7 +304,7 @@ def with_rows(page: str, *tables: Mapping[str, list[str]]) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Runs them one after the other, each in its own process, and replaces their rows."""
+    """Run the examples one after the other, each in a separate process, and replace their rows."""
     unknown = sorted(set(names) - set(EXAMPLES))
     if unknown:
         sys.exit(f"error: there is no example {unknown[0]!r}, but {', '.join(EXAMPLES)}.")

@@ -1,4 +1,4 @@
-"""Texts with a label or a number: tables in the form of GLUE's, or docstrings, with no download."""
+"""Texts with a label or a number: tables in GLUE's format, or docstrings, without a download."""
 
 import ast
 import csv
@@ -17,7 +17,7 @@ KINDS: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast
 
 
 def add_flags(parser: Any) -> None:
-    """Adds those that say where a table is, and what is in it."""
+    """Add the flags for the directory of a table, and for its columns."""
     parser.add_argument("--data", help="a directory in place of the data that comes along")
     parser.add_argument("--text", nargs="+", default=["sentence"], help="columns of the text")
     parser.add_argument("--label", default="label", help="column of the class or number")
@@ -25,7 +25,9 @@ def add_flags(parser: Any) -> None:
 
 
 def docstrings(column: str, every: int) -> list[list[Any]]:
-    """Of every so manieth file of the standard library, the docstrings, each with its kind or log of length."""
+    """Return the docstrings of one in `every` files of the standard library, each with its kind or log of
+    length.
+    """
     root, rows = pathlib.Path(sysconfig.get_path("stdlib")), {}
     files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
     for file in files[::every]:
@@ -39,7 +41,7 @@ def docstrings(column: str, every: int) -> list[list[Any]]:
 
 
 def table(args: Any, *splits: str) -> list[tuple[tuple[str, ...], Any]]:
-    """The texts of each row with its label, of the first of the splits that there is."""
+    """Return the texts of each row with its label, from the first of the splits that exists."""
     files = [file for split in splits for file in sorted(pathlib.Path(args.data).glob(f"{split}.*"))]
     if not files:
         raise ValueError(f"--data {args.data}: no {' or '.join(splits)} as .tsv, .csv, .jsonl or .parquet.")
@@ -63,8 +65,9 @@ def table(args: Any, *splits: str) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def read(task: str, args: Any) -> list[list[Any]]:
-    """Pairs of texts and their class, or their number in standard deviations from the mean: to train on,
-    and held out."""
+    """Return pairs of texts and their class, or their number in standard deviations from the mean: for
+    training, and held out.
+    """
     if args.data is None:
         parts = docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
     else:
@@ -84,7 +87,7 @@ def read(task: str, args: Any) -> list[list[Any]]:
 
 
 def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
-    """Accuracy, or for a regression R^2, the share of the variance that is explained."""
+    """Return accuracy, or for a regression R^2, the share of the variance that is explained."""
     y, found = np.array([y for _, y in examples]), np.stack(outputs)
     if y.dtype == np.float32:
         return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
@@ -92,9 +95,10 @@ def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
 
 
 def linear_score(train: list[Any], held_out: list[Any]) -> float:
-    """That of a linear model of counts of words, or of pixels; of several penalties the best one counts.
+    """Return the score of a linear model of counts of words, or of pixels; the best of several penalties
+    counts.
 
-    It has converged, in float64: what an early stop in float32 gives depends on the processor.
+    It has converged, in float64: the result of an early stop in float32 depends on the processor.
     """
     is_text, is_class = isinstance(train[0][0], tuple), isinstance(train[0][1], int)
     read_x: Any = "\n".join if is_text else lambda image: np.ravel(image).astype(float)

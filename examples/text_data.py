@@ -1,4 +1,4 @@
-"""Plain text in the form of WikiText (Merity et al. 2016): articles under headings, one line a paragraph."""
+"""Plain text in WikiText's format (Merity et al. 2016): articles under headings, one line a paragraph."""
 
 import pathlib
 import re
@@ -9,10 +9,10 @@ _NAMES = {"train": ("train",), "held out": ("valid", "validation", "test")}
 
 
 def articles(directory: str) -> tuple[list[str], list[str]]:
-    """The articles of a directory: to train on, and held out. A text without headings is one article.
+    """Return the articles of a directory: for training, and held out. A text without headings is one article.
 
     Its files are those of WikiText, `wiki.train.tokens` and `wiki.valid.tokens` (or `.raw`), or `train.txt` and
-    `valid.txt`, or the tables of its lines as .parquet with a column `text`. Raises `ValueError` if one lacks.
+    `valid.txt`, or tables of lines as .parquet with a column `text`. Raises `ValueError` if one is missing.
     """
     train, held_out = (_split("".join(map(_read, _files(directory, names)))) for names in _NAMES.values())
     return train, held_out

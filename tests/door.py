@@ -103,7 +103,7 @@ def pair_loss(pair: Any, batch: Any, key: Any) -> Any:
 
 
 def language_model() -> Any:
-    """Of no weights: what it is given is refused before they are looked at."""
+    """Return a language model without weights: wrong arguments are refused before anything reads them."""
     config = models.LlamaConfig(
         vocab_size=8,
         hidden_size=8,
@@ -629,7 +629,7 @@ MISTAKES: list[Mistake] = [
 
 
 def outcome(call: Callable[[], Any]) -> dict[str, Any]:
-    """What came of a mistake: the exception, its message, and whether a step was compiled before."""
+    """Return the result of a mistake: the exception, its message, and whether a step was compiled before."""
     with Compilations() as compilations:
         try:
             call()

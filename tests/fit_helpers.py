@@ -242,7 +242,7 @@ class Rows:
 
 
 def no_threads_left(seconds: float = 5.0) -> bool:
-    """Whether all threads of `batches` end by themselves."""
+    """Return true if all threads of `batches` end by themselves."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(thread.name.startswith("redco_eqx") for thread in threading.enumerate()):

@@ -1,4 +1,4 @@
-"""What the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
+"""Code that the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
 
 import os
 import pathlib
@@ -214,7 +214,7 @@ def count_compilations() -> Iterator[list[str]]:
 
 
 def events(directory: pathlib.Path) -> list[Any]:
-    """What TensorBoard's files hold."""
+    """Return the events in TensorBoard's files."""
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     found = []

@@ -42,7 +42,7 @@ def blocks_of(page: pathlib.Path, language: str | None = None) -> list[Block]:
 
 
 def public(path: str) -> object:
-    """What a public name such as `redco_eqx.layers.row` stands for."""
+    """Return the object of a public name such as `redco_eqx.layers.row`."""
     face, _, name = path.rpartition(".")
     return getattr(importlib.import_module(face), name)
 

@@ -1,4 +1,4 @@
-"""How an example must end when its input is bad."""
+"""The required end of an example with bad input."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What is installed trains a model on eight devices, and brings its types: for `nox -s build`."""
+"""The installed package trains a model on eight devices, and includes its types: for `nox -s build`."""
 
 import pathlib
 

@@ -13,7 +13,7 @@ from door import MISTAKES
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    """Of another process: there no annotation is checked, as with a user."""
+    """Return the outcomes from another process: there no annotation is checked, as with a user."""
     tests = pathlib.Path(__file__).parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(

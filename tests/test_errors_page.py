@@ -31,7 +31,7 @@ LITERALS = {text for nodes in NODES for text in literals(nodes)}
 
 
 def is_emitted(quoted: str) -> bool:
-    """Whether the class is of the library, and all words stand in one text, in order; `...` is any words."""
+    """Return true if the class is the library's, and one text has all words, in order; `...` is any words."""
     name, rest = re.fullmatch(r"(?:([A-Z]\w+)(?:: |$))?(.*)", quoted).groups()  # pyright: ignore
     pattern = ".*".join(re.escape(part.strip()) for part in rest.split("..."))
     return (name is None or name in CLASSES) and (

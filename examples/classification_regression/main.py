@@ -1,4 +1,4 @@
-"""Handwritten digits, the kind of thing that a docstring describes (module, class, function), its length.
+"""Classification of handwritten digits, and of docstrings by kind (module, class, function); their length.
 
     python examples/classification_regression/main.py                          # all three tasks
     python examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
@@ -7,7 +7,7 @@
         --text sentence1 sentence2 --label score
 
 A directory of text has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv, .jsonl or .parquet
-with named columns. Each score stands beside that of a linear model on the same examples: on pixels, or on
+with named columns. Each score is printed beside that of a linear model on the same examples: on pixels, or on
 counts of words.
 """
 
@@ -35,13 +35,13 @@ import digits_data
 import table_data
 
 EPOCHS = {"digits": 20, "classification": 6, "regression": 6}
-VOCABULARY, LENGTH = 32768, 64  # buckets that words and pairs are hashed to (0: nothing), words of a text
+VOCABULARY, LENGTH = 32768, 64  # hash buckets of words and pairs (0: nothing), words of a text
 
 # ------------------------------------------------------------------------------------- the models
 
 
 class TextModel(eqx.Module):
-    """The mean over words and pairs of them, as in fastText (Joulin et al. 2016), and two Linear layers."""
+    """The mean over words and pairs of words, as in fastText (Joulin et al. 2016), and two Linear layers."""
 
     embedding: eqx.nn.Embedding
     norm: eqx.nn.LayerNorm
@@ -58,7 +58,7 @@ class TextModel(eqx.Module):
         self.dropout = eqx.nn.Dropout(0.5)
 
     def __call__(self, tokens: Array, *, key: Any) -> Float[Array, " num_outputs"]:
-        """For one text."""
+        """Return the outputs for one text."""
         keys = jax.random.split(key)
         total = jnp.sum(jax.vmap(self.embedding)(tokens) * (tokens != 0)[:, None], axis=0)
         x = self.dropout(self.norm(total), key=keys[0])  # after a norm, a sum is as good as the mean
@@ -66,7 +66,7 @@ class TextModel(eqx.Module):
 
 
 def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
-    """Two convolutions and a Linear layer."""
+    """Make two convolutions and a Linear layer."""
     keys = jax.random.split(key, 3)
     layers = [
         eqx.nn.Conv2d(1, 32, 3, padding=1, key=keys[0]),
@@ -85,28 +85,28 @@ def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
 
 
 def encode(x: Any) -> np.ndarray:
-    """An image with its one channel, or the hashed words of a text and pairs of neighbours."""
+    """Return an image with its one channel, or the hashed words of a text and pairs of neighbours."""
     if isinstance(x, np.ndarray):
         return x[None]
-    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # so the first makes a pair, too
+    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # so the first has a pair, too
     features = [*words, *map(" ".join, itertools.pairwise(words))]
     tokens = [1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features]
     return np.pad(np.array(tokens, np.int32), (0, 2 * LENGTH - len(tokens)))
 
 
 def collate_fn(examples: Sequence[tuple[Any, Any]]) -> dict[str, np.ndarray]:
-    """Examples to a batch of NumPy arrays."""
+    """Collate examples into a batch of NumPy arrays."""
     return {"x": np.stack([encode(x) for x, _ in examples]), "y": np.array([y for _, y in examples])}
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch num_outputs"]:
-    """The logits of the classes, or the one number of a regression."""
+    """Return the logits of the classes, or the value of a regression."""
     keys = jax.random.split(key, len(batch["y"]))
     return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Array:
-    """Cross-entropy, or the squared error."""
+    """Return the cross-entropy, or the squared error."""
     outputs, y = predict_fn(model, batch, key), batch["y"]
     if y.dtype == jnp.float32:
         return jnp.mean((outputs[:, 0] - y) ** 2)
@@ -117,7 +117,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
-    """The score on held-out examples after each epoch, and that of a linear model."""
+    """Return the score on held-out examples after each epoch, and that of a linear model."""
     is_digits = task == "digits"
     train, held_out = digits_data.digits(args.data) if is_digits else table_data.read(task, args)
     num_outputs = 1 if task == "regression" else 1 + max(y for _, y in train)
@@ -146,7 +146,7 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Each task's scores after each epoch, and that of a linear model."""
+    """Return each task's scores after each epoch, and that of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=None)
     parser.add_argument("--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="all, if not given")
     table_data.add_flags(parser)

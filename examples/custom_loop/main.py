@@ -1,12 +1,12 @@
-"""The pieces compose: `train_step` in the reader's own loops, on handwritten digits.
+"""The pieces compose: `train_step` in your own loops, on handwritten digits.
 
     python examples/custom_loop/main.py            # a few minutes on two CPU cores, nothing to download
     python examples/custom_loop/main.py --quick    # to see that it works
 
-An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it; learning rate and weight decay
-are tuned by `grad` through whole runs of training; and a vision transformer of equimo, a package that knows
-nothing of this library, is laid out on the mesh and trained unchanged. Steps, `batches` and checkpoints make a
-loop with an end of its own.
+An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it. `grad` through whole training
+runs tunes learning rate and weight decay. A vision transformer of equimo, a package that knows nothing of this
+library, is laid out on the mesh and trained unchanged. Steps, `batches` and checkpoints make a loop with its
+own stopping rule.
 """
 
 import argparse
@@ -33,27 +33,27 @@ import common
 import digits_data
 
 Examples: TypeAlias = list[tuple[np.ndarray, int]]
-"""Images of digits, and which digits they are."""
+"""Images of digits, and their labels."""
 
 
 def make_model(key: Key[Array, ""]) -> eqx.nn.MLP:
-    """From the pixels of a digit to the logits of its class."""
+    """Make a model from the pixels of a digit to the logits of its class."""
     return eqx.nn.MLP(64, 10, 256, depth=2, activation=jax.nn.gelu, key=key)
 
 
 def collate_fn(examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
-    """Examples to a batch of NumPy arrays."""
+    """Collate examples into a batch of NumPy arrays."""
     x, y = zip(*examples)
     return {"x": np.stack(x), "y": np.array(y)}
 
 
 def predict_fn(model: eqx.nn.MLP, batch: dict[str, Array], key: Key[Array, ""]) -> Float[Array, "batch 10"]:
-    """The logits of each digit."""
+    """Return the logits of each digit."""
     return jax.vmap(lambda x: model(x.ravel()))(batch["x"])
 
 
 def predict_by_vit(model: Any, batch: dict[str, Array], key: Key[Array, ""]) -> Float[Array, "batch 10"]:
-    """The same of a vision transformer, which takes images with channels, and a key for its dropout."""
+    """Return the logits of a vision transformer, which takes images with channels, and a key for dropout."""
     keys = jax.random.split(key, len(batch["y"]))
     return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
 
@@ -61,13 +61,13 @@ def predict_by_vit(model: Any, batch: dict[str, Array], key: Key[Array, ""]) -> 
 def loss_fn(
     model: Any, batch: dict[str, Array], key: Key[Array, ""], *, predict_fn: rx.types.PredictFn = predict_fn
 ) -> Array:
-    """The cross-entropy."""
+    """Return the cross-entropy."""
     logits = predict_fn(model, batch, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
 def accuracy(examples: Sequence[tuple[Any, int]], logits: Any) -> dict[str, float]:
-    """The share of digits whose logit is the highest."""
+    """Return the share of digits whose correct logit is the highest."""
     return {"accuracy": float(np.mean(np.argmax(np.asarray(logits), axis=-1) == [y for _, y in examples]))}
 
 
@@ -77,7 +77,7 @@ def accuracy(examples: Sequence[tuple[Any, int]], logits: Any) -> dict[str, floa
 def train_epoch(
     state: rx.TrainState, data: dict[str, Array], *, step: Callable[..., Any], batch_size: int
 ) -> tuple[rx.TrainState, Float[Array, " steps"]]:
-    """One pass over the data in a new order, as one `scan`; the loss of each step."""
+    """Train for one pass over the data in a new order, as one `scan`. Return the loss of each step."""
     order = jax.random.permutation(jax.random.fold_in(state.key, state.step), len(data["y"]))
     order = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)
 
@@ -96,7 +96,7 @@ def loss_after_training(
     *,
     batch_size: int,
 ) -> Array:
-    """What one epoch with these hyperparameters leads to: differentiable in them."""
+    """Return the held-out loss after one epoch with these hyperparameters: differentiable in them."""
     decay = optax.add_decayed_weights(jnp.exp(hyper["log_decay"]))
     optimizer = optax.chain(decay, optax.sgd(jnp.exp(hyper["log_rate"]), momentum=0.9))
     state = rx.init_state(state.model, optimizer, key=state.key)
@@ -106,7 +106,7 @@ def loss_after_training(
 
 
 def ensemble(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> tuple[float, float]:
-    """The accuracy of the members' mean, and the mean of their accuracies."""
+    """Return the accuracy of the members' mean, and the mean of their accuracies."""
     optimizer = optax.adamw(1e-3)
     keys = jax.random.split(jax.random.key(args.seed), 8)
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
@@ -128,7 +128,7 @@ def ensemble(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Ex
 
 
 def tune(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> dict[str, Any]:
-    """The loss while hyperparameters are tuned, and before; a hypergradient and its finite difference."""
+    """Return the loss during and before tuning hyperparameters; a hypergradient and its finite difference."""
     data = collate_fn(train), collate_fn(held_out)
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), loss_fn=loss_fn, batch=data[0])
     state = rx.init_state(model, key=jax.random.key(1))
@@ -154,7 +154,7 @@ def tune(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Exampl
 
 
 def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
-    """The accuracy after each epoch, until three epochs have not raised it."""
+    """Return the accuracy after each epoch, until three epochs have not raised it."""
     optimizer = optax.adamw(1e-3)
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), **program)
@@ -168,12 +168,12 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
         batch_size=32,
     )
 
-    # The layout is said once, to the step. A step whose loss or gradient is not finite is left out.
+    # Only the step needs the layout. It leaves out an update whose loss or gradient is not finite.
     shardings = rx.shard_rules(model, mesh, **program)
     step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     step = rx.jit_step(rx.skip_nonfinite(step_fn))
 
-    # A run that was stopped goes on where it was: the state is in its checkpoint, all else in the `extras`.
+    # A stopped run continues from its checkpoint: the state is in it, everything else in the `extras`.
     directory = args.checkpoints and args.checkpoints / "until it grows no more"
     saved = rx.list_checkpoints(directory) if directory else []
     extras: Any = saved[-1].extras if saved else {"place": {"epoch": 0, "start": 0}, "scores": []}
@@ -181,13 +181,13 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
     place, scores = extras["place"], extras["scores"]
 
     while place["epoch"] < args.epochs and not has_stopped_growing(scores):
-        # Each epoch has its own order, which follows from the key and the number of the epoch.
+        # Each epoch has its own order, from the key and the number of the epoch.
         batches = rx.batches(
             train, collate_fn, batch_size=args.batch_size, mesh=mesh, key=jax.random.key(2), **place
         )
         for batch in batches:
             state, _ = step(state, batch)
-        place = batches.place  # at its end: the beginning of the next epoch
+        place = batches.place  # at the end of an epoch: the beginning of the next one
         scores = [*scores, evaluation(state)["eval/accuracy"]]
         print(f"epoch {place['epoch']}: accuracy {scores[-1]:.3f}")
         if directory:
@@ -196,13 +196,13 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
 
 
 def has_stopped_growing(scores: Sequence[float]) -> bool:
-    """Says whether none of the last three scores is above all before."""
+    """Return true if none of the last three scores is above all before."""
     return len(scores) > 3 and max(scores[-3:]) <= max(scores[:-3])
 
 
 def third_party(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
-    """The accuracy, after each epoch, of a published model that was written without a thought of sharding."""
-    from equimo.models.vit import VisionTransformer  # its import makes a key, and with it the devices
+    """Return the accuracy, after each epoch, of a published model that was written without sharding in mind."""
+    from equimo.models.vit import VisionTransformer  # its import makes a key, which initialises devices
 
     vit: Any = VisionTransformer
     sizes = {"img_size": 8, "in_channels": 1, "patch_size": 2, "dim": 64, "num_heads": 4, "depths": [2]}
@@ -230,14 +230,14 @@ def third_party(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """What was reached (a number, or those on the way), each with what it is compared with."""
+    """Return the results (a number, or a list of numbers over time), each with its baseline."""
     parser = common.flags(__doc__, batch_size=32, epochs=12)
     args, mesh = common.start(parser, argv)
     args.epochs = 2 if args.quick else args.epochs
     train, held_out = digits_data.digits()
     flat = [np.stack([x.ravel().astype(float) for x, _ in examples]) for examples in (train, held_out)]
     labels = [[y for _, y in examples] for examples in (train, held_out)]
-    # Converged, in float64: what an early stop in float32 gives depends on the processor.
+    # Converged, in float64: the result of an early stop in float32 depends on the processor.
     regression = LogisticRegression(max_iter=10_000, tol=1e-6).fit(flat[0], labels[0])
     linear = float(regression.score(flat[1], labels[1]))
     results: dict[str, tuple[Any, float]] = {"ensemble of 8": ensemble(args, mesh, train, held_out)}

@@ -1,13 +1,13 @@
-"""Federated averaging (McMahan et al. 2017): handwritten digits learnt by 100 clients that keep their data.
+"""Federated averaging (McMahan et al. 2017): handwritten digits, learnt by 100 clients that keep their data.
 
     python examples/federated_learning/main.py                       # about a minute on two CPU cores
     python examples/federated_learning/main.py --data MNIST_DIRECTORY --batch-size 10 --fit-rounds 0
 
-In each round some clients train, each from the server's parameters and on its own examples alone, and the mean
-of what they come to is the server's next. They train all at once, by `vmap` over `train_step`, as a dimension
-that is laid out over the mesh's `data` axis; some rounds are done again by a `fit` for each client. The digits
-are dealt to the clients at random (IID), and so that each has two pieces of the digits in order, and with them
-hardly more than two kinds (not IID).
+In each round some clients train, each from the server's parameters and only on its own examples, and the mean
+of their parameters is the server's next. All train at once, by `vmap` over `train_step`, as a dimension over
+the mesh's `data` axis; some rounds are repeated with a `fit` for each client. The digits go to the clients at
+random (IID), or in two pieces of the sorted digits for each client, which therefore has hardly more than two
+kinds (not IID).
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ import digits_data
 
 
 def make_model(key: Any, *, side: int) -> eqx.Module:
-    """From an image to the logits of its class: the two models of the paper, by size.
+    """Make a model from an image to the logits of its class: one of the two of the paper, by size.
 
-    Small images are learnt by two hidden layers of 200, those of MNIST by two convolutions and a hidden layer.
+    Small images use two hidden layers of 200, those of MNIST two convolutions and a hidden layer.
     """
     if side < 16:
         layers = [eqx.nn.Lambda(jnp.ravel), eqx.nn.MLP(side**2, 10, 200, depth=2, key=key)]
@@ -53,24 +53,24 @@ def make_model(key: Any, *, side: int) -> eqx.Module:
 
 
 def collate_fn(examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
-    """Examples to a batch of NumPy arrays."""
+    """Collate examples into a batch of NumPy arrays."""
     x, y = zip(*examples)
     return {"x": np.stack(x)[:, None], "y": np.array(y)}
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch 10"]:
-    """The logits of each digit."""
+    """Return the logits of each digit."""
     return jax.vmap(model)(batch["x"])
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Array:
-    """The cross-entropy."""
+    """Return the cross-entropy."""
     logits = predict_fn(model, batch, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
 def deal(labels: Sequence[int], num_clients: int, *, iid: bool, seed: int) -> Int[np.ndarray, "clients rows"]:
-    """Which examples each client has: equally many, no example twice, and what is left over to nobody."""
+    """Deal examples to the clients: equally many each, no example twice; a remainder goes to nobody."""
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels)) if iid else np.argsort(labels, kind="stable")
     pieces = order[: len(labels) // (2 * num_clients) * 2 * num_clients].reshape(2 * num_clients, -1)
@@ -78,7 +78,7 @@ def deal(labels: Sequence[int], num_clients: int, *, iid: bool, seed: int) -> In
 
 
 def draw(clients: np.ndarray, round: int, *, args: Any) -> Int[np.ndarray, "clients steps batch"]:
-    """The clients that take part in a round, drawn at random, each as the rows of its batches."""
+    """Draw the clients of a round at random. Return the rows of the batches of each."""
     random = np.random.default_rng((args.seed, round))
     chosen = random.choice(clients, args.clients_per_round, replace=False)
     orders = random.permuted(np.repeat(chosen[:, None], args.local_epochs, axis=1), axis=2)
@@ -88,14 +88,14 @@ def draw(clients: np.ndarray, round: int, *, args: Any) -> Int[np.ndarray, "clie
 
 
 def averaged(state: rx.TrainState, num_steps: int, params: Any) -> rx.TrainState:
-    """The server's next state. Its optimizer state stays as it was born: clients begin with a new one."""
+    """Return the server's next state. Its optimizer state stays initial: clients begin with a new one."""
     return dataclasses.replace(state, params=params, step=state.step + num_steps)
 
 
 def round_by_vmap(
     state: rx.TrainState, data: Any, rows: Int[Array, "clients steps batch"], *, step: Any
 ) -> rx.TrainState:
-    """One round, all of its clients at once; under your own `jit`."""
+    """Run one round, all of its clients at once; under your own `jit`."""
 
     def trained(client: Array, rows: Array) -> Any:
         own = dataclasses.replace(state, key=jax.random.fold_in(state.key, client))
@@ -105,16 +105,16 @@ def round_by_vmap(
 
         return jax.lax.scan(body, own, rows)[0].params
 
-    # What the step says of a client's layout is then said of the clients: they are split over `data`.
+    # The step's layout for one client then applies to the clients: they are split over `data`.
     params = jax.vmap(trained, spmd_axis_name="data")(jnp.arange(len(rows)), rows)
     return averaged(state, rows.shape[1], jax.tree.map(lambda x: jnp.mean(x, axis=0), params))
 
 
 def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arguments: Any) -> rx.TrainState:
-    """The same round, client by client. `fit` compiles once: it keeps the step from call to call."""
+    """Run the same round, client by client. `fit` compiles once: it keeps the step from call to call."""
     total = jax.tree.map(jnp.zeros_like, state.params)
     for client, batches in enumerate(rows):
-        own = jax.tree.map(jnp.copy, state)  # `fit` takes over what it is given
+        own = jax.tree.map(jnp.copy, state)  # `fit` takes over the arrays of its state
         own = dataclasses.replace(own, key=jax.random.fold_in(state.key, client))
         examples = rx.Data([train[i] for i in batches.ravel()], shuffle=False, prefetch=0)
         fit: Any = {"batch_size": rows.shape[2], "num_epochs": 1, "loggers": ()}
@@ -123,7 +123,7 @@ def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arg
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """The accuracy on the way, each beside that of training centrally on the same data."""
+    """Return the accuracy over time, each beside that of centralised training on the same data."""
     parser = common.flags(__doc__, batch_size=4, epochs=40)
     parser.add_argument("--data", help="a directory with the files of MNIST")
     parser.add_argument("--clients", type=int, default=100, help="among whom the examples are dealt (100)")

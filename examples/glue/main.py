@@ -1,4 +1,4 @@
-"""BERT or RoBERTa on tables in the form of GLUE's: classes of texts and of pairs of texts, or numbers.
+"""BERT or RoBERTa on tables in GLUE's format: classes of texts and of pairs of texts, or numbers.
 
     python examples/glue/main.py       # docstrings, by a small BERT that learns to fill gaps in them first
     python examples/glue/main.py --model roberta-large --task classification --data SST2 --text sentence
@@ -6,7 +6,7 @@
         --text sentence1 sentence2 --label score
 
 A directory of data has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv, .jsonl or .parquet
-with named columns. Each score stands beside that of a linear model on counts of words.
+with named columns. Each score is printed beside that of a linear model on counts of words.
 """
 
 import pathlib
@@ -40,24 +40,24 @@ PROBLEMS = {"classification": "single_label_classification", "regression": "regr
 
 
 def encode(tokenizer: Any, texts: list[tuple[str, ...]], length: int) -> list[dict[str, np.ndarray]]:
-    """The model's inputs for each text, or each pair of texts."""
+    """Return the model's inputs for each text, or each pair of texts."""
     options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "np"}
     given = tokenizer(*map(list, zip(*texts)), **options)
     return [dict(zip(given, values)) for values in zip(*given.values())]
 
 
 def collate_fn(examples: Any) -> Any:
-    """Examples of one form to a batch: the model's inputs, or those and what is to be found."""
+    """Collate examples of one form into a batch: the model's inputs, with or without the targets."""
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Float[Array, "batch num_outputs"]:
-    """The logits of the classes, or the one number of a regression."""
+    """Return the logits of the classes, or the value of a regression."""
     return model(**batch[0], key=key)
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> Array:
-    """Cross-entropy, or the squared error."""
+    """Return the cross-entropy, or the squared error."""
     outputs, y = predict_fn(model, batch, key), batch[1]
     if y.dtype == jnp.float32:
         return jnp.mean((outputs[:, 0] - y) ** 2)
@@ -65,7 +65,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: Any, **options: Any) -> Any:
-    """The state after training, and the numbers on the way."""
+    """Return the state after training, and the numbers during it."""
     num_epochs, rate = options["num_epochs"], options["rate"]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, num_steps // 10, num_steps)
@@ -84,9 +84,9 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
 
 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
-    """Writes a small BERT that has learnt to fill gaps in the texts, and its tokenizer."""
+    """Write a small BERT, trained to fill gaps in the texts, and its tokenizer."""
     words, lines = tokenizers.BertWordPieceTokenizer(), list(map("\n".join, texts))
-    # Given in order: those that it finds by itself come in another one, and words with them, in each process.
+    # Pass the pieces in a fixed order: the trainer's order of them, and so its words, differ in each process.
     pieces = sorted({f"##{letter}" for letter in "".join(lines).lower() if not letter.isspace()})
     words.train_from_iterator(lines, 4096, show_progress=False, special_tokens=[*SPECIAL, *pieces])
     tokenizer: Any = transformers.BertTokenizer(vocab=words.get_vocab())
@@ -107,9 +107,9 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
         tokens, real = batch["input_ids"], batch["attention_mask"]
         masked = jax.random.bernoulli(mask_key, 0.2, tokens.shape) & (real == 1)
         given = jnp.where(masked, tokenizer.mask_token_id, tokens)
-        steady = eqx.nn.inference_mode(model)  # each mask is a new one: dropout would only slow it
+        steady = eqx.nn.inference_mode(model)  # each mask is new: dropout would only slow it
         hidden = steady.hidden_states(given, attention_mask=real, key=key)
-        weights, places = jax.lax.top_k(masked * 1.0, args.length // 4)  # the head is the dearest part
+        weights, places = jax.lax.top_k(masked * 1.0, args.length // 4)  # the head is the most expensive part
         hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
         tokens = jnp.take_along_axis(tokens, places, axis=1)
         return rx.layers.cross_entropy(hidden, model.head, tokens, weights=weights)
@@ -125,7 +125,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
 
 
 def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float], float]:
-    """The score on held-out examples after each epoch, and that of a linear model."""
+    """Return the score on held-out examples after each epoch, and that of a linear model."""
     train, held_out = table_data.read(task, args)
     reference = table_data.linear_score(train, held_out)
     if not pathlib.Path(directory, "config.json").exists():
@@ -163,7 +163,7 @@ def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float],
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Each task's scores after each epoch, and that of a linear model."""
+    """Return each task's scores after each epoch, and that of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=4)
     table_data.add_flags(parser)
     parser.add_argument("--task", choices=PROBLEMS, nargs="+", default=PROBLEMS, help="both, if not given")

@@ -1,11 +1,12 @@
-"""Captions of pictures: of two handwritten digits, which they are and how they lie; or COCO's, of photographs.
+"""Captions of pictures: of two handwritten digits, their names and their arrangement; or of COCO's photographs.
 
     python examples/image_to_text/main.py                       # a small new ViT, read by a small new GPT-2
     python examples/image_to_text/main.py --model vit-gpt2-image-captioning --data coco --devices 0 --tensor 1
 
 `--model` is a directory of such a pair, with its tokenizer and `preprocessor_config.json`; `--data` one with
-COCO's `annotations/captions_train2017.json` and the images in `train2017`, and the same of `val2017`. Captions
-are written by beam search, and scored by BLEU and by how many are right word for word, beside the commonest.
+COCO's `annotations/captions_train2017.json` and the images in `train2017`, and the same of `val2017`. A beam
+search writes the captions. Their scores are BLEU and the share that is right word for word, beside those of the
+most frequent caption.
 """
 
 import collections
@@ -32,14 +33,14 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 
 WORDS = ("a zero", "a one", "a two", "a three", "a four", "a five", "a six", "a seven", "an eight", "a nine")
-# Of the first digit to the second, by rows and columns from one to the other.
+# The place of the second digit from the first, by the rows and columns between them.
 RELATIONS = {(0, 1): "left of", (1, 0): "above", (1, 1): "above and left of", (1, -1): "above and right of"}
 
 # --------------------------------------------------------------------------- the three functions
 
 
 def collate_fn(examples: Sequence[Any], *, tokenizer: Any, processor: Any, length: int) -> dict[str, Any]:
-    """The images as the model reads them, a caption of each as tokens, and which of these are no padding."""
+    """Collate the images for the model, a caption of each as tokens, and a mask that excludes padding."""
     images = [
         x["image"] if isinstance(x["image"], np.ndarray) else PIL.Image.open(x["image"]) for x in examples
     ]
@@ -50,7 +51,7 @@ def collate_fn(examples: Sequence[Any], *, tokenizer: Any, processor: Any, lengt
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
-    """Cross-entropy of the tokens of the captions."""
+    """Return the cross-entropy of the tokens of the captions."""
     config, caption = model.config, batch["caption"]
     inputs = models.shift_right(caption, config.decoder_start_token_id, pad=config.pad_token_id)
     hidden = model.hidden_states(batch["images"], inputs, key=key)
@@ -58,18 +59,18 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
 
 
 def predict_fn(model: Any, batch: Any, key: Any, *, num_beams: int) -> Any:
-    """Of each image, the best caption that a beam search finds, as tokens."""
+    """Return, for each image, the best caption of a beam search, as tokens."""
     options = {"max_new_tokens": batch["caption"].shape[1], "num_beams": num_beams}
     return models.beam_search(model, batch["images"], **options).tokens[:, 0]
 
 
 def output_fn(example: Any, tokens: Any, *, tokenizer: Any) -> str:
-    """A caption as text."""
+    """Return a caption as text."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def metric_fn(examples: Sequence[Any], captions: Sequence[str]) -> dict[str, float]:
-    """How many are one of those that people gave, and BLEU (Papineni et al. 2002)."""
+    """Return the share of captions that equal one written by people, and BLEU (Papineni et al. 2002)."""
     exact = np.mean([caption in x["captions"] for x, caption in zip(examples, captions)])
     references = [*itertools.zip_longest(*(x["captions"] for x in examples))]
     return {"exact": float(exact), "bleu": sacrebleu.corpus_bleu(captions, references).score}
@@ -79,10 +80,10 @@ def metric_fn(examples: Sequence[Any], captions: Sequence[str]) -> dict[str, flo
 
 
 def compose(num: int, held_out: int) -> tuple[list[Any], list[Any]]:
-    """Pictures of two of scikit-learn's digits, each in a quarter of its own, and their captions.
+    """Compose pictures of two of scikit-learn's digits, each in a different quarter, and their captions.
 
-    The upper or left one is named first. What is held out shows the last fifth of the digits alone, which were
-    mostly written by other hands.
+    The caption names the upper or left one first. The held-out pictures show only the last fifth of the digits,
+    which mostly have other writers.
     """
     data: Any = load_digits()
     random, examples = np.random.default_rng(0), []
@@ -100,7 +101,7 @@ def compose(num: int, held_out: int) -> tuple[list[Any], list[Any]]:
 
 
 def coco(directory: str, split: str) -> list[Any]:
-    """The file of each image and what people said of it."""
+    """Return the file of each image and people's captions of it."""
     file = pathlib.Path(directory, "annotations", f"captions_{split}.json")
     try:
         raw = json.loads(file.read_text("utf-8"))
@@ -116,7 +117,7 @@ def coco(directory: str, split: str) -> list[Any]:
 
 
 def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """The model, tokenizer and processor of images in a directory, or new ones."""
+    """Load the model, tokenizer and processor of images from a directory, or make new ones."""
     if args.model:
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -138,7 +139,7 @@ def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, 
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Scores of the captions after each epoch, and of the most frequent one."""
+    """Return scores of the captions after each epoch, and of the most frequent one."""
     parser = common.flags(__doc__, batch_size=32, epochs=5)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="directory in COCO's form, in place of digits")

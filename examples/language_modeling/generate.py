@@ -1,12 +1,12 @@
-"""Inference alone: a model's directory, a file of prompts, a mesh; greedy, drawn, or by beams.
+"""Inference alone: a model's directory, a file of prompts, a mesh; greedy, by sampling, or by beams.
 
     python examples/language_modeling/generate.py --model out/instructions --prompts prompts.json --num-beams 4
     python examples/language_modeling/generate.py --model llama-7b --prompts prompts.txt --temperature 0.7 \\
         --devices 0 --tensor 8 --dtype bfloat16
 
-The prompts are the lines of a text, or a JSON list of texts and of objects as Alpaca's. It prints what the
-model writes after each, how many tokens it writes in a second, and the perplexity, by token, of what is given:
-of each text, or of the `output` of an object.
+The prompts are the lines of a text, or a JSON list of texts and of objects as in Alpaca. The program prints the
+model's text after each prompt, the number of tokens per second, and the perplexity, by token, of the file: of
+each text, or of the `output` of an object.
 """
 
 import json
@@ -29,20 +29,20 @@ import common
 
 
 def collate_fn(examples: Any) -> dict[str, np.ndarray]:
-    """Examples of one length to a batch."""
+    """Collate examples of one length into a batch."""
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
-    """Nats per token of the answers. Padding stands on the right, where no token sees it."""
+    """Return nats per token of the answers. Padding is on the right, where no token sees it."""
     hidden, _ = model.hidden_states(batch["tokens"][:, :-1], key=key)
     answer = batch["answer"][:, 1:] * 1.0
     return rx.layers.cross_entropy(hidden, model.head, batch["tokens"][:, 1:], weights=answer)
 
 
 def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[list[str], float]:
-    """What the model writes after each prompt, and how many tokens in a second."""
-    tokenizer.truncation_side = "left"  # what a long one ends with counts
+    """Return the model's text after each prompt, and the number of tokens per second."""
+    tokenizer.truncation_side = "left"  # the end of a long prompt counts
     given = tokenizer(prompts, padding=True, truncation=True, max_length=args.length, return_tensors="np")
     examples = [{"inputs": x, "mask": y} for x, y in zip(given["input_ids"], given["attention_mask"])]
 
@@ -53,7 +53,7 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
         return models.generate(model, batch["inputs"], temperature=args.temperature, key=key, **options)
 
     functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": args.batch_size}
-    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches are of one shape
+    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches have one shape
     rx.predict(state, examples[: args.batch_size], **functions)  # compiles
     start = time.perf_counter()
     written = np.stack(rx.predict(state, examples, **functions))[: len(prompts)]
@@ -62,7 +62,7 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What is written, how many tokens in a second, and the perplexity of what is given."""
+    """Return the texts, the number of tokens per second, and the perplexity of the file."""
     parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
     parser.add_argument("--model", required=True, help="directory of a checkpoint")
     parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")

@@ -1,4 +1,4 @@
-"""Tunes a language model on code, then on instructions with their answers; the result opens in transformers.
+"""Tune a language model on code, then on instructions with their answers; the result opens in transformers.
 
     python examples/language_modeling/main.py            # a small LLaMA, made here of the standard library
     python examples/language_modeling/main.py --model llama-7b --data alpaca.json --tasks instructions
@@ -29,11 +29,11 @@ import text_data
 from language_modeling import generate
 from language_modeling.generate import collate_fn
 
-RATES = {"code": 5e-3, "text": 5e-3, "instructions": 1e-3}  # of learning; a next task goes on
+RATES = {"code": 5e-3, "text": 5e-3, "instructions": 1e-3}  # learning rates; a later task continues
 
 
 def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
-    """The model and tokenizer in a directory, or new ones for these texts."""
+    """Load the model and tokenizer from a directory, or make new ones for these texts."""
     if args.model:
         model = models.load_pretrained(args.model, mesh, stacked=True, remat="full")  # for large ones
         return model, code_data.load_tokenizer(args.model)
@@ -56,13 +56,13 @@ def load_or_make(args: Any, mesh: Any, texts: list[str]) -> tuple[Any, Any]:
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
-    """Bits per byte of the answers."""
+    """Return bits per byte of the answers."""
     nats = generate.loss_fn(model, batch, key)
     return rx.Mean(nats.total / jnp.log(2), batch["num_bytes"].sum())
 
 
 def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
-    """The state after some epochs, and bits per byte of `test`: before, on the way and after; by a bigram."""
+    """Return the state after training, and bits per byte of `test`: before, during and after; by a bigram."""
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps, args.rate / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
@@ -84,7 +84,7 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
 
 
 def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> dict[str, Any]:
-    """What `generate` finds in a directory of the model, and writes for these rows by beams."""
+    """Run `generate` on a directory of the model. Return its results, and texts for these rows by beams."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = pathlib.Path(args.output or temporary, task)
         models.save_pretrained(model, directory)
@@ -97,7 +97,7 @@ def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Bits per byte of held-out text on each task: before, on the way and after; by a bigram."""
+    """Return bits per byte of held-out text on each task: before, during and after; by a bigram."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")

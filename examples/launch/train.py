@@ -1,10 +1,10 @@
-"""An ordinary training script, to be started on one host or on many; see the launchers beside it.
+"""An ordinary training script, for one host or many; see the launchers beside it.
 
     python examples/launch/train.py                                      # one process
     srun --nodes=2 --ntasks-per-node=1 python examples/launch/train.py   # two, inside a SLURM job
 
-What it has to do with many hosts is the first line of `main`, which does nothing where there is one
-process. The task is made up: which of eight directions a point lies in, behind a random rotation.
+Only the first line of `main` concerns many hosts, and it does nothing with a single process. The task is made
+up: to classify a point by which of eight directions it lies in, after a random rotation.
 """
 
 import argparse
@@ -21,27 +21,29 @@ DIM, NUM_CLASSES = 16, 8
 
 
 def collate_fn(examples):
-    """Examples to a batch of NumPy arrays."""
+    """Collate examples into a batch of NumPy arrays."""
     points, classes = zip(*examples)
     return {"points": np.stack(points), "classes": np.asarray(classes, np.int32)}
 
 
 def loss_fn(model, batch, key):
-    """Cross-entropy, and the share of right answers."""
+    """Return the cross-entropy, and the share of right answers."""
     logits = jax.vmap(model)(batch["points"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["classes"])
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["classes"]).mean()}
 
 
 def make_examples(number, seed):
-    """Every process makes, or opens, the whole set; it collates only the rows that its devices hold."""
+    """Make the examples. Every process makes, or opens, the whole set; it collates only the rows of its
+    devices.
+    """
     directions = np.random.default_rng(0).normal(size=(DIM, NUM_CLASSES))
     points = np.random.default_rng(seed).normal(size=(number, DIM)).astype(np.float32)
     return list(zip(points, (points @ directions).argmax(-1)))
 
 
 def main():
-    """Trains, evaluates, and prints one line."""
+    """Train, evaluate, and print one line."""
     rx.initialize_distributed()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer's matrices")

@@ -1,11 +1,11 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): only small branches beside the projections are trained.
+"""Low-rank adaptation (LoRA, Hu et al. 2021): trains only small branches beside the projections.
 
     python examples/lora/main.py                  # a small LLaMA, made here of the standard library's code
     python examples/lora/main.py --model llama-7b --data alpaca.json --targets q_proj v_proj
 
-The model learns to write the signature that belongs to a docstring. The branches are merged into the
-projections afterwards, so what lies in `--output` is an ordinary checkpoint. Without `--model` the same is done
-by training everything, for comparison.
+The model learns to write the signature that belongs to a docstring. Afterwards the branches are merged into the
+projections, so `--output` contains an ordinary checkpoint. Without `--model` the program also trains all
+parameters, for comparison.
 """
 
 import pathlib
@@ -32,21 +32,23 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def adapt(
     model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any, **program: Any
 ) -> Any:
-    """The model with a branch beside each projection of these names, laid out on the mesh.
+    """Return the model with a branch beside each projection of these names, laid out on the mesh.
 
-    Raises `ValueError` if a name is that of no projection.
+    Raises `ValueError` if a name matches no projection.
     """
     adapted = models.add_lora(model, targets=targets, rank=rank, scale=scale, key=key)
     return eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh, **program))
 
 
 def num_parameters(arrays: dict[str, Any]) -> int:
-    """How many numbers there are."""
+    """Return the number of parameters."""
     return sum(x.size for x in arrays.values())
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """Bits per byte of held-out answers by branches, in full, and merged; the number of parameters trained."""
+    """Return bits per byte of held-out answers by branches, in full, and merged; the number of trained
+    parameters.
+    """
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     model, tokenizer = load_or_make(args, mesh, texts[0])
     key = jax.random.key(args.seed + 2)
     branch = {"targets": args.targets, "rank": args.rank, "scale": 2.0, "key": key}
-    adapt(model, mesh, **branch)  # refuses a wrong name before anything is trained
+    adapt(model, mesh, **branch)  # raises for a wrong name before anything is trained
     if not args.model:
         args.rate = RATES["code"]
         windows = (code_data.encode(tokenizer, part, args.length) for part in texts)
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     train, test = (code_data.encode(tokenizer, part, args.length) for part in records)
 
     results = {}
-    if args.compare or not args.model:  # from a copy: training takes its arrays over
+    if args.compare or not args.model:  # from a copy, because training takes over its arrays
         copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model)
         args.rate = args.full_rate or rate / 5
         results["full"] = tune(args, "full", copy, train, test)[1]

@@ -3,12 +3,12 @@
     python examples/meta_learning/main.py                     # a few minutes on two CPU cores
     python examples/meta_learning/main.py --data OMNIGLOT_OR_MINI_IMAGENET_DIRECTORY --epochs 20
 
-There are two problems. In the first, a task is a sinusoid of which ten points are known. In the second, a task
-is five kinds of images with one known example of each, and the test uses kinds that no training task has. The
-loss takes inner steps on the first half of a task and returns the error on the second half, so its gradient has
+There are two problems. In the first, a task is a sinusoid with ten known points. In the second, a task is five
+kinds of images with one known example of each, and the test uses kinds that no training task has. The loss
+takes inner steps on the first half of a task and returns the error on the second half, so its gradient has
 second derivatives, here through the building blocks of `rx.layers`. The first-order variant leaves them out.
-Both are compared with a model that was trained on the same data without inner steps, and is adapted at the best
-of five rates.
+The baseline of both is a model trained on the same data without inner steps, and adapted at the best of five
+rates.
 """
 
 import argparse
@@ -32,20 +32,20 @@ import redco_eqx as rx
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 
-UNSEEN = range(10**9, 10**9 + 640)  # numbers of tasks to test with
+UNSEEN = range(10**9, 10**9 + 640)  # numbers of test tasks
 BASELINE_RATES = (0.003, 0.01, 0.03, 0.1, 0.4)
 
 Task: TypeAlias = dict[str, Array]
 """Inputs `x` and targets `y`. Their first dim is the half of the task: known, or asked for."""
 
 DrawTask: TypeAlias = Callable[..., tuple[np.ndarray, np.ndarray]]
-"""From a NumPy generator to `x` and `y` of one task."""
+"""A function from a NumPy generator to `x` and `y` of one task."""
 
 # ------------------------------------------------------------------------------------- the model
 
 
 class Model(eqx.Module):
-    """Two residual blocks. Images larger than 8 x 8 are halved to 2 x 2 by convolutions before."""
+    """Two residual blocks. Before them, convolutions halve images larger than 8 x 8 down to 2 x 2."""
 
     stem: list[eqx.nn.Linear]
     blocks: dict[str, eqx.nn.Linear]
@@ -56,7 +56,7 @@ class Model(eqx.Module):
         num_halvings = (shape[0] - 1).bit_length() - 1 if shape[0] > 8 else 0
         if num_halvings == 0:
             sizes = [int(np.prod(shape))]
-        else:  # each layer reads windows of 3 x 3, and the last one the 2 x 2 that are left
+        else:  # each layer reads windows of 3 x 3, and the last one the remaining 2 x 2
             sizes = [9 * shape[-1], *[9 * width] * (num_halvings - 1), 4 * width]
         self.stem = [eqx.nn.Linear(size, width, key=key) for size, key in zip(sizes, keys)]
         up = eqx.filter_vmap(lambda key: eqx.nn.Linear(width, 2 * width, key=key))(keys[7:9])
@@ -65,7 +65,7 @@ class Model(eqx.Module):
         self.head = eqx.nn.Linear(width, num_outputs, key=keys[11])
 
     def __call__(self, x: Float[Array, "rows ..."]) -> Float[Array, "rows outputs"]:
-        """One output for each row. Images are (rows, side, side, channels)."""
+        """Return one output for each row. Images are (rows, side, side, channels)."""
         for layer in self.stem[:-1]:
             x = halve(layer, x)
         x = jax.vmap(self.stem[-1])(x.reshape(len(x), -1))
@@ -76,9 +76,9 @@ class Model(eqx.Module):
 def halve(
     layer: eqx.nn.Linear, x: Float[Array, "rows side side channels"]
 ) -> Float[Array, "rows half half width"]:
-    """A convolution of 3 x 3 and stride 2, a ReLU and a norm.
+    """Apply a convolution of 3 x 3 and stride 2, a ReLU and a norm.
 
-    Written as a matrix product, because a kernel for each task makes convolutions slow.
+    It is a matrix product, because a kernel for each task makes convolutions slow.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
@@ -88,7 +88,7 @@ def halve(
 
 
 def block(layer: dict[str, eqx.nn.Linear], x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-    """A residual block: its first matrix is split over its outputs, the second over its inputs."""
+    """Apply a residual block: its first matrix is split over its outputs, the second over its inputs."""
     (up,) = rx.layers.column(jax.nn.standardize(x), layer["up"])
     return x + rx.layers.row(jax.nn.gelu(up), layer["down"])
 
@@ -97,7 +97,7 @@ def block(layer: dict[str, eqx.nn.Linear], x: Float[Array, "rows width"]) -> Flo
 
 
 def error_of(model: Model, half: Task, *, count: bool = False) -> Float[Array, ""]:
-    """The mean squared error; of classes the cross-entropy, or the share that is wrong (`count`)."""
+    """Return the mean squared error; for classes the cross-entropy, or the share of wrong answers (`count`)."""
     outputs, y = model(half["x"]), half["y"]
     if y.ndim == outputs.ndim:
         return jnp.mean((outputs - y) ** 2)
@@ -115,7 +115,7 @@ def errors(
     first: bool = False,
     count: bool = False,
 ) -> Float[Array, " num_steps+1"]:
-    """The errors on the second half of a task after 0, 1, ... inner steps on the first half.
+    """Return the errors on the second half of a task after 0, 1, ... inner steps on the first half.
 
     With `first`, the gradient of an error leaves out second derivatives.
     """
@@ -133,20 +133,20 @@ def errors(
 def loss_fn(
     model: Model, tasks: Task, key: Any, *, rate: float, num_steps: int, first: bool = False
 ) -> Float[Array, ""]:
-    """The error after the last inner step, on average over tasks."""
+    """Return the error after the last inner step, on average over tasks."""
     of_task = partial(errors, model, rate=rate, num_steps=num_steps, first=first)
     return jax.vmap(of_task)(tasks)[:, -1].mean()
 
 
 def predict_fn(model: Model, tasks: Task, key: Any, *, rates: Sequence[float]) -> Float[Array, "tasks rates 6"]:
-    """The errors of each task after 0 to 5 inner steps, at each rate."""
+    """Return the errors of each task after 0 to 5 inner steps, at each rate."""
     of_task = partial(errors, model, num_steps=5, count=True)
     at_each_rate = jax.vmap(of_task, in_axes=(None, 0))
     return jax.vmap(at_each_rate, in_axes=(0, None))(tasks, jnp.array(rates))
 
 
 def collate_fn(numbers: list[int], *, draw: DrawTask, seed: int, **options: Any) -> dict[str, np.ndarray]:
-    """A batch of tasks. The number of a task is the seed by which it is drawn."""
+    """Make a batch of tasks. The number of a task is the seed for drawing it."""
     x, y = zip(*(draw(np.random.default_rng((seed, number)), **options) for number in numbers))
     return {"x": np.stack(x), "y": np.stack(y)}
 
@@ -155,7 +155,7 @@ def collate_fn(numbers: list[int], *, draw: DrawTask, seed: int, **options: Any)
 
 
 def sinusoid(random: np.random.Generator, *, named: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Twice ten points of a curve of its own amplitude and phase (section 5.1), which has no name."""
+    """Draw two sets of ten points of a curve with random amplitude and phase (section 5.1); it has no name."""
     x = random.uniform(-5, 5, (2, 10, 1))
     amplitude = random.uniform(0.1, 5)
     phase = random.uniform(0, np.pi)
@@ -165,7 +165,7 @@ def sinusoid(random: np.random.Generator, *, named: bool = False) -> tuple[np.nd
 def few_images(
     random: np.random.Generator, *, kinds: Sequence[np.ndarray], args: Any, named: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images of some kinds, which are numbered anew in each task, or by their own numbers (`named`)."""
+    """Draw images of some kinds, numbered anew in each task, or by their own numbers (`named`)."""
     chosen = random.choice(len(kinds), args.ways, replace=False)
     x = np.stack([random.choice(kinds[i], 2 * args.shots, replace=False) for i in chosen], axis=1)
     x = x.reshape(2, -1, *x.shape[2:])
@@ -174,10 +174,11 @@ def few_images(
 
 
 def read(args: Any) -> list[list[np.ndarray]]:
-    """Kinds of images to train on and to test with, each as (number, side, side, channels) in 0..255.
+    """Read kinds of images for training and for testing, each as (number, side, side, channels) in 0..255.
 
-    They are those of Omniglot; of Mini-ImageNet, a folder for each in `train` and in `test`; or scikit-learn's
-    digits, of which 3, 4 and 7 are for testing. Quarter turns of characters and digits are kinds of their own.
+    They come from Omniglot; from Mini-ImageNet, with a folder for each in `train` and in `test`; or from
+    scikit-learn's digits, of which 3, 4 and 7 are for testing. Quarter turns of characters and digits are
+    separate kinds.
 
     Raises `ValueError` if there are too few.
     """
@@ -200,7 +201,7 @@ def read(args: Any) -> list[list[np.ndarray]]:
 
 
 def digits() -> list[list[np.ndarray]]:
-    """The digits of scikit-learn, by kind: seven to train on, and three to test with."""
+    """Return the digits of scikit-learn, by kind: seven for training, and three for testing."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -208,7 +209,7 @@ def digits() -> list[list[np.ndarray]]:
 
 
 def folders(directory: pathlib.Path, pattern: str, *, mode: str, side: int) -> list[np.ndarray]:
-    """The images of each folder of this name, in PIL's `mode`, made square."""
+    """Return the images of each folder of this name, in PIL's `mode`, made square."""
     from PIL import Image
 
     def load(file: pathlib.Path) -> np.ndarray:
@@ -228,9 +229,9 @@ def folders(directory: pathlib.Path, pattern: str, *, mode: str, side: int) -> l
 class Problem:
     """Tasks to learn from.
 
-    - `train`, `unseen`: `collate_fn` of tasks to train on, and of others to test with.
-    - `num_classes`: of all training tasks together; `num_outputs`: of one task.
-    - `num_steps`, `rate`: of the inner steps.
+    - `train`, `unseen`: `collate_fn` of training tasks, and of test tasks.
+    - `num_classes`: the classes of all training tasks together; `num_outputs`: those of one task.
+    - `num_steps`, `rate`: the number and the rate of the inner steps.
     """
 
     train: Callable[..., dict[str, np.ndarray]]
@@ -242,7 +243,7 @@ class Problem:
 
 
 def problems_of(args: argparse.Namespace) -> dict[str, Problem]:
-    """Images, and sinusoids where no images are given."""
+    """Return the problem of images, and, without a directory of images, that of sinusoids."""
     kinds, unseen_kinds = read(args)
     curves = partial(collate_fn, seed=args.seed, draw=sinusoid)
     images = partial(collate_fn, seed=args.seed, draw=few_images, args=args)
@@ -256,10 +257,10 @@ def problems_of(args: argparse.Namespace) -> dict[str, Problem]:
 def train(
     args: argparse.Namespace, mesh: Mesh, name: str, collate: Any, *, num_outputs: int, **inner: Any
 ) -> Model:
-    """A model that was trained on tasks drawn anew in each epoch, with these inner steps."""
+    """Train a model with these inner steps, on new tasks in each epoch."""
     num_tasks = 1000 if args.quick else 3200
     key = jax.random.key(args.seed)
-    # Where inner steps go too far, as they do at first, the gradients through them are steep.
+    # At first inner steps go too far, and the gradients through them are steep.
     rate = optax.linear_schedule(0, 2e-3, 100)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     make = partial(Model, shape=collate([0])["x"].shape[3:], num_outputs=num_outputs)
@@ -277,12 +278,12 @@ def train(
 
 
 def zeros(head: eqx.nn.Linear, num_outputs: int) -> eqx.nn.Linear:
-    """A head of fewer outputs, all of them zero."""
+    """Return a head of fewer outputs, all of them zero."""
     return jax.tree.map(lambda x: 0 * x[:num_outputs], head)
 
 
 def test(args: argparse.Namespace, model: Model, collate: Any, *rates: float) -> list[float]:
-    """The errors on unseen tasks after 0 to 5 inner steps, at the rate that ends with the least."""
+    """Return the errors on unseen tasks after 0 to 5 inner steps, at the rate with the smallest final error."""
     found = rx.predict(
         rx.init_state(model, key=jax.random.key(args.seed)),
         UNSEEN,
@@ -294,7 +295,7 @@ def test(args: argparse.Namespace, model: Model, collate: Any, *rates: float) ->
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list[float]]]:
-    """The errors after 0 to 5 inner steps, each beside those of the model that was trained without."""
+    """Return the errors after 0 to 5 inner steps, each beside those of the model trained without."""
     parser = common.flags(__doc__, batch_size=32, epochs=3)
     parser.add_argument("--data", type=pathlib.Path, help="directory of Omniglot or of Mini-ImageNet")
     parser.add_argument("--ways", type=int, default=5, help="kinds of images in a task (5)")
@@ -302,11 +303,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list
     args, mesh = common.start(parser, argv)
     results = {}
     for name, problem in problems_of(args).items():
-        # The baseline learns all classes by their names, with no inner steps.
+        # The baseline learns all classes by their names, without inner steps.
         named = partial(problem.train, named=True)
         number = problem.num_classes
         model = train(args, mesh, f"{name}, pretrained", named, num_outputs=number, num_steps=0, rate=0)
-        if problem.num_classes != problem.num_outputs:  # it meets other classes, and so with a new head
+        if problem.num_classes != problem.num_outputs:  # the test has other classes, which need a new head
             model = eqx.tree_at(lambda m: m.head, model, zeros(model.head, problem.num_outputs))
         baseline = test(args, model, problem.unseen, *BASELINE_RATES)
 

@@ -3,9 +3,9 @@
     python examples/reinforcement_learning/ddpg.py                                 # minutes on two CPU cores
     python examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0  # or other bounded actions
 
-What is learnt, and a copy that follows it slowly, are one model, of which the first part is trained: the
-copy is among the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts by the
-parameters of the moment; the steps between two actions are one compiled call, a `lax.scan`.
+The agent, and a copy that follows it slowly, are one model, and only the agent is trained: the copy is among
+the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts with the current
+parameters; the steps between two actions are one compiled call, a `lax.scan`.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import environments
 
-RANDOM_STEPS = 1000  # before the agent acts
+RANDOM_STEPS = 1000  # random steps before the agent acts
 
 
 class Agent(eqx.Module):
-    """What to do, between -1 and 1, and the return to expect of what is done."""
+    """A policy with actions between -1 and 1, and the expected return of actions."""
 
     actor: eqx.nn.MLP
     critic: eqx.nn.MLP
 
     def act(self, observations: Array) -> Float[Array, "batch actions"]:
-        """The best action that is known for each observation."""
+        """Return the policy's action for each observation."""
         return jax.vmap(self.actor)(observations)
 
     def value(self, observations: Array, actions: Array) -> Float[Array, " batch"]:
-        """The expected return of each action."""
+        """Return the expected return of each action."""
         return jax.vmap(self.critic)(jnp.concatenate([observations, actions], axis=1))
 
 
@@ -57,7 +57,7 @@ class Learner(eqx.Module):
 
 
 def make_model(key: Any, num_inputs: int, num_actions: int) -> Learner:
-    """Both are the same at first."""
+    """Make an agent and a copy with the same parameters."""
 
     def agent() -> Agent:
         mlp = functools.partial(eqx.nn.MLP, width_size=64, depth=2)
@@ -69,13 +69,13 @@ def make_model(key: Any, num_inputs: int, num_actions: int) -> Learner:
 
 
 def act_fn(model: Learner, observations: Any, key: Any, *, noise: float = 0.1) -> Array:
-    """The agent's actions, with noise to explore."""
+    """Return the agent's actions, with noise to explore."""
     actions = model.online.act(observations)
     return jnp.clip(actions + noise * jax.random.normal(key, actions.shape), -1, 1)
 
 
 def loss_fn(model: Learner, batch: Any, key: Any, *, discount: float = 0.98) -> tuple[Array, dict[str, Array]]:
-    """The critic's squared error, less the value of the actor's actions by a critic held still."""
+    """Return the critic's squared error, less the value of the actor's actions by a fixed critic."""
     online, target, observation = model.online, model.target, batch["observation"]
     after = target.value(batch["after"], target.act(batch["after"]))
     goal = batch["reward"] + discount * (1 - batch["terminated"]) * after
@@ -89,7 +89,7 @@ def loss_fn(model: Learner, batch: Any, key: Any, *, discount: float = 0.98) -> 
 def learn_from(
     state: rx.TrainState, batches: Any, *, step: Any, rate: float = 0.005
 ) -> tuple[rx.TrainState, dict[str, rx.Mean]]:
-    """A step on each batch, as one `scan`; after each the copy moves a part of its way towards the agent."""
+    """Take a step on each batch, as one `scan`; after each the copy moves a little towards the agent."""
 
     def one(state: rx.TrainState, batch: Any) -> tuple[rx.TrainState, dict[str, rx.Mean]]:
         state, metrics = step(state, batch)
@@ -101,14 +101,14 @@ def learn_from(
 
 
 class Replay:
-    """All that happened so far, on the host."""
+    """All transitions so far, on the host."""
 
     def __init__(self, size: int, seed: int):
         self.size, self.num_seen, self.random = size, 0, np.random.default_rng(seed)
         self.data: dict[str, np.ndarray] = {}
 
     def add(self, rollout: dict[str, np.ndarray]) -> None:
-        """Takes a rollout, without the steps in which an episode began."""
+        """Add a rollout, without the steps in which an episode began."""
         observation, happened = rollout["observation"], rollout["weight"] > 0
         rows = self.num_seen + np.arange(happened.sum())
         for name, x in {**rollout, "observation": observation[:, :-1], "after": observation[:, 1:]}.items():
@@ -117,13 +117,13 @@ class Replay:
         self.num_seen += len(rows)
 
     def sample(self, *shape: int) -> dict[str, np.ndarray]:
-        """So many batches of so many transitions."""
+        """Draw transitions at random, of this shape: batches, and transitions in each."""
         rows = self.random.integers(self.num_seen, size=shape)
         return {name: x[rows] for name, x in self.data.items()}
 
 
 def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], float]:
-    """For each seed the mean return after so many steps; and that of random actions."""
+    """Return, for each seed, the mean return by number of steps; and that of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Box}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
     baseline = trial.random_return()
@@ -157,7 +157,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """For each environment the mean returns on the way, from each seed, and that of random actions."""
+    """Return, for each environment, the mean returns over time, from each seed, and that of random actions."""
     flags: Any = {"env": ["Pendulum-v1"], "num_envs": 8, "batch_size": 128, "epochs": 64}
     args, mesh = environments.start(__doc__, argv, **flags, steps=20_000)
     if args.epochs * args.num_envs < args.batch_size or args.batch_size % (mesh.size // mesh.shape["tensor"]):

@@ -3,8 +3,8 @@
     python examples/reinforcement_learning/ppo.py                       # minutes on two CPU cores
     python examples/reinforcement_learning/ppo.py --env LunarLander-v3  # or another with discrete actions
 
-A rollout needs the parameters of the moment: `predict_step` acts, and `train_step` learns, on one state. The
-environments are the data axis: what happens in one stays on its devices, and only gradients are summed. All
+A rollout needs the current parameters: `predict_step` acts, and `train_step` learns, on one state. The
+environments are the data axis: each environment's data stays on its devices, and only gradients are summed. All
 steps on a rollout are one compiled call, a `lax.scan` of `train_step`.
 """
 
@@ -29,40 +29,40 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 import environments
 
-DISCOUNT, DECAY, CLIP = 0.98, 0.8, 0.2  # of rewards to come, of later errors, of ratios of probabilities
-NUM_TIMES = 32  # of a rollout
+DISCOUNT, DECAY, CLIP = 0.98, 0.8, 0.2  # of future rewards, of later errors, of ratios of probabilities
+NUM_TIMES = 32  # time steps of a rollout
 
 
 class ActorCritic(eqx.Module):
-    """From an observation to what to do, and to the return to expect."""
+    """A policy, and an estimate of the return, from an observation."""
 
     actor: eqx.nn.MLP
     critic: eqx.nn.MLP
 
     def __call__(self, observation: Float[Array, " inputs"]) -> tuple[Array, Array]:
-        """The logarithms of the actions' probabilities, and the expected return."""
+        """Return the logarithms of the actions' probabilities, and the expected return."""
         return jax.nn.log_softmax(self.actor(observation)), self.critic(observation)
 
 
 def make_model(key: Any, num_inputs: int, num_actions: int) -> ActorCritic:
-    """Two networks that share nothing."""
+    """Make two networks that share nothing."""
     mlp = functools.partial(eqx.nn.MLP, num_inputs, width_size=64, depth=2, activation=jnp.tanh)
     actor_key, critic_key = jax.random.split(key)
     return ActorCritic(mlp(num_actions, key=actor_key), mlp("scalar", key=critic_key))
 
 
 def act_fn(model: ActorCritic, observations: Any, key: Any) -> Array:
-    """An action for each observation, drawn by its probability."""
+    """Draw an action for each observation by its probability."""
     return jax.random.categorical(key, jax.vmap(model.actor)(observations))
 
 
 def predict_fn(model: ActorCritic, observations: Any, key: Any) -> tuple[Array, Array]:
-    """What the model says of each environment at each time."""
+    """Return the model's outputs for each environment at each time."""
     return jax.vmap(jax.vmap(model))(observations)
 
 
 def loss_fn(model: ActorCritic, batch: Any, key: Any) -> tuple[rx.Mean, dict[str, rx.Mean]]:
-    """The clipped surrogate and the error of the expected return (equations 7 and 9); and the entropy."""
+    """Return the clipped surrogate, the error of the expected return (equations 7 and 9) and the entropy."""
     log_probs, values = jax.vmap(model)(batch["observation"])
     ratio = jnp.exp(jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[:, 0] - batch["log_prob"])
     advantage, weight = batch["advantage"], batch["weight"]
@@ -73,7 +73,7 @@ def loss_fn(model: ActorCritic, batch: Any, key: Any) -> tuple[rx.Mean, dict[str
 
 
 def advantages(rollout: Mapping[str, Array], values: Array) -> Float[Array, "envs times"]:
-    """How much better than expected each action turned out: GAE (Schulman et al. 2016, equation 16)."""
+    """Return the advantage of each action over the expected return: GAE (Schulman et al. 2016, equation 16)."""
     after = DISCOUNT * values[:, 1:] * (1 - rollout["terminated"])
     errors = rollout["reward"] + after - values[:, :-1]
 
@@ -87,7 +87,7 @@ def advantages(rollout: Mapping[str, Array], values: Array) -> Float[Array, "env
 
 
 def learn_from(state: rx.TrainState, rollout: Any, *, step: Any, args: Any) -> tuple[rx.TrainState, Any]:
-    """All steps on a rollout, as one `scan`. A minibatch is a part of the times, in all environments."""
+    """Take all steps on a rollout, as one `scan`. A minibatch is a part of the times, in all environments."""
     log_probs, values = rx.predict_step(state, rollout["observation"], predict_fn=predict_fn)
     found, action, happened = advantages(rollout, values), rollout["action"], rollout["weight"] > 0
     data = rollout | {
@@ -106,7 +106,7 @@ def learn_from(state: rx.TrainState, rollout: Any, *, step: Any, args: Any) -> t
 
 
 def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], float]:
-    """For each seed the mean return after so many steps; and that of random actions."""
+    """Return, for each seed, the mean return by number of steps; and that of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Discrete}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
     baseline = trial.random_return()
@@ -138,7 +138,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """For each environment the mean returns on the way, from each seed, and that of random actions."""
+    """Return, for each environment, the mean returns over time, from each seed, and that of random actions."""
     flags: Any = {"env": ["CartPole-v1", "Acrobot-v1"], "num_envs": 16, "batch_size": 512, "epochs": 20}
     args, mesh = environments.start(__doc__, argv, **flags, steps=150_000)
     if args.batch_size % args.num_envs or NUM_TIMES % (args.batch_size // args.num_envs):

@@ -4,11 +4,11 @@
     python examples/text_to_image/main.py --model DIRECTORY --data FOLDER --prompt "a photo of sks dog" \\
         --class-prompt "a photo of a dog" --sample "sks dog on a beach" --batch-size 8 --epochs 4
 
-By default an autoencoder of scikit-learn's digits is trained, then a UNet on its latents with a text encoder,
-on captions such as "a handwritten three". Whether one gets the digits that one orders is judged by a classifier
-that has seen real digits alone. `--model` is a directory of Stable Diffusion 1 or 2 (or one that this program
-left in `--output`), `--data` a folder of pictures of one thing, which the `--prompt` names: DreamBooth (Ruiz et
-al. 2023). The model's own pictures of a `--class-prompt` keep it from forgetting what else is of the kind.
+By default the program trains an autoencoder of scikit-learn's digits, then a UNet on its latents with a text
+encoder, on captions such as "a handwritten three". A classifier that has seen only real digits judges whether
+an image shows the digit in its caption. `--model` is a directory of Stable Diffusion 1 or 2 (or one that this
+program left in `--output`), `--data` a folder of pictures of one thing, which the `--prompt` names: DreamBooth
+(Ruiz et al. 2023). The model's own pictures of a `--class-prompt` keep it from forgetting the rest of the kind.
 """
 
 import pathlib
@@ -34,13 +34,13 @@ import digits_data
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 CAPTIONS = ["{}", "a {}", "the number {}", "a handwritten {}", "a picture of the digit {}"]
-LENGTH = 8  # of a caption of digits, in tokens
+LENGTH = 8  # length of a caption of digits, in tokens
 
 # --------------------------------------------------------------------------- a small model of digits
 
 
 def make_tokenizer() -> CLIPTokenizer:
-    """Of the words of captions, each of which is joined letter by letter to one token."""
+    """Make a tokenizer for the words of captions, which merges each word letter by letter into one token."""
     vocabulary, merges = {}, {}
     for word in " ".join([*WORDS, *CAPTIONS]).replace("{}", "").split():
         pieces = [*word[:-1], f"{word[-1]}</w>"]
@@ -52,7 +52,9 @@ def make_tokenizer() -> CLIPTokenizer:
 
 
 def make_model(key: Any, *, num_tokens: int, size: int = 64) -> models.StableDiffusion:
-    """As Stable Diffusion, with two stages in place of four. Latents are half as high and wide as images."""
+    """Make a model like Stable Diffusion, with two stages instead of four. Latents are half as high and wide as
+    images.
+    """
     text_key, unet_key, vae_key = jax.random.split(key, 3)
     text = models.CLIPTextConfig(
         vocab_size=num_tokens, hidden_size=size, intermediate_size=2 * size, num_hidden_layers=2,
@@ -84,7 +86,7 @@ def make_model(key: Any, *, num_tokens: int, size: int = 64) -> models.StableDif
 def collate_fn(
     examples: Sequence[tuple[Any, str, Any]], *, tokenizer: CLIPTokenizer, processor: models.ImageProcessor
 ) -> dict[str, np.ndarray]:
-    """Images, their texts, and what the loss of each is multiplied by."""
+    """Collate images, their texts, and the weight of each one's loss."""
     images, texts, weights = (list(x) for x in zip(*examples))
     fill: Any = {"padding": "max_length", "truncation": True, "return_tensors": "np"}
     empty, tokens = (tokenizer(x, **fill)["input_ids"].astype(np.int32) for x in ([""] * len(texts), texts))
@@ -97,7 +99,7 @@ def collate_fn(
 
 
 def autoencoder_loss(model: models.StableDiffusion, batch: Any, key: Any) -> Any:
-    """The squared error of images from their latents, and how far these are from normal numbers."""
+    """Return the squared error of images from their latents, and the latents' distance from normal numbers."""
     mean, log_variance = model.vae.encode(batch["images"])
     latents = mean + jnp.exp(log_variance / 2) * jax.random.normal(key, mean.shape)
     error = jnp.mean((model.vae.decode(latents) - batch["images"]) ** 2)
@@ -106,7 +108,7 @@ def autoencoder_loss(model: models.StableDiffusion, batch: Any, key: Any) -> Any
 
 
 def loss_fn(model: models.StableDiffusion, batch: Any, key: Any, *, empty_rate: float) -> rx.Mean:
-    """The error of the noise that is predicted; now and then without the text, so that it can guide."""
+    """Return the error of the predicted noise; now and then without the text, so that guidance can use it."""
     empty_key, noise_key = jax.random.split(key)
     is_empty = jax.random.bernoulli(empty_key, empty_rate, (len(batch["tokens"]), 1))
     tokens = jnp.where(is_empty, batch["empty"], batch["tokens"])
@@ -115,12 +117,12 @@ def loss_fn(model: models.StableDiffusion, batch: Any, key: Any, *, empty_rate: 
 
 
 def predict_fn(model: models.StableDiffusion, batch: Any, key: Any, **options: Any) -> jax.Array:
-    """Images of the texts."""
+    """Return images of the texts."""
     return models.sample_images(model, batch["tokens"], batch["empty"], key=key, **options)
 
 
 def grid(images: Sequence[np.ndarray], file: str, *, num_columns: int, scale: int) -> None:
-    """Draws images side by side in rows, with a margin, each so many times as large."""
+    """Draw images side by side in rows, with a margin, each `scale` times as large."""
     pixels = models.to_uint8(np.stack(images[: len(images) // num_columns * num_columns]))
     pixels = np.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=64)
     rows = [np.concatenate(list(row), axis=1) for row in pixels.reshape(-1, num_columns, *pixels.shape[1:])]
@@ -131,7 +133,7 @@ def grid(images: Sequence[np.ndarray], file: str, *, num_columns: int, scale: in
 
 
 def read_folder(args: Any) -> list[tuple[Any, str, float]]:
-    """The pictures in a folder, all with one text."""
+    """Read the pictures in a folder, all with one text."""
     files, kinds = sorted(pathlib.Path(args.data).glob("*")), Image.registered_extensions()
     examples = [(Image.open(x).convert("RGB"), args.prompt, 1.0) for x in files if x.suffix.lower() in kinds]
     if not examples:
@@ -142,7 +144,7 @@ def read_folder(args: Any) -> list[tuple[Any, str, float]]:
 def tune(
     model: Any, examples: Any, args: Any, parts: Sequence[str], rate: float, num_epochs: int, **options: Any
 ) -> tuple[rx.TrainState, rx.types.History]:
-    """Trains some parts of the model on these examples, by Adam with a falling rate."""
+    """Train some parts of the model on these examples, by Adam with a falling rate."""
     num_steps = rx.num_train_steps(len(examples), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, num_steps // 20, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
@@ -158,8 +160,9 @@ def tune(
 
 
 def learn_digits(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """A model of digits and its tokenizer; the share of digits that are those ordered, and of real ones that
-    the classifier knows."""
+    """Return a model of digits and its tokenizer, and two shares: of images with the digit of their caption,
+    and of real digits that the classifier knows.
+    """
     train, held_out = (list(zip(*part)) for part in digits_data.digits())
     pixels = [np.reshape(images, (len(images), -1)) for images, _ in (train, held_out)]
     classifier = SVC(C=10).fit(pixels[0], train[1])
@@ -199,7 +202,7 @@ def learn_digits(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str
 
 
 def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The model and its tokenizer, and its loss on the pictures after training and before."""
+    """Return the model and its tokenizer, and its loss on the pictures after training and before."""
     examples = read_folder(args)
     model = models.load_stable_diffusion(args.model, mesh)
     tokenizer = CLIPTokenizer.from_pretrained(args.model, subfolder="tokenizer")
@@ -227,7 +230,7 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """What was reached, and what to compare it with, as `learn_digits` and `fine_tune` say."""
+    """Return the results, each with its baseline, of `learn_digits` or `fine_tune`."""
     parser = common.flags(__doc__, batch_size=64, epochs=16)
     parser.add_argument("--model", help="directory of Stable Diffusion; by default a model of digits is made")
     parser.add_argument("--data", default=".", help="a folder of pictures to fine-tune on")

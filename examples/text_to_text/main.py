@@ -1,4 +1,4 @@
-"""Summaries: of a function of the standard library, what its docstring says first; or of news, as in XSum.
+"""Summaries: of functions of the standard library, as their docstrings begin; or of news, as in XSum.
 
     python examples/text_to_text/main.py                     # a small new T5, and a small new BART
     python examples/text_to_text/main.py --model flan-t5-xl --data xsum --lengths 512 64 --devices 0 --tensor 8
@@ -11,8 +11,8 @@ The same on many hosts, under SLURM (the file says how many) or by their address
     examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT $FLAGS
 
 `--model` is a directory of a T5 or BART, `--data` one with `train` and `validation` in it, as .parquet, .csv or
-.jsonl. The summaries are written by beam search and scored by ROUGE, beside the lead: the first words of
-the document. What is best by each score is kept in `--checkpoints`.
+.jsonl. A beam search writes the summaries, and ROUGE scores them, beside the lead: the first words of the
+document. `--checkpoints` keeps the best by each score.
 """
 
 import ast
@@ -40,8 +40,8 @@ import common
 
 CSV = CsvFileFormat(ParseOptions(newlines_in_values=True))
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".csv": CSV}
-RATES = {"T5": 2e-3, "BART": 2e-3}  # of learning, for new models
-# Words alone, those within a name apart, in lower case.
+RATES = {"T5": 2e-3, "BART": 2e-3}  # learning rates, for new models
+# Words alone, with names split into words, in lower case.
 WORDS = [normalizers.Replace(Regex(r"[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])"), " "), normalizers.Lowercase()]
 BEST: Any = {"eval/rouge2": "max", "eval/rougeL": "max"}
 
@@ -49,7 +49,7 @@ BEST: Any = {"eval/rouge2": "max", "eval/rougeL": "max"}
 
 
 def collate_fn(examples: Sequence[Any], *, tokenizer: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Both texts as tokens, `(batch, length)`, and which of them are no padding."""
+    """Collate both texts as tokens, `(batch, length)`, with masks that exclude padding."""
     batch, options = {}, {"truncation": True, "padding": "max_length", "return_tensors": "np"}
     for name, length in zip(("document", "summary"), lengths):
         found = tokenizer([x[name] for x in examples], max_length=length, **options)
@@ -58,7 +58,7 @@ def collate_fn(examples: Sequence[Any], *, tokenizer: Any, lengths: Sequence[int
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
-    """Cross-entropy of the tokens of the summaries."""
+    """Return the cross-entropy of the tokens of the summaries."""
     config, summary = model.config, batch["summary"]
     inputs = models.shift_right(summary, config.decoder_start_token_id, pad=config.pad_token_id)
     hidden = model.hidden_states(batch["document"], inputs, attention_mask=batch["document_mask"], key=key)
@@ -66,18 +66,18 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
 
 
 def predict_fn(model: Any, batch: Any, key: Any, *, num_beams: int) -> Any:
-    """Of each document, the best summary that a beam search finds, as tokens."""
+    """Return, for each document, the best summary of a beam search, as tokens."""
     options = {"attention_mask": batch["document_mask"], "max_new_tokens": batch["summary"].shape[1]}
     return models.beam_search(model, batch["document"], num_beams=num_beams, **options).tokens[:, 0]
 
 
 def output_fn(example: Any, tokens: Any, *, tokenizer: Any) -> str:
-    """A summary as text."""
+    """Return a summary as text."""
     return tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, float]:
-    """ROUGE (Lin 2004), as F-measures: of pairs of words, and of the longest common subsequence."""
+    """Return ROUGE (Lin 2004), as F-measures: of pairs of words, and of the longest common subsequence."""
     rouge = RougeScorer(["rouge2", "rougeL"], use_stemmer=True)
     scores = [rouge.score(x["summary"], summary) for x, summary in zip(examples, summaries)]
     return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in rouge.rouge_types}
@@ -87,9 +87,9 @@ def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, fl
 
 
 def docstrings(every: int) -> tuple[list[Any], list[Any]]:
-    """Bodies of functions, and the line in which their docstrings say what they do.
+    """Return bodies of functions, and the one-line summaries of their docstrings.
 
-    They are from every so manieth module of the standard library, of which one in ten is held out.
+    They are from one in `every` modules of the standard library; one in ten of these is held out.
     """
     root, parts = pathlib.Path(sysconfig.get_path("stdlib")), ({}, {})
     files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
@@ -104,7 +104,7 @@ def docstrings(every: int) -> tuple[list[Any], list[Any]]:
 
 
 def read(directory: str, split: str) -> list[Any]:
-    """Documents with their summaries, from the files of a split."""
+    """Read documents with their summaries, from the files of a split."""
     files = [f for f in sorted(pathlib.Path(directory).glob(f"{split}*")) if f.suffix in FORMATS]
     if not files:
         raise ValueError(f"--data {directory}: there is no {split} as {', '.join(FORMATS)} in it.")
@@ -115,7 +115,7 @@ def read(directory: str, split: str) -> list[Any]:
 
 
 def lead(examples: Sequence[Any]) -> dict[str, float]:
-    """The scores of the first words of each document; as many as suit ROUGE-L best."""
+    """Return the scores of the first words of each document; their number is the best for ROUGE-L."""
     words = [x["document"].split() for x in examples]
     scores = [metric_fn(examples, [" ".join(x[:num]) for x in words]) for num in range(4, 33, 4)]
     return max(scores, key=lambda score: score["rougeL"])
@@ -125,7 +125,7 @@ def lead(examples: Sequence[Any]) -> dict[str, float]:
 
 
 def load_or_make(family: str, args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any]:
-    """The model and tokenizer in a directory, or new ones."""
+    """Load the model and tokenizer from a directory, or make new ones."""
     if args.model:
         model = models.load_pretrained(args.model, mesh, stacked=True, remat="full")  # for large ones
         return model, AutoTokenizer.from_pretrained(args.model)
@@ -150,7 +150,7 @@ def load_or_make(family: str, args: Any, mesh: Any, train: Sequence[Any]) -> tup
 
 
 def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Sequence[Any]) -> rx.types.History:
-    """The numbers of training a model of this family."""
+    """Train a model of this family, and return its history."""
     model, tokenizer = load_or_make(family, args, mesh, train)
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     rate = args.rate or (2e-5 if args.model else RATES[family])
@@ -182,7 +182,7 @@ def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Seq
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """ROUGE of each model's summaries after each epoch, and of the lead."""
+    """Return ROUGE of each model's summaries after each epoch, and of the lead."""
     rx.initialize_distributed()
     parser = common.flags(__doc__, batch_size=32, epochs=8)
     parser.add_argument("--family", nargs="+", choices=RATES, default=RATES, help="of new models (both)")

@@ -1,4 +1,4 @@
-"""What the compiler for GPUs makes of a train step in bfloat16, with no GPU: cuDNN's attention."""
+"""The GPU compiler's output for a train step in bfloat16, without a GPU: cuDNN's attention."""
 
 import dataclasses
 from functools import cache

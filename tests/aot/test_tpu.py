@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a train step: communication and memory, with no device.
+"""The TPU compiler's output for a train step: communication and memory, without a device.
 
 FSDP is measured with products in float32, which makes bytes and memory those of the parameters. At the default
 precision this compiler turns weights into bfloat16 first: half the bytes to gather, and a copy in bfloat16 of
@@ -112,7 +112,7 @@ def wide() -> tuple[Any, ...]:
 
 
 def num_bytes(model: Any) -> int:
-    """Of all parameters, whole."""
+    """Return the bytes of all parameters, whole."""
     return 4 * sum(math.prod(x.shape) for x in rx.to_arrays(model).values())
 
 

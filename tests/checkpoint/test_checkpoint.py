@@ -434,7 +434,7 @@ def files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def refusal(directory: pathlib.Path, state: Any) -> str | None:
-    """What `restore` says of its only checkpoint; `None` if it gives exactly `state`."""
+    """Return the error of `restore` on its only checkpoint; `None` if it returns exactly `state`."""
     try:
         found = rx.restore(directory, state)
     except rx.errors.CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Of two live writers in one directory the second is refused; a dead one is taken over."""
+"""A second live writer in one directory is refused; a dead one is taken over."""
 
 import contextlib
 import fcntl

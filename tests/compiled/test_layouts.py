@@ -1,4 +1,4 @@
-"""What compiled steps communicate: the layouts of `shard_rules` held by counts, not by equality of losses.
+"""Communication of compiled steps: counts, not equality of losses, check the layouts of `shard_rules`.
 
 The measurement is that of `benchmarks/collectives.py` (on the path by pytest's `pythonpath`); the quickstart's
 model stands for a user's own, plain `eqx.nn`. Counted are results, arrays larger than [batch on a device,

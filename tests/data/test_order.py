@@ -134,14 +134,16 @@ def draws(n, how):
 
 
 def distance(counts, num_free):
-    """How far the chi-squared of counts, which ought to be equal, is from its mean."""
+    """Return the distance of the chi-squared of counts, which ought to be equal, from its mean."""
     expected = counts.sum() / counts.size
     chi_squared = ((counts - expected) ** 2 / expected).sum()
     return (chi_squared - num_free) / math.sqrt(2 * num_free)
 
 
 def distances(n, how):
-    """Of what stands where, of pairs of neighbours and of ends; of all orders, if they are few."""
+    """Return the distances for positions, for pairs of neighbours and for ends; for all orders, if they are
+    few.
+    """
     orders = draws(n, how)
     found = {"positions": distance(np.stack([np.bincount(x, minlength=n) for x in orders.T]), (n - 1) ** 2)}
     off_diagonal = ~np.eye(n, dtype=bool)
@@ -174,7 +176,7 @@ def test_fewer_rounds_are_not_uniform(monkeypatch):
 
 
 def test_the_walk_through_a_long_epoch_is_uniform():
-    """Of a long one: where the first examples come from, and how far neighbours are apart."""
+    """In a long epoch, check the origin of the first examples, and the distance between neighbours."""
     n, num = 10**9 + 7, 200_000
     numbers = epoch_order(n, KEY, 0)(np.arange(num))
     counts = np.histogram(numbers, bins=1000, range=(0, n))[0]

@@ -123,7 +123,7 @@ def test_it_goes_on_after_what_was_consumed(kind, prefetch, at):
 
 
 def resumed(make: Any, at: int = 2, **options: Any) -> Any:
-    """What a new stream gives after so many batches of another, what that gave, and what was said."""
+    """Return a new stream's batches after `at` batches of another, the other's batches, and the messages."""
     whole, said = taken(epochs_of(rx.Stream(make())), 3), []
     _, place = taken(epochs_of(rx.Stream(make())), at)[-1]
     options = {"positions": place.positions, "say": said.append, **options}

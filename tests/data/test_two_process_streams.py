@@ -73,7 +73,7 @@ def test_runs_go_on(results: list[Any], directory: pathlib.Path) -> None:
 
 
 def test_with_another_number_of_processes(results: list[Any], directory: pathlib.Path) -> None:
-    """What was read whole goes on; what was read in two shards is refused."""
+    """A run that read a whole stream continues; one that read two shards is refused."""
     arguments: Any = {"optimizer": COUNTING, "num_steps": 9, "batch_size": 8}
     sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
     begin = linear_state()

@@ -1,4 +1,4 @@
-"""What the tests of this directory share: layouts by the program, of entries of the zoo."""
+"""Code that the tests of this directory share: layouts by the program, for entries of the zoo."""
 
 from functools import cache
 from typing import Any

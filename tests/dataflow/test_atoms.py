@@ -19,7 +19,7 @@ def sizes_of(dim):
 
 
 def pattern(*dims):
-    """Which atoms of some dims are the same, by number in order of appearance."""
+    """Number the atoms of some dims in order of appearance; equal atoms have equal numbers."""
     numbers = {}
     return [[(numbers.setdefault(atom, len(numbers)), atom.size) for atom in resolve(dim)] for dim in dims]
 

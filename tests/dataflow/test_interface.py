@@ -210,7 +210,7 @@ def test_a_budget_is_kept_or_refused():
 
 
 def test_a_budget_counts_what_a_device_holds():
-    """What is whole for use and stored split takes a part of its bytes, and so is not split for a budget."""
+    """An array that is stored split, and whole only for use, counts by its part: a budget does not split it."""
 
     def whole(model, batch, key):
         return jnp.mean(jnp.cumsum(jnp.cumsum(jax.vmap(model)(batch["x"]), axis=-1), axis=-1) ** 2)

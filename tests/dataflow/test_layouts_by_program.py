@@ -127,7 +127,7 @@ def test_path_rules_are_near_the_hand():
 
 
 def bound_of(name):
-    """Of all layouts that hold no more of the parameters on a device, by the CPU compiler."""
+    """Return the CPU compiler's bound for all layouts with no more of the parameters on a device."""
     analysis = analysed(name)
     return lower_bound(analysis, merged=False)
 

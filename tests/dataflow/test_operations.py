@@ -21,7 +21,7 @@ BATCH = {"x": jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)}
 
 
 def loss(operation, model, batch, key):
-    """Of (length, hidden) arrays, between an `up` and a `down`."""
+    """Return the loss of an operation on (length, hidden) arrays, between an `up` and a `down`."""
 
     def one(x):
         return operation(x @ model["up"]) @ model["down"]

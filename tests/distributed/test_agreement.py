@@ -52,7 +52,7 @@ def client(monkeypatch):
 
 @pytest.fixture
 def processes(client):
-    """What three processes compare."""
+    """Return the entries that three processes compare."""
     names = [f"process {i}" for i in range(NUM_PROCESSES)]
     return [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 

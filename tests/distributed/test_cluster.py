@@ -1,4 +1,4 @@
-"""What a launcher says about a run, and what is refused before anything hangs."""
+"""Launchers' descriptions of a run, and input that is refused before anything hangs."""
 
 import os
 

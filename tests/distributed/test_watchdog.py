@@ -56,7 +56,7 @@ def test_watchdog_refuses_no_time():
 
 
 def test_fit_tells_it_of_every_step(monkeypatch):
-    """Of training, evaluation and prediction."""
+    """Steps of training, evaluation and prediction count."""
     beats, beat = [], Watchdog.beat
     monkeypatch.setattr(Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)])
     examples = make_examples(24)

@@ -43,7 +43,7 @@ def make_of(batch, num_outputs):
 
 
 def after_a_step(axes, draw):
-    """What one meta-step by SGD adds to the parameters."""
+    """Return the change of the parameters by one meta-step with SGD."""
     mesh, batch, optimizer = rx.make_mesh(**axes), batch_of(draw), optax.sgd(1.0)
     num_outputs = 1 if draw is maml.sinusoid else 2
     model = rx.init_model(make_of(batch, num_outputs), mesh, key=jax.random.key(0))

@@ -1,4 +1,4 @@
-"""What happens in environments, what is made of it, and that it does not depend on the mesh; and it learns."""
+"""Environments, their rollouts, and learning from them: it works, and does not depend on the mesh."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def rollouts_of(name, actions, **axes):
 
 @pytest.fixture(scope="module")
 def rollout():
-    """Of random actions in CartPole; from the fifth on, so that episodes are at different steps."""
+    """Return a rollout of random actions in CartPole; the fifth, so that episodes are at different steps."""
     rollouts = rollouts_of("CartPole-v1", gym.spaces.Discrete)
     for _ in range(4):
         rollouts(rollouts.draw, 10)
@@ -140,7 +140,7 @@ def test_an_update_is_that_of_a_loop_written_by_hand_on_every_mesh(rollout, doub
     @eqx.filter_jit
     @eqx.filter_grad
     def gradient(model, rows):
-        """Of the mean over pairs of an environment and a time in which it was acted."""
+        """Return the gradient of the mean over pairs of an environment and a time with an action."""
         i, t = rows.T
         acted = rollout["weight"][i, t]
         observation, action, advantage = rollout["observation"][i, t], rollout["action"][i, t], normed[i, t]

@@ -56,7 +56,7 @@ def test_a_batch_has_images_and_texts_and_the_loss_its_weights(digits):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """What a short run leaves: a directory, its picture, and its results."""
+    """Return the output of a short run: a directory, its picture, and its results."""
     directory = tmp_path_factory.mktemp("digits")
     picture = directory / "samples.png"
     flags = ["--quick", "--tensor", "1", "--steps", "5", "--picture", str(picture)]

@@ -82,7 +82,7 @@ def start(**options: Any) -> subprocess.Popen[str]:
 
 
 def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
-    """What each program says at its end, which must be with this code."""
+    """Return the final output of each program, which must end with this code."""
     results = []
     for program in programs:
         out, err = program.communicate(timeout=300)
@@ -434,7 +434,7 @@ def second_signals(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 
 def signals_to_one_of_two(base: pathlib.Path, tries: int) -> Iterator[str]:
-    """Of two processes one is told: both save the same step, and exit alike; resumed exactly."""
+    """A signal to one of two processes makes both save the same step, and exit alike; resumed exactly."""
     options: Any = {"num_steps": 24, "every_steps": 7, "evaluates": True}
     expected = finish(*two(directory=base / "whole", **options))
     for index in range(tries):

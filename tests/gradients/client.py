@@ -61,7 +61,7 @@ class Client:
         return {"died": how, "stderr": self._tail()}
 
     def _tail(self) -> list[str]:
-        """Which layout it was at, what failed, and the end."""
+        """Return the layout at the time, the failure, and the end of the output."""
         lines = self._stderr.read().splitlines()
         layouts = [line for line in lines if line.startswith("layout ")]
         checks = [line for line in lines if "Check failed" in line or "Error" in line or "free()" in line]

@@ -1,4 +1,4 @@
-"""What an answer of the worker means: right, refused, or a failure."""
+"""The meaning of a worker's answer: right, refused, or a failure."""
 
 import collections
 import re
@@ -34,7 +34,7 @@ class Died(AssertionError):
 
 
 class Counts(collections.Counter[str]):
-    """Of `programs`, `layouts`, layouts `refused` and `refused by JAX`, programs `not in JAX`."""
+    """Counts of `programs`, `layouts`, layouts `refused` and `refused by JAX`, programs `not in JAX`."""
 
     def judge(self, answer: dict[str, Any]) -> None:
         """Counts, and raises for a failure."""
@@ -59,6 +59,6 @@ class Counts(collections.Counter[str]):
 
 
 def is_refusal(error: str) -> bool:
-    """Whether it is a `ValueError` or `TypeError` of a kind in `REFUSALS`, and names a line."""
+    """Return true if it is a `ValueError` or `TypeError` of a kind in `REFUSALS`, and names a line."""
     by_intent = any(re.search(kind, error) for kind in REFUSALS)
     return by_intent and re.match(r"(ValueError|TypeError): .*\.py:\d+", error, re.DOTALL) is not None

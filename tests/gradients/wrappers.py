@@ -1,4 +1,4 @@
-"""What an operation can be put under: transformations that keep its value, or change it in a known way."""
+"""Transformations of an operation that keep its value, or change it in a known way."""
 
 from collections.abc import Callable
 from typing import Any

@@ -45,7 +45,7 @@ PartitionName=main Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP OverSubscri
 
 
 def missing():
-    """What is needed and not there, as a sentence; empty if nothing is."""
+    """Return the missing requirements, as a sentence; empty if there are none."""
     tools = [tool for tool in ("slurmctld", "slurmd", "srun", "munged") if shutil.which(tool) is None]
     if not tools:
         return ""

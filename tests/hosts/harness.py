@@ -22,7 +22,7 @@ def free_port():
 
 
 def environment(*, num_devices, **more):
-    """Of one process: CPU devices, float64, compiled fast."""
+    """Return the environment of one process: CPU devices, float64, fast compilation."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))}
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     fixed = {
@@ -120,7 +120,7 @@ def start_loopback(out, *arguments, num_processes=2, num_devices=4):
 
 
 def one_process(out, *arguments):
-    """What the program gives on one process with eight devices."""
+    """Return the output of the program on one process with eight devices."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(PROGRAM), str(out), *map(str, arguments)]
     subprocess.run(command, env=environment(num_devices=8), check=True, timeout=600)

@@ -9,7 +9,7 @@ ADDRESSES = ("10.200.0.1", "10.200.0.2")
 
 
 def missing():
-    """What is needed and not there, as a sentence; empty if nothing is."""
+    """Return the missing requirements, as a sentence; empty if there are none."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     tools = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]

@@ -108,7 +108,7 @@ def namespaces(session):
 
 
 def train_line(text):
-    """What `train.py` prints at its end, without the number of processes."""
+    """Return the line that `train.py` prints at its end, without the number of processes."""
     found = re.search(r"(\d+) processes, (\d+ devices: .*)", text)
     return (int(found[1]), found[2]) if found else (0, "nothing")
 
@@ -226,13 +226,13 @@ UNREACHED = "is lost|has not answered"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """A fault, and its expected effect.
 
-    - `fault`, `process`: which, and where; the program does it, or else `signal` is sent to the process, or
-        the link between two hosts goes down.
-    - `message`: what the log of each process that can still speak holds.
-    - `codes`: the exit codes that may be seen.
-    - `at_most`: in how many seconds all have left.
+    - `fault`, `process`: the kind and the place; the program causes it, or else `signal` is sent to the
+        process, or the link between two hosts goes down.
+    - `message`: text in the log of each process that can still write.
+    - `codes`: the possible exit codes.
+    - `at_most`: the seconds within which all processes have left.
     """
 
     fault: str

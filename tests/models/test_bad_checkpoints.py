@@ -1,4 +1,4 @@
-"""What `load_pretrained` refuses, and how it says so."""
+"""Checkpoints that `load_pretrained` refuses, and its messages."""
 
 import json
 import sys

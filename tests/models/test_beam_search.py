@@ -34,7 +34,7 @@ def prompts() -> tuple[np.ndarray, list[int]]:
 
 
 def log_probabilities(model: Any, prompt: np.ndarray, texts: list[Text], width: int, num: int) -> np.ndarray:
-    """Of the token after each text: one forward pass over all of it, with no cache and no mask."""
+    """Return the log-probabilities of the token after each text: one forward pass, with no cache or mask."""
     whole = np.zeros((width, len(prompt) + num), np.int32)
     for row, text in enumerate(texts):
         whole[row, : len(prompt) + len(text)] = [*prompt, *text]
@@ -116,7 +116,7 @@ def tiny() -> Any:
 
 @pytest.mark.parametrize(("ends", "penalty"), [((), -1.0), ((2,), 0.0), ((0, 3), 2.0)])
 def test_a_search_of_all_prefixes_finds_every_text(ends, penalty):
-    """Of 4 tokens, at most 3 long: no more than 64, and so many beams."""
+    """With 4 tokens, at most 3 long, there are no more than 64 texts, and as many beams."""
     num, width = 3, 64
     prompt = np.asarray([1, 3, 0, 2], np.int32)
     totals: dict[Text, float] = {(): 0.0}
@@ -287,7 +287,7 @@ def test_every_mesh_finds_the_same(vocabulary, num_rows):
 
 
 def test_it_is_a_predict_fn():
-    """Of 5 examples in batches of 4: the tail is as long as it is."""
+    """With 5 examples in batches of 4, the output of the tail is as long as the tail."""
     rows = np.random.default_rng(1).integers(1, VOCAB, (5, PROMPT)).astype(np.int32)
     mesh, model = rx.make_mesh(tensor=4), filled(abstract_llama(), jnp.float32, 0)
     placed = eqx.filter_shard(model, rx.shard_rules(model, mesh))
@@ -309,7 +309,7 @@ def test_it_is_a_predict_fn():
 
 
 def collectives_of_a_step(model: Any, mesh: Any, num_rows: int, *, num_beams: int) -> Any:
-    """What one pass of the loop communicates."""
+    """Return the communication of one pass of the loop."""
     arrays, static = eqx.partition(on_mesh(model, mesh), lambda x: isinstance(x, jax.ShapeDtypeStruct))
     divides = num_rows % (mesh.size // mesh.shape["tensor"]) == 0
     sharding = rx.batch_sharding(mesh) if divides else NamedSharding(mesh, PartitionSpec())

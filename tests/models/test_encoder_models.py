@@ -90,7 +90,7 @@ def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
 
 
 def inputs(name: str, num_rows: int = 2) -> tuple[jax.Array, ...]:
-    """What a model reads, and, of an encoder-decoder, writes."""
+    """Return the inputs of a model, and, for an encoder-decoder, the text to write."""
     generator = np.random.default_rng(0)
     text = jnp.asarray(generator.integers(2, VOCABULARY, (num_rows, SOURCE)), jnp.int32)
     image = jnp.asarray(generator.normal(size=(num_rows, 3, 8, 8)), jnp.float32)

@@ -160,7 +160,7 @@ def failing(monkeypatch, at, error, once):
 
 
 def foreign(directory):
-    """What another reader of the format sees: the single file, else what the index names."""
+    """Return the arrays that another reader sees: those of the single file, else of the files in the index."""
     if (directory / SINGLE).exists():
         return load_file(directory / SINGLE)
     weight_map = json.loads((directory / INDEX).read_text())["weight_map"]

@@ -1,6 +1,6 @@
-"""Which attention a program gets: cuDNN's where it is for a GPU that can, and nowhere else.
+"""The choice of attention for a program: cuDNN's where it is for a GPU that can, and nowhere else.
 
-What the compiler for GPUs makes of it is in `tests/aot`; what comes out, on a GPU alone.
+The output of the GPU compiler is tested in `tests/aot`; the values, only on a GPU.
 """
 
 import functools

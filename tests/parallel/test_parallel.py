@@ -538,7 +538,7 @@ def test_fsdp_and_tensor_add_up():
 
 
 def only_streams(c: Collective) -> Collective:
-    """Of what the compiler combined, the arrays (batch, length, size)."""
+    """Keep only the arrays (batch, length, size) of a combined collective."""
     shapes = tuple(shape for shape in c.shapes if shape.count(",") == 2)
     return dataclasses.replace(c, shapes=shapes, result_bytes=4 * sum(map(num_elements, shapes)))
 
@@ -578,7 +578,7 @@ def test_a_model_with_a_split_stream_computes_the_same():
 @pytest.mark.parametrize("name", ["one", "2x2x2"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_what_differs_between_layers_and_what_they_carry_go_along(stacked, name):
-    """What a loop written by hand gives, with the leading dim of what is carried that of nothing else."""
+    """The result is that of a loop written by hand; only the carry has its leading dim."""
     keys = jax.random.split(jax.random.key(0), 3)
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(keys)
     layers = [jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, stack) for i in range(3)]

@@ -29,7 +29,7 @@ def texts(padding: str = "none", seed: int = 0) -> tuple[np.ndarray, np.ndarray 
 
 
 def encoder_inputs(reference: EncoderReference, padding: str = "none", seed: int = 0) -> dict[str, np.ndarray]:
-    """What a model that is not a decoder alone reads, by the names that transformers has for it."""
+    """Return the inputs of a model that is not decoder-only, under transformers' names."""
     generator = np.random.default_rng(seed + 1)
     found: dict[str, np.ndarray] = {}
     if "image" in reference.reads:

@@ -22,7 +22,7 @@ def reference() -> Callable[[str], Any]:
 def directory(
     tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any]
 ) -> Callable[[str], Path]:
-    """Where `save_pretrained` of transformers has written it."""
+    """Return the directory where transformers' `save_pretrained` has written the reference."""
 
     @cache
     def save(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What we save, transformers opens: nothing missing, nothing unexpected, bit-equal."""
+"""Transformers opens the files that we save: nothing missing, nothing unexpected, bit-equal."""
 
 from typing import Any
 

@@ -89,7 +89,7 @@ def reference(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where diffusers has written it."""
+    """Return the directory where diffusers has written the model."""
 
     @cache
     def save(name: str) -> Path:

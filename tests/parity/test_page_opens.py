@@ -1,4 +1,4 @@
-"""What the page on pretrained models saves, transformers opens, and both write the same."""
+"""Transformers opens the model that the page on pretrained models saves, and both compute the same logits."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -48,7 +48,7 @@ def test_what_peft_saved_opens_here(stacked, rslora, directory, tmp_path):
 
 
 def variants():
-    """What LoRA of peft can be told: options, and what refuses them here, or nothing."""
+    """Yield options of peft's LoRA, each with the reason for refusing it here, or nothing."""
     config = peft.tuners.lora.config
     yield from ((options, None) for options in (
         {"init_lora_weights": "gaussian"},

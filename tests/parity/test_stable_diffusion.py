@@ -74,7 +74,7 @@ def pipeline():
 
 @pytest.fixture(scope="module")
 def directory(pipeline, tmp_path_factory):
-    """Where diffusers has written them."""
+    """Return the directories where diffusers has written the pipelines."""
     found = {}
     for name, one in pipeline.items():
         one.set_progress_bar_config(disable=True)

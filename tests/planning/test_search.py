@@ -1,4 +1,4 @@
-"""What a plan considers, and in which order: pure functions, with an invented compiler."""
+"""The candidates of a plan, and their order: pure functions, with an invented compiler."""
 
 import itertools
 from typing import Any

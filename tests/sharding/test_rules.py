@@ -327,7 +327,7 @@ def quantized():
 
 
 def replicated_share(model, mesh):
-    """How much of a model lies whole on every device, and what `shard_rules` says of it."""
+    """Return the share of a model that is whole on every device, and the warnings of `shard_rules`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rx.shard_rules(model, mesh)

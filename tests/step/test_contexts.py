@@ -46,7 +46,7 @@ PIPELINE: Any = {"collate_fn": collate_fn, "batch_size": 8}
 
 
 def briefly(mesh: Any, directory: Any) -> dict[str, Any]:
-    """What those give that place, compile and read, as arrays on the host, by name."""
+    """Return the results of the functions that place, compile and read, as arrays on the host, by name."""
     state = rx.init_state(rx.init_model(make_model, mesh, key=KEY), OPTIMIZER, key=KEY)
     step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER), donate=False)
     found = {"repr": repr(state), "jit_step": step(state, BATCH)}
@@ -54,7 +54,7 @@ def briefly(mesh: Any, directory: Any) -> dict[str, Any]:
 
 
 def everything(mesh: Any, directory: Any) -> dict[str, Any]:
-    """What each function gives, as arrays on the host, by name."""
+    """Return the result of each function, as arrays on the host, by name."""
     program: Any = {"loss_fn": loss_fn, "batch": BATCH}
     step: Any = {"loss_fn": loss_fn, "optimizer": OPTIMIZER}
     found: dict[str, Any] = {}

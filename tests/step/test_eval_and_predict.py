@@ -61,7 +61,7 @@ NOISY_PREDICT = jax.jit(partial(predict_step, predict_fn=noisy_predict))
 
 
 def noises(key: Any) -> dict[str, list[float]]:
-    """What each of the three steps draws, at four steps of a run that changes no parameter."""
+    """Return the draws of each of the three steps, at four steps of a run that changes no parameter."""
     state = init_state(Noisy(), ZERO_RATE, key=key)
     drawn: dict[str, list[float]] = {"train": [], "eval": [], "predict": []}
     for _ in range(4):

@@ -157,7 +157,7 @@ def predict_wide(pair: Any, batch: Any, key: Any) -> Any:
 
 
 def test_the_layout_of_the_pair_serves_the_steps():
-    """What `shard_rules` and `init_model` give of `(model, state)`, and the same of the model alone."""
+    """`shard_rules` and `init_model` lay out `(model, state)` like the model alone."""
     mesh = helpers.mesh_of("2x2x2")
     make = eqx.nn.make_with_state(Wide)
     pair: Any = init_model(make, mesh, key=KEY)

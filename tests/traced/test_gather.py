@@ -112,7 +112,7 @@ def model_loss(model: Any, batch: Any, key: Any) -> Any:
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
 def test_an_override_reaches_every_block(stacked):
-    """What is whole by an override is not gathered: neither layers, nor the lookup, nor the head."""
+    """Arrays that an override makes whole are not gathered: in layers, in the lookup, or in the head."""
     abstract = eqx.filter_eval_shape(
         lambda key: models.LlamaForCausalLM(CONFIG, stacked=stacked, key=key), jax.random.key(0)
     )

@@ -1,4 +1,4 @@
-"""What XLA's partitioner gets wrong is right in the steps, on every mesh; and nothing else is touched."""
+"""Operations that XLA's partitioner gets wrong are right in the steps, on every mesh; others do not change."""
 
 from collections.abc import Callable
 from functools import partial

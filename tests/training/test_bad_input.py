@@ -1,4 +1,4 @@
-"""What is refused before anything is compiled, and whether the message names what to change."""
+"""Input that is refused before anything is compiled, and messages that name the argument to change."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""What a run is: another run, other examples and other functions are not taken for it."""
+"""The identity of a run: another run, other examples and other functions are not taken for it."""
 
 import dataclasses
 import hashlib

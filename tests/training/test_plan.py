@@ -1,4 +1,4 @@
-"""What is due at a step: one table."""
+"""The work due at a step: one table."""
 
 import dataclasses
 from typing import Any

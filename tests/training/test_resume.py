@@ -165,7 +165,7 @@ def test_a_crash_loses_no_row(tmp_path: pathlib.Path) -> None:
 
 
 class Killed(BaseException):
-    """What nothing in `fit` is there to handle, so that nothing is saved."""
+    """An exception that nothing in `fit` handles, so that nothing is saved."""
 
 
 @pytest.mark.parametrize("at", [1, 3, 6])

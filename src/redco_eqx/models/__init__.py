@@ -1,10 +1,10 @@
-"""The paper's models in Equinox, with the field paths of Hugging Face's files. Bring their own loader.
+"""The paper's models in Equinox, with the field paths of Hugging Face's files, and a loader for these files.
 
-To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. A family: its
-configuration and its model. Images from texts: `load_stable_diffusion`, `save_stable_diffusion`,
-`sample_images`, `noise_losses`, and schedulers. The rest is what families are made of, for a model of your own:
-a `Config`, and a `DecoderLM`, an `EncoderDecoder` or, where nothing is written, a `Model`, whose layers are
-given a `Context`.
+To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. Each family has a
+configuration and a model. For images from texts: `load_stable_diffusion`, `save_stable_diffusion`,
+`sample_images`, `noise_losses`, and schedulers. The rest are building blocks for a model of your own: a
+`Config`, and a `DecoderLM`, an `EncoderDecoder` or, for a model that writes no text, a `Model`, whose layers
+take a `Context`.
 """
 
 from redco_eqx.models._blocks.attention import split_heads

@@ -1,4 +1,4 @@
-"""What an entry of the zoo is, and the small pieces that its models share."""
+"""The definition of an entry of the zoo, and the small pieces that its models share."""
 
 import math
 from collections.abc import Callable

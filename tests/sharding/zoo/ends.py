@@ -1,4 +1,4 @@
-"""What stands at the ends of a residual stream, and square siblings that only look consecutive."""
+"""Layers at the ends of a residual stream, and square siblings that only look consecutive."""
 
 from collections.abc import Sequence
 from functools import partial

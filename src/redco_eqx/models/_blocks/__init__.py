@@ -1,1 +1,1 @@
-"""What families of models are made of."""
+"""Building blocks that the model families share."""

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over the heads of a layer, with masks and dropout of probabilities."""
+"""Scaled dot-product attention over the heads of a layer, with masks and dropout of the probabilities."""
 
 import functools
 from typing import Literal, TypeAlias
@@ -19,7 +19,7 @@ Implementation: TypeAlias = Literal["xla", "cudnn"]
 
 
 def split_heads(x: Float[Array, "b t width"], head_size: int) -> Float[Array, "b t h d"]:
-    """Features as heads of `head_size` side by side."""
+    """Split the features into adjacent heads of `head_size`."""
     return rearrange(x, "b t (h d) -> b t h d", d=head_size)
 
 
@@ -36,18 +36,18 @@ def attend(
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: Key | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Scaled dot-product attention; `h` is a multiple of `k` (grouped queries share a key/value head).
+    """Compute scaled dot-product attention; `h` is a multiple of `k` (grouped queries share a key/value head).
 
     **Arguments:**
 
-    - `mask`: which positions each query may see.
-    - `bias`: added to the scores once they are scaled. Each of its rows is for as many neighbouring ones of the
-        batch.
-    - `causal`: which those are without a mask: the ones up to its own (`t` equals `s`), or all.
-    - `scale`: of the scores; `1 / sqrt(d)` by default.
-    - `implementation`: of `jax.nn.dot_product_attention`; by default `flash_attention` on GPUs, where neither
-        mask, bias nor dropout is in its way, and otherwise `"xla"`.
-    - `dropout`, `dropout_key`: applied to the probabilities in training mode, where a key is given.
+    - `mask`: the positions that each query may see.
+    - `bias`: added to the scores after scaling. Each of its rows serves an equal number of neighbouring rows of
+        the batch.
+    - `causal`: without a mask, whether a query sees only the positions up to its own (`t` equals `s`), or all.
+    - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
+    - `implementation`: as for `jax.nn.dot_product_attention`. By default `flash_attention` on GPUs if there is
+        no mask, bias or dropout, and otherwise `"xla"`.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
     """
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
@@ -57,8 +57,8 @@ def attend(
         heads = flash_attention(query, key, value, causal=causal, scale=scale)
         if heads is not None:
             return heads
-    # On CPU, JAX's own does not run in float16 ("F16_F16_F32 is not supported"): JAX 0.10.2 and 0.12.0, no
-    # upstream issue known.
+    # JAX's own attention does not run in float16 on CPU ("F16_F16_F32 is not supported"): JAX 0.10.2 and
+    # 0.12.0, no upstream issue known.
     if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(
             query, key, value, bias,
@@ -80,7 +80,7 @@ def attend(
     return rearrange(jnp.einsum("bkgts,bskd->btkgd", weights, value), "b t k g d -> b t (k g) d")
 
 
-# Flash attention of cuDNN on GPUs, each device on its own rows and heads.
+# cuDNN's flash attention on GPUs: each device computes its own rows and heads.
 
 
 def flash_attention(
@@ -91,18 +91,19 @@ def flash_attention(
     causal: bool,
     scale: float | None,
 ) -> Float[Array, "b t h d"] | None:
-    """Self-attention by cuDNN, which never holds the scores of all pairs of tokens; `None` where it cannot be.
+    """Compute self-attention by cuDNN, which never stores the scores of all pairs of tokens. Return `None`
+    where cuDNN cannot.
 
-    It can be on GPUs with compute capability 8.0 (Ampere) or later, in bfloat16 or float16, for heads of a size
-    that cuDNN takes, and where rows divide over `data` and `fsdp`, and heads over `tensor`. For which devices
-    a program is says the mesh that the arrays lie on; without a mesh it is not known.
+    It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and heads of a size that
+    cuDNN takes. Rows must divide over `data` and `fsdp`, and heads over `tensor`. The mesh of the arrays says
+    which devices the program is for; without a mesh this is not known.
 
-    It is differentiated once, in reverse: not by `jax.jvp`, nor a second time.
+    It can be differentiated once, in reverse: not by `jax.jvp`, nor a second time.
 
     **Arguments:**
 
-    - `causal`: whether a token sees those up to its own, or all.
-    - `scale`: of the scores; `1 / sqrt(d)` by default.
+    - `causal`: whether a token sees only the tokens up to itself, or all.
+    - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
     """
     mesh = traced_mesh(query, key, value)
     if mesh is None or query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
@@ -113,7 +114,7 @@ def flash_attention(
     own = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn")
     try:
         jax.eval_shape(own, query, key, value)
-    except RuntimeError:  # no cuDNN here, or none that takes such heads: JAX says so when it is traced
+    except RuntimeError:  # no cuDNN here, or none that takes such heads: JAX raises this while tracing
         return None
     if not _is_recent(device.device_kind):
         return None
@@ -123,7 +124,7 @@ def flash_attention(
 
 
 def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
-    """Rows over the axes of the batch, and heads over `tensor`, where both divide; otherwise `None`."""
+    """Split rows over the axes of the batch, and heads over `tensor`; `None` if one of them does not divide."""
     rows = batch_axes(mesh, query.shape[0])
     if rows is None or key.shape[2] % tensor_size(mesh) or not set(mesh.axis_names) <= set(AXES):
         return None
@@ -131,8 +132,8 @@ def _spec(mesh: AbstractMesh, query: Array, key: Array) -> PartitionSpec | None:
 
 
 def _is_recent(device_kind: str) -> bool:
-    """True of an NVIDIA GPU of compute capability 8.0, for which cuDNN's flash attention is written."""
+    """Return true for an NVIDIA GPU of compute capability 8.0 or later, which cuDNN's flash attention needs."""
     for present in jax.devices():
         if present.device_kind == device_kind:
             return int(present.compute_capability.partition(".")[0]) >= 8
-    return "V100" not in device_kind  # planned for, and not here: its name is all there is
+    return "V100" not in device_kind  # a planned-for device is not present: only its name is known

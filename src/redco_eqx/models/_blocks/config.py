@@ -1,4 +1,4 @@
-"""Reading a `config.json` into a small frozen dataclass, and writing it back."""
+"""Read a `config.json` into a small frozen dataclass, and write it back."""
 
 import dataclasses
 import json
@@ -10,46 +10,48 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin
 from redco_eqx.models._blocks.layers import ACTIVATIONS
 
 Json: TypeAlias = bool | int | float | str | list | dict | None
-"""What a parsed JSON file holds."""
+"""A value in a parsed JSON file."""
 
 C = TypeVar("C", bound="BaseConfig")
 
 OUTSIDE = ("rest", "generation", "source")
-"""Fields of a configuration that are no entries of `config.json`."""
+"""Fields of a configuration that are not entries of `config.json`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """What all families have, whatever they read. Field names are those of `config.json`.
+    """The configuration that all families share, with or without text. Field names are those of `config.json`.
 
-    A field may also be a dataclass that stands for several entries of the file (its `entries`), with a
-    `from_json` and a `to_json` of its own: `Rope` is one. Or the configuration of a part of the model, which is
-    an object of the file. A family checks its values in `__post_init__`.
+    A field may also be a dataclass that stands for several entries of the file (its `entries`), with its own
+    `from_json` and `to_json`: `Rope` is one. Or it may be the configuration of a part of the model, which is an
+    object in the file. A family checks its values in `__post_init__`.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
-    - `generation`: the entries of `generation_config.json`, as JSON. From there `generate` takes the tokens
-        that end and fill a text, before those above.
-    - `source`: the directory that the model was loaded from, whose other files `save_pretrained` copies. It
-        does not count in comparisons.
+    - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the end and padding
+        tokens from here first, then from the fields above.
+    - `source`: the directory that the model was loaded from; `save_pretrained` copies its other files.
+        Comparisons ignore it.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     type_entry: ClassVar[str] = "model_type"
-    """Where a file says what it is: `model_type` as in transformers, or `_class_name` as in diffusers."""
+    """The entry that names the kind of model: `model_type` as in transformers, or `_class_name` as in
+    diffusers.
+    """
     weights: ClassVar[str] = "model"
-    """What the files of weights are called: this, and `.safetensors`."""
+    """The stem of the names of weight files, before `.safetensors`."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """The names that most families use, under which an entry may be found in a file too: its own name."""
+    """Common names of entries, mapped to this family's own: a file may use either."""
     only: ClassVar[Mapping[str, Json]] = {}
-    """The one value that is supported, of entries of which another one would change the logits."""
+    """Entries with one supported value each; any other value would change the logits."""
 
     rest: str = "{}"
     generation: str = "{}"
     source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def entry(self, name: str) -> int:
-        """The size that most families call `name`."""
+        """Return the size that most families call `name`."""
         return getattr(self, self.aliases.get(name, name))
 
     @property
@@ -69,25 +71,26 @@ class BaseConfig:
 
     @property
     def window(self) -> int | None:
-        """How many tokens back, itself included, a token may see; `None` for all."""
+        """Number of tokens back, itself included, that a token may see; `None` for all."""
         return None
 
     @property
     def max_positions(self) -> int | None:
-        """How many positions the model has a table for; `None` for none, as with rotary embeddings."""
+        """Number of positions in the model's table; `None` without one, as with rotary embeddings."""
         return None
 
     @property
     def generation_tokens(self) -> dict[str, Any]:
-        """`eos_token_id` and `pad_token_id` of `generation_config.json`, else of `config.json`."""
+        """Return `eos_token_id` and `pad_token_id` of `generation_config.json`, else of `config.json`."""
         given = json.loads(self.generation)
         names = "eos_token_id", "pad_token_id"
         return {name: getattr(self, name) if given.get(name) is None else given[name] for name in names}
 
     def with_generation(self: C, raw: Mapping[str, Json], source: str | None) -> C:
-        """With the entries of a `generation_config.json`, and where the model was loaded from.
+        """Return the configuration with the entries of a `generation_config.json`, and the directory of the
+        model.
 
-        Raises `ValueError` for tokens that are none.
+        Raises `ValueError` for values that are not tokens.
         """
         for field in dataclasses.fields(self):
             if field.name in ("eos_token_id", "pad_token_id") and field.name in raw:
@@ -96,9 +99,9 @@ class BaseConfig:
 
     @classmethod
     def from_json(cls: type[C], raw: Mapping[str, Json]) -> C:
-        """The configuration in a parsed `config.json`.
+        """Read the configuration from a parsed `config.json`.
 
-        Raises `ValueError` naming an entry that is missing, or whose value is not supported.
+        Raises `ValueError`, naming the entry, if an entry is missing or its value is not supported.
         """
         for name, value in cls.only.items():
             if name in raw and raw[name] != value:
@@ -115,7 +118,7 @@ class BaseConfig:
                 read.add(field.name)
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
-                if any(name in raw for name in part.entries):  # or else the family's own
+                if any(name in raw for name in part.entries):  # otherwise the family's default
                     values[field.name] = part.from_json(raw)
                 read |= set(part.entries)
             elif field.name in raw and field.name not in OUTSIDE:
@@ -129,7 +132,7 @@ class BaseConfig:
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `config.json`."""
+        """Return the entries of `config.json`."""
         entries: dict[str, Json] = json.loads(self.rest)
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
@@ -144,7 +147,9 @@ class BaseConfig:
         return {**entries, self.type_entry: self.model_type, **named}
 
     def to_file(self, *, dtype: str, architecture: str | None) -> dict[str, Json]:
-        """`to_json`, with what transformers says there of the arrays and of one of several architectures."""
+        """Return `to_json`, with the entries that transformers adds for the dtype and, if there are several,
+        the architecture.
+        """
         entries = self.to_json()
         if self.type_entry == "model_type":
             entries |= {"dtype": dtype, "torch_dtype": dtype}
@@ -153,7 +158,7 @@ class BaseConfig:
 
 
 def _read_part(name: str, kind: type[C], raw: Json) -> C:
-    """The configuration of a part of a model."""
+    """Read the configuration of a part of a model."""
     found = raw.get("model_type") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or found != kind.model_type:
         raise ValueError(
@@ -164,9 +169,9 @@ def _read_part(name: str, kind: type[C], raw: Json) -> C:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(BaseConfig):
-    """What all families have that read or write text.
+    """The configuration that all families share that read or write text.
 
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them; several tokens may end a
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them. Several tokens may end a
         text.
     """
 
@@ -189,12 +194,12 @@ class Labels:
 
     @classmethod
     def of(cls, num_labels: int) -> "Labels":
-        """So many outputs without names of their own."""
+        """Return `num_labels` outputs without names of their own."""
         return cls(tuple(f"LABEL_{i}" for i in range(num_labels)))
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "Labels":
-        """Raises `ValueError` for names that are not numbered from 0."""
+        """Read the names. Raises `ValueError` if they are not numbered from 0."""
         names, num = raw.get("id2label"), raw.get("num_labels")
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
             return cls.of(_read_count(num))
@@ -205,7 +210,7 @@ class Labels:
         return cls(tuple(str(names[str(i)]) for i in range(len(names))))
 
     def to_json(self) -> dict[str, Json]:
-        """The entries `id2label` and `label2id`."""
+        """Return the entries `id2label` and `label2id`."""
         return {
             "id2label": {str(i): name for i, name in enumerate(self.names)},
             "label2id": {name: i for i, name in enumerate(self.names)},
@@ -219,7 +224,7 @@ def _read_count(value: Json) -> int:
 
 
 def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> Json | tuple:
-    """The value as the field has it. JSON knows no tuple, and not everyone writes `0.0` for a float's 0."""
+    """Convert the value to the field's type. JSON has no tuples, and some files write `0` for a float `0.0`."""
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     found = tuple(value) if isinstance(value, list) else value
     if float in kinds and isinstance(found, int) and not isinstance(found, bool):
@@ -238,28 +243,28 @@ def _read(field: dataclasses.Field, value: Json, file: str = "config.json") -> J
 
 
 def _name_of(kind: Any) -> str:
-    """What a kind is called in an error."""
+    """Return the name of a kind for an error message."""
     if get_origin(kind) is tuple:
         return f"list of {_name_of(get_args(kind)[0])}"
     return "null" if kind is type(None) else kind.__name__
 
 
 def _fits(value: Json | tuple, kind: Any) -> bool:
-    """Whether a value is of a kind that a field may have; `True` is no number."""
+    """Return true if a value is of a kind that a field may have; `True` is not a number."""
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(x, get_args(kind)[0]) for x in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def check_divides(config: BaseConfig, size: str, heads: str) -> None:
-    """Refuses, by `ValueError`, a size that is not a multiple of the number of heads."""
+    """Raise `ValueError` if a size is not a multiple of the number of heads."""
     features, number = getattr(config, size), getattr(config, heads)
     if number <= 0 or features % number:
         raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
 
 
 def check_activation(config: BaseConfig, entry: str, *, prefix: str = "") -> None:
-    """Refuses, by `ValueError`, an activation function that is not known; `prefix` may precede its name."""
+    """Raise `ValueError` if an activation function is not known; `prefix` may precede its name."""
     name = getattr(config, entry)
     if name.removeprefix(prefix) not in ACTIVATIONS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a layer is given besides its input: positions, masks, the cache, and how the stream is split."""
+"""The inputs of a layer besides its activations: positions, masks, the cache, and the split of the stream."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from redco_eqx.models._blocks.layers import Embedding
 
 
 class Cache(eqx.Module):
-    """Keys and values of the tokens so far. Slots are filled from the left, in all rows alike.
+    """Keys and values of the tokens so far. Slots fill from the left, equally in all rows.
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
-    - `mask`: `(batch, slots)`, false where a slot is empty or padding.
-    - `positions`: `(batch, slots)`, of the token in each slot, int32.
-    - `length`: number of slots filled, int32.
+    - `mask`: `(batch, slots)`, false for an empty slot or padding.
+    - `positions`: `(batch, slots)`, the position of the token in each slot, int32.
+    - `length`: number of filled slots, int32.
     """
 
     key: Float[Array, "layers b slots k d"]
@@ -44,13 +44,13 @@ class Cache(eqx.Module):
         head_size: int,
         dtype: DTypeLike,
     ) -> "Cache":
-        """A cache with room for `num_slots` tokens in each row."""
+        """Make a cache with room for `num_slots` tokens in each row."""
         zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
         slots = jnp.zeros((batch_size, num_slots), jnp.int32)
         return cls(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
 
     def with_room(self, num_slots: int) -> "Cache":
-        """The same with `num_slots` empty slots more."""
+        """Return the cache with `num_slots` more empty slots."""
         key, value = (
             jnp.pad(x, [(0, 0), (0, 0), (0, num_slots), (0, 0), (0, 0)]) for x in (self.key, self.value)
         )
@@ -59,10 +59,10 @@ class Cache(eqx.Module):
 
 
 class Memory(eqx.Module):
-    """What a decoder's layers read of the encoder: keys and values of their cross-attention, computed once.
+    """The encoder's output for the decoder's layers: keys and values of cross-attention, computed once.
 
-    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; of the layer that is at work, they
-        have no first dim.
+    - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; for the current layer, without the
+        first dim.
     - `mask`: `(batch, source)`, false for padding.
     """
 
@@ -74,24 +74,24 @@ class Memory(eqx.Module):
 LayerCache: TypeAlias = tuple[
     Float[Array, "layers b slots k d"], Float[Array, "layers b slots k d"], Int[Array, ""]
 ]
-"""Keys and values of all layers, and the number of the layer that is at work."""
+"""Keys and values of all layers, and the number of the current layer."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer needs to know about the tokens besides their activations, and what it does with it.
+    """The token information that every layer needs besides its activations, and the operations that use it.
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
-    - `mask`: `(batch, 1, t, slots)`, which slots each token may see; `None` where `causal` says it all.
+    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` where `causal` alone decides.
     - `length`: number of slots filled before these tokens; `None` without a cache.
-    - `implementation`: of attention, see `attend`.
+    - `implementation`: the implementation of attention, see `attend`.
     - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
-    - `causal`: whether a token sees those up to its own (a decoder), or all (an encoder).
-    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer, each row for as many
-        neighbouring ones of the batch; from `relative_bias`, or `None` for none.
-    - `memory`: what `cross_attend` reads; `None` without an encoder.
-    - `layer`: the number of the layer that is at work, from 0.
+    - `causal`: whether a token sees only the tokens up to itself (a decoder), or all (an encoder).
+    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer. Each row serves an
+        equal number of neighbouring rows of the batch. It comes from `relative_bias`; `None` for no bias.
+    - `memory`: the keys and values that `cross_attend` reads; `None` without an encoder.
+    - `layer`: the number of the current layer, from 0.
     """
 
     positions: Int[Array, "b t"]
@@ -105,13 +105,13 @@ class Context:
     layer: Int[Array, ""] | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
-        """Rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
+        """Look up rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
         return embed(table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel)
 
     def column(
         self, x: Float[Array, "b t in"], *layers: Callable[[Array], Array], unit: int = 1
     ) -> tuple[Array, ...]:
-        """The outputs of sibling projections, by `redco_eqx.column`."""
+        """Compute the outputs of sibling projections, by `redco_eqx.column`."""
         return column(x, *layers, unit=unit, sequence_parallel=self.sequence_parallel)
 
     def row(
@@ -121,7 +121,7 @@ class Context:
         *,
         unit: int = 1,
     ) -> Float[Array, "b t out"]:
-        """The projection that closes them, or a sum of several, by `redco_eqx.row`."""
+        """Apply the projection that closes them, or the sum of several, by `redco_eqx.row`."""
         return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
 
     def attend(
@@ -135,8 +135,8 @@ class Context:
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
     ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
-        """Attention of these tokens over themselves and the cache, heads side by side, and the cache with them
-        added. Options as for `attend`.
+        """Compute attention of these tokens over themselves and the cache. Return the outputs of the heads side
+        by side, and the cache with these tokens added. Options as for `attend`.
         """
         if cache is not None:
             keys, values, layer = cache
@@ -165,7 +165,9 @@ class Context:
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
     ) -> Float[Array, "b t width"]:
-        """Attention of these tokens over the encoder's, heads side by side. Options as for `attend`."""
+        """Compute attention of these tokens over the encoder's. Return the outputs of the heads side by side.
+        Options as for `attend`.
+        """
         if self.memory is None:
             raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
         memory = self.memory
@@ -180,7 +182,7 @@ class Context:
 def check_tokens(
     input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
 ) -> None:
-    """Refuses, by `ValueError`, tokens that are not `(batch, t)`, a mask of another shape, a text too long."""
+    """Raise `ValueError` for tokens that are not `(batch, t)`, a mask of another shape, or too long a text."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "
@@ -212,15 +214,16 @@ def make_context(
     sequence_parallel: bool = False,
     causal: bool = True,
 ) -> tuple[Context, Cache | None]:
-    """The context of some tokens; and the cache with all of them but their keys and values, which layers add.
+    """Make the context of some tokens, and the cache with these tokens but without their keys and values, which
+    the layers add.
 
     **Arguments:**
 
-    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, which slots
-        (without a cache: which of these tokens) each token sees.
-    - `positions`: given by the caller, or counted from the mask.
-    - `window`: how many tokens back, itself included, a token may see.
-    - `causal`: whether a token sees those up to its own, or, without a cache, all.
+    - `attention_mask`: `(batch, t)`, 0 for padding, on either side; or `(batch, t, slots)`, the slots (without
+        a cache: the tokens of this call) that each token sees.
+    - `positions`: positions of the tokens; by default counted from the mask.
+    - `window`: the number of tokens back, itself included, that a token may see.
+    - `causal`: whether a token sees only the tokens up to itself, or, without a cache, all.
     """
     size, num_tokens = input_ids.shape
     given = jnp.ones((size, num_tokens), bool)
@@ -228,7 +231,7 @@ def make_context(
         given = attention_mask.astype(bool)
     num_before = 0 if cache is None else jnp.sum(cache.mask, axis=1, keepdims=True, dtype=jnp.int32)
     if window is not None and attention_mask is None and positions is None and cache is None:
-        window = window if window < num_tokens else None  # as long as the text, it hides nothing
+        window = window if window < num_tokens else None  # a window as long as the text hides nothing
     if positions is None:
         positions = jnp.maximum(num_before + jnp.cumsum(given, axis=1, dtype=jnp.int32) - 1, 0)
     if cache is None:
@@ -249,6 +252,6 @@ def make_context(
     else:
         before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
         mask = before[None, None] & valid[:, None, None, :]
-    if mask is not None and window is not None:  # by position: padding may lie between two slots
+    if mask is not None and window is not None:  # by position, because padding may lie between two slots
         mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
     return Context(positions, mask, length, implementation, sequence_parallel, causal), cache

@@ -1,4 +1,4 @@
-"""What writes text: from tokens through the layers to logits, with or without a cache."""
+"""Models that write text: from tokens through the layers to logits, with or without a cache."""
 
 import abc
 import dataclasses
@@ -20,60 +20,59 @@ from redco_eqx.models._blocks.vocabulary import only_tokens
 
 
 class Decoder(Model):
-    """A model that gives logits of the next token. A family says how it embeds, what its layers are, and how it
-    ends.
+    """A model that returns logits of the next token. A family defines its embedding, its layers and its end.
 
-    The layers lie at the last path of `stacks`. `lm_head` is `None` where the head is the embedding table,
-    which `tied` names. The other fields are those of `Model`.
+    The layers lie at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
+    `tied` names. The other fields are those of `Model`.
     """
 
     lm_head: eqx.AbstractVar[PyTree]
 
     def __init__(
         self, config: BaseConfig, **options: Unpack[Options]
-    ):  # or type checkers make one of the field
+    ):  # otherwise type checkers derive one from the field
         super().__init__(config, **options)
 
     @abc.abstractmethod
     def embed(
         self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        """What enters the first layer."""
+        """Return the input of the first layer."""
 
     @abc.abstractmethod
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
-        """What the head reads, from what leaves the last layer."""
+        """Turn the output of the last layer into the input of the head."""
 
     def bias(
         self, query: Int[Array, "r t"], key: Int[Array, "r s"], batch_size: int
     ) -> Float[Array, "n h t s"] | None:
-        """What is added to the scores of self-attention in all layers, by the positions of tokens: by default
-        nothing. See `relative_bias`.
+        """Return the bias on the scores of self-attention in all layers, from the positions of the tokens. By
+        default there is none. See `relative_bias`.
         """
         return None
 
     @property
     def layers(self) -> PyTree:
-        """The layers: a list, or one whose arrays have a leading dim that numbers them."""
+        """The layers: a list, or one layer whose arrays have a leading dim for the layer number."""
         return attrgetter(self.stacks[-1])(self)
 
     @property
     def head(self) -> PyTree:
-        """The layer that gives the logits, or the table of the embedding that is the head too.
+        """The layer that computes the logits, or the embedding table if it is also the head.
 
-        For a loss that need not hold all logits: `cross_entropy(model.hidden_states(ids)[0], model.head,
-        labels)`.
+        Use it for a loss that does not need all logits in memory:
+        `cross_entropy(model.hidden_states(ids)[0], model.head, labels)`.
         """
         head = attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
         return only_tokens(head, self.config.vocab_size) if self.vocabulary else head
 
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        """What the head gives for hidden states."""
+        """Apply the head to hidden states."""
         head = self.head
         return jnp.einsum("...i,oi->...o", hidden, head) if is_array(head) else head(hidden)
 
     def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
-        """An empty cache with room for `num_slots` tokens in each row."""
+        """Make an empty cache with room for `num_slots` tokens in each row."""
         return Cache.empty(
             num_layers=count_layers(self.layers),
             batch_size=batch_size,
@@ -93,9 +92,10 @@ class Decoder(Model):
         cache: Cache | None,
         key: Key | None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
-        """What the head reads, and the cache with these tokens added."""
+        """Return the input of the head, and the cache with these tokens added."""
         check_tokens(input_ids, attention_mask, self.config.max_positions, cache)
-        # Without a cache and positions, those of all rows are alike but for padding: one bias does for them.
+        # Without a cache and positions, all rows have the same positions except for padding, so one bias serves
+        # them all.
         alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None
         context, cache = make_context(
             input_ids, attention_mask, positions, cache,
@@ -128,7 +128,9 @@ class DecoderLM(Decoder):
         cache: Cache | None = None,
         key: Key | None = None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
-        """What the head reads, and the cache with these tokens added. Arguments as for calling the model."""
+        """Return the input of the head, and the cache with these tokens added. Arguments as for calling the
+        model.
+        """
         return self._run(
             input_ids, None, attention_mask=attention_mask, positions=positions, cache=cache, key=key
         )
@@ -142,22 +144,22 @@ class DecoderLM(Decoder):
         cache: Cache | None = None,
         key: Key | None = None,
     ) -> Any:
-        """The logits of the next token after each token.
+        """Compute the logits of the next token after each token.
 
         **Arguments:**
 
         - `input_ids`: tokens.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or `(batch, t, slots)`,
-            which of the cache's slots, these tokens' included (without a cache: which of these tokens), each
+            the slots of the cache, these tokens' included (without a cache: the tokens of this call), that each
             token sees: with `positions`, texts that branch lie side by side in one row.
         - `positions`: by default counted from 0 at the first token that is not padding.
-        - `cache`: of the tokens before these, from `init_cache` or an earlier call.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
-            mode (`eqx.nn.inference_mode`).
+        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier call.
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
+            (`eqx.nn.inference_mode`).
 
         **Returns:**
 
-        Logits of shape `(batch, t, vocab)`; with a cache, the pair of them and the new cache.
+        Logits of shape `(batch, t, vocab)`; with a cache, the pair of logits and the new cache.
         """
         hidden, new = self.hidden_states(
             input_ids, attention_mask=attention_mask, positions=positions, cache=cache, key=key

@@ -1,4 +1,4 @@
-"""Reading a text whole: every token sees all others."""
+"""Encoders of text: every token sees all others."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from redco_eqx.models._blocks.model import Model, run_layers
 
 
 class EncoderLayers(eqx.Module):
-    """The layers, under the name that they have in files of BERT's kind."""
+    """The layers, under their name in files of BERT's kind."""
 
     layer: PyTree
 
@@ -30,16 +30,16 @@ def encode_tokens(
     bias: Float[Array, "n h s s"] | None = None,
     key: Key | None,
 ) -> Float[Array, "b s size"]:
-    """What leaves the last layer of an encoder of text.
+    """Return the output of the last layer of an encoder of text.
 
     **Arguments:**
 
-    - `model`: says how it is run, by its `Options`.
+    - `model`: its `Options` say how to run the layers.
     - `input_ids`: tokens.
-    - `embed`, `layers`: what gives the input of the first layer, and the layers.
+    - `embed`, `layers`: a function that computes the input of the first layer, and the layers.
     - `attention_mask`: `(batch, s)`, 0 where a token is padding, on either side.
     - `positions`: by default counted from 0 at the first token that is not padding.
-    - `max_positions`: how many there are in a table; `None` for none.
+    - `max_positions`: the number of rows in a table of positions; `None` without a table.
     - `bias`: added to the scores in all layers.
     - `key`: for dropout.
     """

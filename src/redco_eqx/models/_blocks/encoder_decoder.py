@@ -1,4 +1,4 @@
-"""Models that read something whole and write a text about it: an encoder, a decoder with cross-attention."""
+"""Models that read a whole input and write a text about it: an encoder, and a decoder with cross-attention."""
 
 import abc
 import functools
@@ -25,8 +25,8 @@ from redco_eqx.models._blocks.model import Options, unstack
 class EncoderDecoder(Decoder):
     """An encoder, and a decoder whose layers read it by cross-attention (`Context.cross_attend`).
 
-    A family says what a `Decoder` says of the decoder, whose layers lie at the last path of `stacks`, and how
-    the encoder runs.
+    A family defines the methods of a `Decoder` for its decoder, whose layers lie at the last path of `stacks`,
+    and `encoder_states` for its encoder.
     """
 
     def __init__(self, config: BaseConfig, **options: Unpack[Options]):
@@ -36,19 +36,20 @@ class EncoderDecoder(Decoder):
     def encoder_states(
         self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b s size"]:
-        """What the encoder makes of the inputs."""
+        """Return the output of the encoder for the inputs."""
 
     @abc.abstractmethod
     def cross_projections(self, layer: PyTree) -> tuple[PyTree, ...]:
-        """The layers inside one of the decoder's that make keys and values of what the encoder made: two, or
-        one that makes both, `(..., 2, width)`.
+        """Return the projections, inside one decoder layer, that make keys and values of the encoder's output:
+        two, or one that makes both, `(..., 2, width)`.
         """
 
     def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
-        """What the decoder reads of some inputs: keys and values of the cross-attention of all its layers.
+        """Return the encoder's output as the decoder reads it: keys and values of the cross-attention of all
+        its layers.
 
-        Computed for all layers at once, their gradient by what the encoder made is summed before it is reduced
-        over `tensor`: once, instead of once a layer.
+        They are computed for all layers at once. So the gradient with respect to the encoder's output is summed
+        before it is reduced over `tensor`: once, instead of once a layer.
 
         **Arguments:**
 
@@ -61,14 +62,14 @@ class EncoderDecoder(Decoder):
         return self.memorise(hidden, real)
 
     def memorise(self, hidden: Float[Array, "b s size"], mask: Bool[Array, "b s"]) -> Memory:
-        """What the decoder reads of `encoder_states`."""
+        """Return keys and values of the decoder's cross-attention for `encoder_states`."""
         layers, size = self.layers, self.config.head_size
         mesh = traced_mesh(layers, hidden)
         project = functools.partial(column, unit=size, sequence_parallel=self.sequence_parallel)
-        if mesh is not None and axis_size(mesh, "fsdp") > 1:  # weights that were gathered are not kept
+        if mesh is not None and axis_size(mesh, "fsdp") > 1:  # gathered weights are not kept
             project = eqx.filter_checkpoint(project, policy=keep_products_and_row_out)
         if not isinstance(layers, list) and tensor_size(mesh) == 1:
-            # With nothing to add up over `tensor`, one layer's weights after another are gathered.
+            # With no sum over `tensor`, gather the weights of one layer after another.
             arrays, static = eqx.partition(self.cross_projections(layers), eqx.is_array)
             _, outputs = jax.lax.scan(
                 lambda _, own: (_, project(hidden, *eqx.combine(own, static))), None, arrays
@@ -95,15 +96,15 @@ class EncoderDecoder(Decoder):
         cache: Cache | None = None,
         key: Key | None = None,
     ) -> tuple[Float[Array, "b t size"], Cache | None]:
-        """What the head reads, and the cache with these tokens added.
+        """Return the input of the head, and the cache with these tokens added.
 
         **Arguments:**
 
-        - `decoder_input_ids`: tokens, of which the first is `config.decoder_start_token_id`.
+        - `decoder_input_ids`: tokens; the first is `config.decoder_start_token_id`.
         - `memory`: from `encode`. If it has fewer rows, neighbouring rows of tokens share one.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
         - `positions`: by default counted from 0 at the first token that is not padding.
-        - `cache`: of the tokens before these, from `init_cache` or an earlier call.
+        - `cache`: the cache of the tokens before these, from `init_cache` or an earlier call.
         - `key`: for dropout.
         """
         if decoder_input_ids.shape[0] % memory.mask.shape[0]:
@@ -129,7 +130,7 @@ class EncoderDecoder(Decoder):
         decoder_attention_mask: Array | None = None,
         key: Key | None = None,
     ) -> Float[Array, "b t size"]:
-        """What the head reads. Arguments as for calling the model."""
+        """Return the input of the head. Arguments as for calling the model."""
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)
         return self.decode(decoder_input_ids, memory, attention_mask=decoder_attention_mask, key=decoder_key)[0]
@@ -143,16 +144,15 @@ class EncoderDecoder(Decoder):
         decoder_attention_mask: Array | None = None,
         key: Key | None = None,
     ) -> Float[Array, "b t vocab"]:
-        """The logits of the next token after each token of the decoder.
+        """Compute the logits of the next token after each token of the decoder.
 
         **Arguments:**
 
         - `inputs`: tokens `(batch, source)`, or images `(batch, channels, height, width)`.
-        - `decoder_input_ids`: tokens, of which the first is `config.decoder_start_token_id`; see
-            `shift_right`.
+        - `decoder_input_ids`: tokens; the first is `config.decoder_start_token_id`. See `shift_right`.
         - `attention_mask`, `decoder_attention_mask`: 0 where a token is padding, on either side.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
-            mode (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
+            (`eqx.nn.inference_mode`).
         """
         hidden = self.hidden_states(
             inputs, decoder_input_ids,
@@ -164,12 +164,12 @@ class EncoderDecoder(Decoder):
 def shift_right(
     labels: Int[Array, "b t"], start: int, *, pad: int, ignore_label: int = -100
 ) -> Int[Array, "b t"]:
-    """What a decoder reads to predict `labels`: a start token, then all labels but the last.
+    """Return the decoder's input to predict `labels`: a start token, then all labels but the last.
 
     **Arguments:**
 
     - `start`: `config.decoder_start_token_id`.
-    - `pad`: what stands for a label that is `ignore_label`.
+    - `pad`: the token in place of a label that is `ignore_label`.
     """
     shifted = jnp.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return jnp.where(shifted == ignore_label, pad, shifted)

@@ -43,7 +43,7 @@ class Linear(eqx.Module):
 
 
 class Embedding(eqx.Module):
-    """A table with one row per token or position; more than `num_embeddings` where it is padded."""
+    """A table with one row per token or position. Padding adds rows beyond `num_embeddings`."""
 
     weight: Float[Array, "num size"]
     num_embeddings: int = eqx.field(static=True)
@@ -58,7 +58,9 @@ class Embedding(eqx.Module):
         return jnp.take(self.weight, self.rows(ids), axis=0)
 
     def rows(self, ids: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Which rows these ids have. One in the padding is moved out of the table: it is none, either."""
+        """Return the rows for these ids. An id in the padding is moved out of the table, as it is not a token
+        either.
+        """
         num, num_rows = self.num_embeddings, self.weight.shape[0]
         if num == num_rows:
             return ids
@@ -69,7 +71,7 @@ class Embedding(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer normalisation (Ba et al. 2016); statistics in float32. With `affine` false it has no arrays."""
+    """Layer normalisation (Ba et al. 2016); statistics in float32. Without `affine` it has no arrays."""
 
     weight: Float[Array, " size"] | None
     bias: Float[Array, " size"] | None
@@ -106,7 +108,7 @@ class RMSNorm(eqx.Module):
 
 
 class TiedHead(eqx.Module):
-    """A head whose weight is the embedding table, with a bias: made where it is used, for `cross_entropy`."""
+    """A head whose weight is the embedding table, with a bias; made at the point of use for `cross_entropy`."""
 
     weight: Float[Array, "vocab size"]
     bias: Float[Array, " vocab"]
@@ -132,20 +134,22 @@ def add_and_norm(
     layer: eqx.nn.Dropout,
     key: Key | None,
 ) -> Float[Array, "*batch size"]:
-    """`norm(x + dropout(y))`: how a layer ends that is normalised after, not before (Vaswani et al. 2017)."""
+    """Return `norm(x + dropout(y))`, the end of a layer with normalisation after, not before (Vaswani et al.
+    2017).
+    """
     return norm(x + dropout(layer, y, key))
 
 
 def dropout(layer: eqx.nn.Dropout, x: Array, key: Key | None) -> Array:
-    """Dropout where a key is given and the model is in training mode."""
+    """Apply dropout if there is a key and the model is in training mode."""
     return x if key is None else layer(x, key=key)
 
 
 def drops(layer: eqx.nn.Dropout, key: Key | None) -> bool:
-    """Whether `dropout` changes anything."""
+    """Return true if `dropout` changes anything."""
     return key is not None and not layer.inference and layer.p != 0
 
 
 def split_key(key: Key | None, num: int) -> list[Key] | list[None]:
-    """`num` keys, or `num` times `None`."""
+    """Return `num` keys, or `num` times `None`."""
     return [None] * num if key is None else list(jax.random.split(key, num))

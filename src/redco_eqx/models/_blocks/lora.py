@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained in their stead."""
+"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained in their place."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -20,13 +20,13 @@ M = TypeVar("M", bound=eqx.Module)
 class LoRA(eqx.Module):
     """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
 
-    The sharding rules know it: the factor that meets the split dim of the base is split with it, the other one
-    is replicated. Of stacked layers all have a further leading dim.
+    The sharding rules know it: the factor that meets the split dim of the base is split with it, and the other
+    one is replicated. With stacked layers, all arrays have a further leading dim.
 
     - `base`: the projection.
     - `lora_a`: `(rank, in)`.
     - `lora_b`: `(out, rank)`.
-    - `scale`: what the branch is multiplied by: `alpha / rank` of the paper's section 4.1.
+    - `scale`: the factor on the branch: `alpha / rank` of the paper's section 4.1.
     """
 
     base: Linear
@@ -35,34 +35,34 @@ class LoRA(eqx.Module):
     scale: float = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The projection of the last dim."""
+        """Apply the projection to the last dim."""
         low = jnp.einsum("...i,ri->...r", x, self.lora_a)
         return self.base(x) + self.scale * jnp.einsum("...r,or->...o", low, self.lora_b)
 
     def merge(self) -> Linear:
-        """The projection alone, with what the branch adds in its weight."""
+        """Return the projection alone, with the branch added to its weight."""
         weight = self.base.weight + self.scale * self.lora_b @ self.lora_a
         return eqx.tree_at(lambda base: base.weight, self.base, weight.astype(self.base.weight.dtype))
 
 
 def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: Key) -> M:
-    """The model with a branch beside each of the projections asked for. It computes what it did before.
+    """Add a branch beside each of the chosen projections. The model's outputs do not change.
 
-    The branches are arrays of their own, not laid out yet: where the model is, they are put by
-    `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))`. Trained alone by
+    The branches are new arrays without a layout. `eqx.filter_shard(adapted, rx.shard_rules(adapted, mesh))`
+    puts them where the model is. To train them alone:
     `rx.init_state(adapted, optimizer, key=key, trainable=lora_spec(adapted))`.
 
     **Arguments:**
 
     - `model`: any with [`Linear`][] layers, as a list or stacked.
     - `targets`: names of projections, such as `q_proj`, or whole paths.
-    - `rank`: of the branches.
-    - `scale`: what they are multiplied by; `alpha / rank` in other libraries.
+    - `rank`: the rank of the branches.
+    - `scale`: the factor on the branches; `alpha / rank` in other libraries.
     - `key`: for the first factors; the second are zeros.
 
     **Returns:** The model; its other leaves are the same arrays.
 
-    **Raises:** `ValueError` if `rank` is not positive or a name is that of no projection.
+    **Raises:** `ValueError` if `rank` is not positive or a name matches no projection.
     """
     if rank < 1:
         raise ValueError(f"add_lora: rank={rank}, but it must be positive.")
@@ -79,7 +79,7 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
 
 
 def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoRA]) -> M:
-    """The model with `branch(path, projection)` in place of each projection of these names or paths."""
+    """Return the model with `branch(path, projection)` in place of each projection of these names or paths."""
     targets, found, others = set(targets), set[str](), set[str]()
 
     def one(keypath: KeyPath, node: PyTree) -> PyTree:
@@ -102,9 +102,9 @@ def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoR
 
 
 def lora_spec(model: PyTree) -> PyTree:
-    """What is trained: true for the factors of the branches, false for every other leaf.
+    """Return the tree of trainable leaves: true for the factors of the branches, false for every other leaf.
 
-    For `trainable` of `init_state`, or as a filter specification of Equinox.
+    Use it for `trainable` of `init_state`, or as a filter specification of Equinox.
     """
 
     def is_factor(keypath: KeyPath, _: PyTree) -> bool:
@@ -114,7 +114,9 @@ def lora_spec(model: PyTree) -> PyTree:
 
 
 def merge_lora(model: M) -> M:
-    """The model with its branches in its weights: of the type and the shapes that it had before."""
+    """Return the model with its branches merged into its weights: its type and shapes are those before
+    `add_lora`.
+    """
 
     def is_branch(node: PyTree) -> bool:
         return isinstance(node, LoRA)

@@ -1,4 +1,4 @@
-"""A model whose paths are the keys of Hugging Face's files: how one is made, and its stack of layers."""
+"""The base of models, with the keys of Hugging Face's files as paths, and its stack of layers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from redco_eqx.models._blocks.context import Cache, Context, Memory
 
 
 class Options(TypedDict, total=False):
-    """How a model is run, whatever it computes.
+    """Options for running a model, whatever it computes.
 
-    - `remat`: what the backward pass recomputes, see `scan_layers`; by default `none`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`; by default cuDNN's on GPUs in
-        half precision, where there is neither mask nor bias nor dropout, and otherwise XLA's.
-    - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
-        `scan_layers`. Their number must divide. Not with a cache.
+    - `remat`: the part that the backward pass recomputes, see `scan_layers`; by default `none`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
+        half precision if there is no mask, bias or dropout, and otherwise XLA's.
+    - `sequence_parallel`: whether to split the stream between layers over `tensor` along the tokens, see
+        `scan_layers`. The number of tokens must divide. Not with a cache.
     """
 
     remat: Remat
@@ -33,11 +33,11 @@ class Options(TypedDict, total=False):
 
 
 class Model(eqx.Module):
-    """What `load_pretrained` makes and `save_pretrained` writes.
+    """A model that `load_pretrained` makes and `save_pretrained` writes.
 
-    A family declares `config`, a static field of its own `Config`, and its arrays under the names that files
-    have. It is made by `Family(config, *, stacked=False, key, **options)`, with `Options`; `stacked` is as for
-    `make_layers`, and all arrays are float32. What keys are not its paths it says in the class variables.
+    A family declares `config`, a static field of its own `Config`, and its arrays under their names in files.
+    `Family(config, *, stacked=False, key, **options)` makes it, with `Options`; `stacked` is as for
+    `make_layers`, and all arrays are float32. The class variables describe the keys that differ from its paths.
     """
 
     config: eqx.AbstractVar[Any]
@@ -46,36 +46,39 @@ class Model(eqx.Module):
     sequence_parallel: bool = eqx.field(static=True)
 
     architecture: ClassVar[str | None] = None
-    """What `config.json` calls the model, if its configuration serves several."""
+    """The model's name in `config.json`, if its configuration serves several."""
     heads: ClassVar[tuple[str, ...]] = ()
-    """Modules that files of the model without them lack: made anew, where `load_pretrained` is given a key."""
+    """Modules that files of the model without them lack: `load_pretrained` makes new ones if it has a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
-    """Paths below which layers lie, as a list or stacked."""
+    """Paths of the layers, as a list or stacked."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}
-    """Modules that all layers share: where stacked ones have them, and where files do, in the first layer."""
+    """Modules that all layers share: their place in stacked layers, and in files, where the first layer has
+    them.
+    """
     fused: ClassVar[tuple[str, ...]] = ()
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
     vocabulary: ClassVar[tuple[str, ...]] = ()
     """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files hold as one, their outputs side by side: its name there, and of which, in the
-    order of the fields."""
+    """Projections that files store as one, with outputs side by side: the name in the file, and the projections
+    in the order of the fields.
+    """
     prefixes: ClassVar[tuple[str, ...]] = ()
-    """With what the keys of the bare model, as some files have them, become paths."""
+    """The prefix that turns the keys of the bare model, as some files have them, into paths."""
     outer: ClassVar[tuple[str, ...]] = ()
-    """What stands before the keys of this model in files of a larger one."""
+    """The prefix of this model's keys in files of a larger model."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Patterns of what parts of keys are called in old files, and what they are called now."""
+    """Patterns for parts of keys in old files, and their present names."""
     windowed: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the keys of matrices that old files have as convolutions of one pixel."""
+    """Patterns of the keys of matrices that old files store as convolutions of one pixel."""
     ignored: ClassVar[tuple[str, ...]] = ()
-    """Patterns of keys that old files have and that are no parameters."""
+    """Patterns of keys in old files that are not parameters."""
     tied: ClassVar[Mapping[str, str]] = {}
-    """Heads that the model leaves out when the configuration ties them: whose table each is."""
+    """Heads that the model leaves out when the configuration ties them, and the table that each one uses."""
     tied_by_file: ClassVar[bool] = False
-    """Whether `tie_word_embeddings` is decided by what files hold, whatever `config.json` says."""
+    """True if the keys in the files decide `tie_word_embeddings`, whatever `config.json` says."""
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Paths of arrays that are never trained, see `init_state`; they are of NumPy."""
+    """Paths of arrays that are never trained, see `init_state`; they are NumPy arrays."""
 
     def __init__(
         self,
@@ -89,14 +92,15 @@ class Model(eqx.Module):
         self.sequence_parallel = sequence_parallel
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-        """Abstract arguments of a call on `batch_size` rows. `load_pretrained` traces it to find the layout.
+        """Return abstract arguments of a call on `batch_size` rows. `load_pretrained` traces it to choose the
+        layout.
 
         By default the tokens of a model with a vocabulary. `None` leaves the layout to the rules of names.
         """
         return None if getattr(self.config, "vocab_size", None) is None else (self.example_tokens(batch_size),)
 
     def example_tokens(self, batch_size: int) -> jax.ShapeDtypeStruct:
-        """At most 128 tokens in each row, abstract."""
+        """Return at most 128 tokens in each row, abstract."""
         num_tokens = min(self.config.max_positions or 128, 128)
         return jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
 
@@ -109,9 +113,9 @@ def make_layers(
     key: Key,
     num_layers: int | None = None,
 ) -> PyTree:
-    """`num_layers` times (`config.num_layers` by default) `make_layer(config, key=key)`.
+    """Call `make_layer(config, key=key)` `num_layers` times (`config.num_layers` by default).
 
-    A list; or, `stacked`, one layer whose arrays have a leading dim that numbers them.
+    Return a list; or, if `stacked`, one layer whose arrays have a leading dim for the layer number.
     """
     keys = jax.random.split(key, config.num_layers if num_layers is None else num_layers)
     if stacked:
@@ -120,12 +124,12 @@ def make_layers(
 
 
 def count_layers(layers: PyTree) -> int:
-    """How many layers there are, in a list or stacked."""
+    """Return the number of layers, in a list or stacked."""
     return len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
 
 
 def unstack(layers: PyTree) -> list[PyTree]:
-    """Stacked layers as a list."""
+    """Return stacked layers as a list."""
     arrays, static = eqx.partition(layers, eqx.is_array)
     apart = jax.tree.map(jnp.unstack, arrays)
     return [
@@ -143,10 +147,11 @@ def run_layers(
     remat: Remat,
     key: Key | None,
 ) -> tuple[Float[Array, "b t size"], tuple[Array, ...]]:
-    """All layers, one after another, and the keys and values of the cache with these tokens added.
+    """Run all layers, one after another. Return the output, and the keys and values of the cache with these
+    tokens added.
 
-    Each is called as `layer(x, context, cache, key) -> (x, cache)`, where `cache` is what `Context.attend`
-    takes and returns, or `None`, and `context.memory` has its own keys and values.
+    Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one that `Context.attend`
+    takes and returns, or `None`, and `context.memory` has the layer's own keys and values.
     """
     num_layers, memory = count_layers(layers), context.memory
     keys = None if key is None else jax.random.split(key, num_layers)

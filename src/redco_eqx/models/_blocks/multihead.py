@@ -1,4 +1,4 @@
-"""Multi-head attention with a projection for each of query, key, value and output, as files have it."""
+"""Multi-head attention with separate projections for query, key, value and output, as in files."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,9 @@ from redco_eqx.models._blocks.layers import Linear
 
 
 class MultiHeadAttention(eqx.Module):
-    """As in OPT and BART: over the tokens themselves (`__call__`), or over the encoder's (`over_memory`)."""
+    """Attention as in OPT and BART: over the tokens themselves (`__call__`), or over the encoder's
+    (`over_memory`).
+    """
 
     q_proj: Linear
     k_proj: Linear
@@ -48,7 +50,7 @@ class MultiHeadAttention(eqx.Module):
     def over_memory(
         self, x: Float[Array, "b t size"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        """Cross-attention. The encoder's keys and values are in the context."""
+        """Compute cross-attention. The encoder's keys and values are in the context."""
         size = self.head_size
         (q,) = context.column(x, self.q_proj, unit=size)
         heads = context.cross_attend(split_heads(q, size), dropout=self.dropout, dropout_key=key)
@@ -56,7 +58,7 @@ class MultiHeadAttention(eqx.Module):
 
 
 class SelfAttention(eqx.Module):
-    """As in BERT and ViT: self-attention whose output projection stands beside it."""
+    """Self-attention as in BERT and ViT: a module beside it has the output projection."""
 
     query: Linear
     key: Linear
@@ -77,7 +79,7 @@ class SelfAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "b t size"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        """The heads side by side, which the output projection reads."""
+        """Return the outputs of the heads side by side, which the output projection reads."""
         size = self.query.out_features // self.num_heads
         qkv = context.column(x, self.query, self.key, self.value, unit=size)
         q, k, v = (split_heads(y, size) for y in qkv)
@@ -85,7 +87,7 @@ class SelfAttention(eqx.Module):
 
 
 class Dense(eqx.Module):
-    """A Linear under the name that it has in files."""
+    """A Linear under its name in files."""
 
     dense: Linear
 

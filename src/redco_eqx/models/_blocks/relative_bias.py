@@ -12,13 +12,13 @@ from redco_eqx.models._blocks.layers import Embedding
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-    """The bucket of each distance from 0 to `max_distance`, at which the last one begins at the latest.
+    """Return the bucket of each distance from 0 to `max_distance`, at which the last one begins at the latest.
 
-    Half of the buckets are for one distance each; the other half grow logarithmically.
+    Half of the buckets have one distance each; the other half grow logarithmically.
     """
     num_exact = num_buckets // 2
     distance = np.arange(max_distance + 1)
-    # In float32, in which the borders between buckets were rounded when the models were trained.
+    # In float32, because the models were trained with the rounding of float32 at the borders between buckets.
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(num_exact)
     growth = np.log(ratio) / np.float32(np.log(max_distance / num_exact)) * np.float32(num_buckets - num_exact)
     beyond = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
@@ -34,24 +34,24 @@ def relative_bias(
     max_distance: int,
     batch_size: int = 1,
 ) -> Float[Array, "n heads t s"]:
-    """What is added to the scores of each head, by how far apart the two tokens are.
+    """Return the bias on the scores of each head, from the distance between the two tokens.
 
-    Compute it once, and give it to all layers as `Context.bias`.
+    Compute it once, and pass it to all layers as `Context.bias`.
 
-    Where positions are those of all rows, it has, on a mesh, a row for each part that the batch is split into.
-    So its gradients, which are as large as scores, are added over the layers and brought to the table where
-    they are: only the table's is reduced.
+    If all rows share their positions, the bias has, on a mesh, a row for each part of the batch. So its
+    gradients, which are as large as scores, are added over the layers and brought to the table on each device:
+    only the table's gradient is reduced.
 
     **Arguments:**
 
     - `table`: a row for each bucket, a column for each head.
-    - `query`, `key`: positions of the tokens, in one row where they are those of all; padding may be counted or
-        not, as only differences matter.
-    - `bidirectional`: whether the second half of the buckets is for what comes after a token (an encoder).
-        Otherwise all that comes after it has the bucket of distance 0.
-    - `max_distance`: beyond it all distances share the last bucket.
-    - `batch_size`: of what is read. Of positions of one row there is one row of the bias for each part of the
-        batch on the mesh, and just one where it does not divide.
+    - `query`, `key`: positions of the tokens, in one row if all rows share them. Padding may be counted or not,
+        as only differences matter.
+    - `bidirectional`: whether the second half of the buckets is for the tokens after a token (an encoder).
+        Otherwise all tokens after it have the bucket of distance 0.
+    - `max_distance`: all distances beyond it share the last bucket.
+    - `batch_size`: the number of rows of the batch. From positions in one row, the bias has one row for each
+        part of the batch on the mesh, or a single row if the batch does not divide.
     """
     ahead = key[:, None] - query[:, :, None]
     num_buckets = table.num_embeddings // 2 if bidirectional else table.num_embeddings

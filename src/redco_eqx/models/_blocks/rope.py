@@ -23,21 +23,21 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
-"""Those that it may have besides."""
+"""More numbers that a type may have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How positions turn into angles.
+    """The conversion of positions into angles.
 
     - `theta`: the base; feature pair i of `size` turns by `theta ** (-2 i / size)` per position.
-    - `rope_type`: `default`; `linear`, all frequencies divided by `factor`; `llama3`, those whose wavelength
-        is beyond `original_max_position_embeddings / low_freq_factor` divided by `factor`, those within
-        `original_max_position_embeddings / high_freq_factor` kept, and a blend between; `yarn` (Peng et al.
-        2023), the pairs that turn less than `beta_slow` times in the original length divided by `factor`, those
-        that turn more than `beta_fast` times kept, a blend between, and all scores multiplied.
-    - `attention_factor`: of queries and keys each, with `yarn`; by default it follows from `factor`, `mscale`
-        and `mscale_all_dim`.
+    - `rope_type`: `default`; `linear`, which divides all frequencies by `factor`; `llama3`, which divides those
+        with a wavelength beyond `original_max_position_embeddings / low_freq_factor` by `factor`, keeps those
+        within `original_max_position_embeddings / high_freq_factor`, and blends between; `yarn` (Peng et al.
+        2023), which divides the pairs that turn less than `beta_slow` times in the original length by `factor`,
+        keeps those that turn more than `beta_fast` times, blends between, and multiplies all scores.
+    - `attention_factor`: the factor on queries and on keys, with `yarn`; by default it follows from `factor`,
+        `mscale` and `mscale_all_dim`.
     """
 
     entries: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -55,7 +55,7 @@ class Rope:
     mscale_all_dim: float | None = None
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Radians per position, for each of the `size / 2` pairs."""
+        """Return radians per position, for each of the `size / 2` pairs."""
         base = self.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         if self.rope_type == "linear":
             return base / self.factor
@@ -72,13 +72,13 @@ class Rope:
         return base
 
     def _pair_of(self, num_turns: float, size: int) -> float:
-        """Which pair turns so many times within the original length."""
+        """Return the pair that turns `num_turns` times within the original length."""
         length = self.original_max_position_embeddings
         return size * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
     @property
     def score_factor(self) -> float:
-        """What the scores of attention are multiplied by."""
+        """The factor on the scores of attention."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -93,9 +93,9 @@ class Rope:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "Rope":
-        """Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+        """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
 
-        Raises `ValueError` for a rope type that is not supported, or lacks a number.
+        Raises `ValueError` for a rope type that is not supported, or one that lacks a number.
         """
         alone = "rope_theta", "partial_rotary_factor"
         given: dict[str, Any] = {name: raw[name] for name in alone if name in raw}
@@ -135,7 +135,7 @@ class Rope:
         return cls(theta, rope_type, **values)
 
     def to_json(self) -> dict[str, Json]:
-        """The entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
+        """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
         names = (*ROPE_TYPES[self.rope_type], *OPTIONAL.get(self.rope_type, ()))
         numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         scaling = {"rope_type": self.rope_type, **numbers}
@@ -153,7 +153,7 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "b t h d"]:
-    """Turns the first `2 * len(frequencies)` features of each head; the others stay as they are.
+    """Turn the first `2 * len(frequencies)` features of each head; the others do not change.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""A vocabulary with more rows than it has tokens, so that it divides over devices."""
+"""A vocabulary with more rows than tokens, so that it divides over devices."""
 
 import dataclasses
 import re
@@ -16,11 +16,11 @@ M = TypeVar("M", bound=Model)
 
 
 def pad_vocabulary(model: M, multiple: int) -> M:
-    """The model with rows of zeros added to its embedding table and head, up to a multiple of `multiple`.
+    """Add rows of zeros to the model's embedding table and head, up to a multiple of `multiple`.
 
-    The logits of what is added are minus infinity: so it is never chosen, and counts in no cross-entropy; its
-    gradient is zero. Files do not have it: `save_pretrained` leaves it out. GPT-2's 50257 rows do not divide by
-    anything that a mesh has; 50304 divide by 64.
+    The logits of the added rows are minus infinity: they are never chosen, count in no cross-entropy, and have
+    zero gradients. `save_pretrained` leaves them out of files. GPT-2's 50257 rows do not divide by any axis of
+    a mesh; 50304 divide by 64.
 
     ```python
     def make_model(key):
@@ -32,9 +32,9 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
     **Arguments:**
 
-    - `model`: a decoder-only language model, abstract or not. To be born padded:
+    - `model`: a decoder-only language model, abstract or not. To make a new model with padding:
         `init_model(lambda key: pad_vocabulary(GPT2LMHeadModel(config, key=key), 128), ...)`.
-    - `multiple`: of the number of devices along `tensor`, say; 1 adds nothing.
+    - `multiple`: a multiple of the number of devices along `tensor`, for example; 1 adds nothing.
 
     **Raises:**
 
@@ -53,7 +53,7 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
 
 def check_can_pad(family: type[Model], multiple: int) -> None:
-    """Refuses, by `ValueError`, a multiple or a class of models that `pad_vocabulary` does not take."""
+    """Raise `ValueError` for a multiple or a class of models that `pad_vocabulary` does not take."""
     if multiple < 1:
         raise ValueError(f"pad_vocabulary: multiple={multiple}, but it must be positive.")
     if not family.vocabulary:
@@ -64,14 +64,14 @@ def check_can_pad(family: type[Model], multiple: int) -> None:
 
 
 def is_vocabulary(model: Model, module: str) -> bool:
-    """Whether the arrays of the module at this path have a row for each token."""
+    """Return true if the arrays of the module at this path have a row for each token."""
     return any(re.search(pattern, module) for pattern in model.vocabulary)
 
 
 def only_tokens(
     head: Linear | Float[Array, "rows size"], num_tokens: int
 ) -> Linear | Float[Array, "rows size"]:
-    """A head, or the table that is one, whose logits are minus infinity beyond the tokens that there are."""
+    """Return a head, or the table that is one, with logits of minus infinity beyond the number of tokens."""
     weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
     num_rows = weight.shape[0]
     if num_rows == num_tokens:
@@ -89,7 +89,7 @@ def _with_rows(module: Any, num_rows: int) -> Any:
         return jnp.pad(x, [(0, num_rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
     longer_module = jax.tree.map(longer, module)
-    # A table goes on to say how many of its rows are tokens.
+    # A table keeps the number of its rows that are tokens.
     return longer_module if isinstance(module, Embedding) else _changed(longer_module, out_features=num_rows)
 
 
@@ -99,7 +99,7 @@ def _linear(weight: Any, bias: Any, in_features: int, out_features: int) -> Line
 
 
 def _changed(module: Any, **fields: Any) -> Any:
-    """A module with other values of fields: also of static ones, which `eqx.tree_at` does not reach."""
+    """Return a module with other values of fields: also of static ones, which `eqx.tree_at` does not reach."""
     new = object.__new__(type(module))
     for field in dataclasses.fields(module):
         value = fields[field.name] if field.name in fields else getattr(module, field.name)

@@ -1,1 +1,1 @@
-"""What latent diffusion models are made of."""
+"""Building blocks of latent diffusion models."""

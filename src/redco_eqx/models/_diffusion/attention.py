@@ -1,4 +1,4 @@
-"""Attention over the pixels of an image, and of them over a text."""
+"""Attention of an image's pixels over each other, and over a text."""
 
 import equinox as eqx
 import jax
@@ -13,17 +13,17 @@ from redco_eqx.models._diffusion.layers import GroupNorm, make_linear
 
 
 def to_tokens(x: Float[Array, "b c h w"]) -> Float[Array, "b t c"]:
-    """The pixels of an image, row by row."""
+    """Flatten the pixels of an image, row by row."""
     return rearrange(x, "b c h w -> b (h w) c")
 
 
 def to_image(x: Float[Array, "b t c"], like: Float[Array, "b _ h w"]) -> Float[Array, "b c h w"]:
-    """An image of the height and width of `like`."""
+    """Restore an image with the height and width of `like`."""
     return rearrange(x, "b (h w) c -> b c h w", h=like.shape[2])
 
 
 class Attention(eqx.Module):
-    """Multi-head attention of some tokens over others, or themselves."""
+    """Multi-head attention of some tokens over others, or over themselves."""
 
     to_q: Linear
     to_k: Linear
@@ -45,12 +45,12 @@ class Attention(eqx.Module):
         memory: Float[Array, "b s _"] | None,
         implementation: Implementation | None,
     ) -> Float[Array, "b t size"]:
-        """What the tokens `x` take from `memory`; from themselves without it."""
+        """Compute the attention of the tokens `x` over `memory`, or over themselves without it."""
         unit = self.to_q.out_features // self.num_heads
         if memory is None:
             projected = column(x, self.to_q, self.to_k, self.to_v, unit=unit)
         else:
-            # A text is short, so that a layout may split keys and values by its features alone: it is followed.
+            # A text is short, so a layout may split keys and values by its features alone: follow that layout.
             projected = self.to_q(x), self.to_k(memory), self.to_v(memory)
         q, k, v = (split_heads(y, unit) for y in projected)
         heads = attend(q, k, v, causal=False, implementation=implementation)

@@ -26,10 +26,10 @@ MakeAttention: TypeAlias = Callable[[Key], AnyAttention]
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What every stage is given besides the image.
+    """The inputs of every stage besides the image.
 
-    - `time`, `text`: what the image is denoised by; `None` in an autoencoder.
-    - `attention`, `remat`: how the model is run, see `Options`.
+    - `time`, `text`: the features that condition the denoising; `None` in an autoencoder.
+    - `attention`, `remat`: options for running the model, see `Options`.
     """
 
     time: Float[Array, "b size"] | None
@@ -45,8 +45,9 @@ class Given:
         key: Key | None,
         skip: Float[Array, "b skipped h w"] | None = None,
     ) -> Float[Array, "b out h w"]:
-        """A residual block, of the image beside an earlier one, and the attention after it: what is recomputed
-        together."""
+        """Apply a residual block, to the image and an earlier one beside it, and the attention after it. Both
+        are recomputed together.
+        """
 
         def one(layer: tuple, x: Array) -> Array:
             resnet, attention, skip = layer
@@ -59,12 +60,14 @@ class Given:
     def resize(
         self, layer: Downsample | Upsample, x: Float[Array, "b c _ _"], *size: tuple[int, int]
     ) -> Float[Array, "b c _ _"]:
-        """A smaller image, or a larger one of this size, whole over its channels: others read it too."""
+        """Make a smaller image, or a larger one of this size, with all its channels, as other layers read it
+        too.
+        """
         return scan_layers(lambda layer, x: layer(x, *size), [layer], x, remat=self.remat)
 
 
 class DownBlock(eqx.Module):
-    """Residual blocks, each with an attention if there are any, then half the size but in the last stage."""
+    """Residual blocks, each with an attention if there are any, then half the size but for the last stage."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -88,7 +91,7 @@ class DownBlock(eqx.Module):
     def __call__(
         self, x: Float[Array, "b c h w"], given: Given, key: Key | None
     ) -> list[Float[Array, "b _ _ _"]]:
-        """What leaves each residual block (with its attention), and the smaller image last."""
+        """Return the output of each residual block (with its attention), and the smaller image last."""
         outputs: list[Array] = []
         for resnet, attention, own in _layers(self.resnets, self.attentions, key):
             x = given.run(resnet, attention, x, own)
@@ -119,7 +122,7 @@ class MidBlock(eqx.Module):
 
 
 class UpBlock(eqx.Module):
-    """Residual blocks, each with an attention if there are any, then a larger image but in the last stage."""
+    """Residual blocks, each with an attention if there are any, then a larger image but for the last stage."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -146,7 +149,7 @@ class UpBlock(eqx.Module):
         size: tuple[int, int] | None,
         key: Key | None,
     ) -> Float[Array, "b _ _ _"]:
-        """The image, with one of `skips` beside it in each residual block, made as large as `size` says."""
+        """Return the image at the given `size`, after residual blocks that read one of `skips` each."""
         for (resnet, attention, own), skip in zip(
             _layers(self.resnets, self.attentions, key), skips, strict=True
         ):
@@ -164,7 +167,9 @@ def _make(
     make_attention: MakeAttention | None,
     key: Key,
 ) -> tuple[list[ResnetBlock], list[AnyAttention] | None, Key]:
-    """The layers of a stage, one for each number of channels that comes in, and a key that is left."""
+    """Make the layers of a stage, one for each number of input channels, and return the remaining key with
+    them.
+    """
     resnets_key, attentions_key, last_key = jax.random.split(key, 3)
     keys = jax.random.split(resnets_key, len(num_in))
     resnets = [make_resnet(num, num_out, key) for num, key in zip(num_in, keys)]
@@ -175,6 +180,6 @@ def _make(
 def _layers(
     resnets: list[ResnetBlock], attentions: list[AnyAttention] | None, key: Key | None
 ) -> list[tuple[ResnetBlock, AnyAttention | None, Key | None]]:
-    """Each residual block, its attention, and a key of its own."""
+    """Return each residual block, its attention, and a key for it."""
     num = len(resnets)
     return list(zip(resnets, attentions or [None] * num, split_key(key, num), strict=True))

@@ -6,21 +6,23 @@ from typing import ClassVar
 from redco_eqx.models._blocks.config import BaseConfig, Json
 
 VERSION = "0.35.0"
-"""Of diffusers, whose format is written."""
+"""The version of diffusers whose format is written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiffusersConfig(BaseConfig):
-    """What parts have in common: their class's name is `_class_name` in the file, not `model_type`.
+    """The configuration that all parts share: the name of their class is `_class_name` in the file, not
+    `model_type`.
 
-    A family names in `only` all options of diffusers' class that would change numbers and that it has not.
+    A family lists in `only` all options of diffusers' class that would change numbers and that it does not
+    support.
     """
 
     type_entry: ClassVar[str] = "_class_name"
     weights: ClassVar[str] = "diffusion_pytorch_model"
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `config.json`."""
+        """Return the entries of `config.json`."""
         return {"_diffusers_version": VERSION, **super().to_json()}
 
 
@@ -28,8 +30,8 @@ class DiffusersConfig(BaseConfig):
 class StagesConfig(DiffusersConfig):
     """A model in stages, one for each size of image.
 
-    - `block_out_channels`: of each stage, from the largest images to the smallest.
-    - `norm_num_groups`: of every norm.
+    - `block_out_channels`: the channels of each stage, from the largest images to the smallest.
+    - `norm_num_groups`: the number of groups of every norm.
     """
 
     block_out_channels: tuple[int, ...]
@@ -41,9 +43,10 @@ class StagesConfig(DiffusersConfig):
         return len(self.block_out_channels)
 
     def per_stage(self, name: str) -> tuple[int, ...]:
-        """An entry with one number for all stages, or one for each, as one for each.
+        """Return an entry as one number for each stage. The file has one number for all stages, or one for
+        each.
 
-        Raises `ValueError` if there are not as many as stages.
+        Raises `ValueError` if their number is not that of the stages.
         """
         value = getattr(self, name)
         found = (value,) * self.num_layers if isinstance(value, int) else value
@@ -55,8 +58,8 @@ class StagesConfig(DiffusersConfig):
         return found
 
     def check_stages(self, **allowed: tuple[str, ...]) -> None:
-        """Refuses, by `ValueError`, kinds of stages that are not `allowed`, another number of them, and
-        channels that do not divide into the groups of a norm.
+        """Raise `ValueError` for kinds of stages that are not `allowed`, another number of them, or channels
+        that do not divide into the groups of a norm.
         """
         for entry, kinds in allowed.items():
             found = getattr(self, entry)

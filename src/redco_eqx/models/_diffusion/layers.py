@@ -1,4 +1,4 @@
-"""Convolutions and group normalisation of images, and the Linear layers between them, as files have them."""
+"""Convolutions and group normalisation of images, and the Linear layers between them, stored as in files."""
 
 import equinox as eqx
 import jax
@@ -11,14 +11,14 @@ from redco_eqx.models._blocks.layers import Linear
 
 
 def make_linear(in_features: int, out_features: int, *, use_bias: bool = True, key: Key) -> Linear:
-    """A Linear whose weights begin with the variance that diffusers gives them, `1 / (3 * in_features)`."""
+    """Make a Linear with weights of the variance that diffusers uses at the start, `1 / (3 * in_features)`."""
     return Linear(in_features, out_features, use_bias=use_bias, std=(3 * in_features) ** -0.5, key=key)
 
 
 class Conv(eqx.Module):
     """A convolution of images `(batch, channels, height, width)`, with the weight stored as in files.
 
-    - `padding`: rows and columns of zeros before and behind, of both dims alike.
+    - `padding`: rows and columns of zeros before and after, equal in both dims.
     """
 
     weight: Float[Array, "out in height width"]

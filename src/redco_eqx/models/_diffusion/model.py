@@ -1,4 +1,4 @@
-"""A model of images whose stages differ, so that nothing of it can be stacked."""
+"""A model of images whose stages differ, so that no layers can be stacked."""
 
 from typing import Unpack
 
@@ -9,7 +9,9 @@ from redco_eqx.models._diffusion.config import DiffusersConfig
 
 
 class ImageModel(Model):
-    """What `load_pretrained` makes of one folder of a pipeline of diffusers, and `save_pretrained` writes."""
+    """A model that `load_pretrained` makes of one folder of a pipeline of diffusers, and `save_pretrained`
+    writes.
+    """
 
     def __init__(self, config: DiffusersConfig, *, stacked: bool, **options: Unpack[Options]):
         name = type(self).__name__
@@ -21,7 +23,9 @@ class ImageModel(Model):
 
 
 def check_image(name: str, x: Array, num_channels: int, multiple: int = 1) -> None:
-    """Refuses, by `ValueError`, what are no images of so many channels, or of a size that is no multiple."""
+    """Raise `ValueError` unless `x` is images of `num_channels` channels, with height and width multiples of
+    `multiple`.
+    """
     if x.ndim != 4 or x.shape[1] != num_channels:
         raise ValueError(
             f"{name} has shape {x.shape}, but it must be (batch, channels, height, width) with {num_channels} "

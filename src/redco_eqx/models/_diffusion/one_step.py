@@ -1,4 +1,4 @@
-"""DDPM (Ho et al. 2020) and DDIM (Song et al. 2021): each step needs one output of the model alone."""
+"""DDPM (Ho et al. 2020) and DDIM (Song et al. 2021): each step needs only one output of the model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
 
 class Step(NamedTuple):
-    """One step, or a row for each. The next sample is a sum of the clean one, the sample before, and noise.
+    """One step, or a row for each. The next sample is a weighted sum of the clean sample, the sample before,
+    and noise.
 
     - `signal`, `sigma`: the factors of the clean sample and the noise in the sample before.
     - `of_clean`, `of_sample`, `of_noise`: the factors of the predicted clean sample, the sample before and the
         predicted noise in the next.
-    - `deviation`: of new noise.
+    - `deviation`: the standard deviation of new noise.
     """
 
     timestep: Int[Column, ""]
@@ -32,10 +33,10 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneStepScheduler(Scheduler):
-    """What DDPM and DDIM share.
+    """The part that DDPM and DDIM share.
 
     - `rescale_betas_zero_snr`: whether the last timestep is pure noise (Lin et al. 2024, algorithm 1).
-    - `clip_sample`, `clip_sample_range`: whether the predicted clean sample is kept in a range, and in which.
+    - `clip_sample`, `clip_sample_range`: whether to clip the predicted clean sample, and the range.
     """
 
     only: ClassVar[Mapping[str, Json]] = {**Scheduler.only, "thresholding": False}
@@ -75,17 +76,17 @@ class OneStepScheduler(Scheduler):
         return Trajectory(jnp.asarray(following, sample.dtype))
 
     def _step(self, timesteps: Int[np.ndarray, " n"], alpha: np.ndarray, *factors: np.ndarray | float) -> Step:
-        """Rows in float32, of what was computed more exactly."""
+        """Make rows in float32 from values of higher precision."""
         columns = np.broadcast_arrays(np.sqrt(alpha), np.sqrt(1 - alpha), *factors)
         return Step(timesteps.astype(np.int32), *(x.astype(np.float32) for x in columns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DDPMScheduler(OneStepScheduler):
-    """Ancestral sampling (Ho et al. 2020, equation 7), and what Stable Diffusion is trained with.
+    """Ancestral sampling (Ho et al. 2020, equation 7), and the training noise of Stable Diffusion.
 
-    - `variance_type`: of the noise that a step adds: `fixed_small` (that of the posterior; `fixed_small_log` is
-        the same) or `fixed_large` (`beta`).
+    - `variance_type`: the variance of the noise that a step adds: `fixed_small` (that of the posterior;
+        `fixed_small_log` is the same) or `fixed_large` (`beta`).
     """
 
     variance_type: str = "fixed_small"
@@ -116,8 +117,8 @@ class DDPMScheduler(OneStepScheduler):
 class DDIMScheduler(OneStepScheduler):
     """Deterministic sampling in few steps (Song et al. 2021, equation 12).
 
-    - `set_alpha_to_one`: whether the last step goes to a sample without noise, or to timestep 0.
-    - `eta`: how much of the noise of DDPM a step adds, from 0 to 1; no entry of the file.
+    - `set_alpha_to_one`: whether the last step ends at a sample without noise, or at timestep 0.
+    - `eta`: the share of DDPM's noise that a step adds, from 0 to 1; not an entry of the file.
     """
 
     set_alpha_to_one: bool = True

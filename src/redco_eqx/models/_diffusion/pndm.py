@@ -1,4 +1,4 @@
-"""PNDM (Liu et al. 2022): linear multistep sampling, as Stable Diffusion 1 and 2 come with."""
+"""PNDM (Liu et al. 2022): linear multistep sampling, the default scheduler of Stable Diffusion 1 and 2."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx.models._diffusion.scheduler import Column, Scheduler, Trajectory
 
-ADAMS_BASHFORTH = (  # of the output and those before it, newest first, for each number of them
+ADAMS_BASHFORTH = (  # weights of the output and those before it, newest first, by their number
     (1, 0, 0, 0),
     (3 / 2, -1 / 2, 0, 0),
     (23 / 12, -16 / 12, 5 / 12, 0),
@@ -19,12 +19,15 @@ ADAMS_BASHFORTH = (  # of the output and those before it, newest first, for each
 )
 RUNGE_KUTTA = (1 / 6, 1 / 3, 1 / 3, 1 / 6)
 NUM_RUNGE_KUTTA = 3
-"""Steps by Runge-Kutta, of four calls each, after which there are enough outputs for a linear multistep."""
+"""The number of steps by Runge-Kutta, of four calls each; after them there are enough outputs for a linear
+multistep.
+"""
 
 
 class Memory(NamedTuple):
-    """What a step needs of those before: the last three outputs, the sample before the step that now goes on
-    (Runge-Kutta, or the second half of the first step), and the sum that Runge-Kutta makes of four outputs."""
+    """The values that a step needs from earlier ones: the last three outputs, the sample before the step that
+    now continues (Runge-Kutta, or the second half of the first step), and Runge-Kutta's sum of four outputs.
+    """
 
     outputs: tuple[Array, Array, Array]
     sample: Array
@@ -34,12 +37,12 @@ class Memory(NamedTuple):
 class Step(NamedTuple):
     """One call of the model, or a row for each.
 
-    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample that the step leaves.
+    - `signal`, `sigma`: the factors of the clean sample and the noise in the sample that the step starts from.
     - `of_sample`, `of_noise`: the factors of that sample and of the noise in the next.
-    - `weights`: of the outputs, newest first; `of_total`: of the sum of Runge-Kutta.
-    - `adds`: what this output adds to that sum, which it otherwise ends.
-    - `goes_on`: whether it leaves the sample before, and not the one that the model saw.
-    - `is_kept`: whether the output is one of those that later steps use.
+    - `weights`: the factors of the outputs, newest first; `of_total`: the factor of Runge-Kutta's sum.
+    - `adds`: the factor of this output in that sum; 0 resets the sum.
+    - `goes_on`: whether the step starts from the sample before, and not the one that the model saw.
+    - `is_kept`: whether later steps use this output.
     """
 
     timestep: Int[Column, ""]
@@ -55,7 +58,7 @@ class Step(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call as it is planned: the step leads from timestep `start` to `end`."""
+    """The plan of one call: the step leads from timestep `start` to `end`."""
 
     timestep: int
     start: int
@@ -69,11 +72,12 @@ class _Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PNDMScheduler(Scheduler):
-    """Pseudo numerical methods (Liu et al. 2022): linear multistep, where wanted after three of Runge-Kutta.
+    """Pseudo numerical methods (Liu et al. 2022): linear multistep, and before it three Runge-Kutta steps or
+    none.
 
-    - `skip_prk_steps`: without Runge-Kutta, as Stable Diffusion has it; the first step is then taken in two
-        halves. With it, at least four steps are needed.
-    - `set_alpha_to_one`: whether the last step goes to a sample without noise, or to timestep 0.
+    - `skip_prk_steps`: leave out Runge-Kutta, as Stable Diffusion does; the first step is then taken in two
+        halves. With Runge-Kutta, at least four steps are needed.
+    - `set_alpha_to_one`: whether the last step ends at a sample without noise, or at timestep 0.
     """
 
     predictions: ClassVar[tuple[str, ...]] = ("epsilon", "v_prediction")
@@ -97,7 +101,7 @@ class PNDMScheduler(Scheduler):
     def _multistep(self, num_steps: int) -> list[_Call]:
         timesteps, stride = self.timesteps(num_steps).tolist(), self.num_train_timesteps // num_steps
         calls = [_Call(t, t, t - stride, ADAMS_BASHFORTH[min(i, 3)]) for i, t in enumerate(timesteps)]
-        if num_steps > 1:  # the first step anew, by the mean of the outputs at both of its ends
+        if num_steps > 1:  # repeat the first step, by the mean of the outputs at both of its ends
             t = timesteps[1]
             again = _Call(t, t + stride, t, (1 / 2, 1 / 2, 0, 0), goes_on=True, is_kept=False)
             calls.insert(1, again)

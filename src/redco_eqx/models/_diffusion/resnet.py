@@ -1,4 +1,4 @@
-"""Residual blocks of convolutions, and what changes the size of images between them."""
+"""Residual blocks of convolutions, and the layers between them that change the size of images."""
 
 import equinox as eqx
 import jax
@@ -11,10 +11,10 @@ from redco_eqx.models._diffusion.layers import Conv, GroupNorm, make_linear
 
 
 class ResnetBlock(eqx.Module):
-    """Two convolutions, each after a norm and a nonlinearity, and the time added between them.
+    """Two convolutions, each after a norm and a nonlinearity, with the time added between them.
 
-    - `time_emb_proj`: `None` where there is no time, as in an autoencoder.
-    - `conv_shortcut`: `None` where the number of channels stays.
+    - `time_emb_proj`: `None` without a time, as in an autoencoder.
+    - `conv_shortcut`: `None` if the number of channels does not change.
     """
 
     norm1: GroupNorm
@@ -57,7 +57,7 @@ class ResnetBlock(eqx.Module):
 
 
 class Downsample(eqx.Module):
-    """Half the height and width, by a convolution of stride 2."""
+    """Halve the height and width, by a convolution of stride 2."""
 
     conv: Conv
 
@@ -69,7 +69,7 @@ class Downsample(eqx.Module):
 
 
 class Upsample(eqx.Module):
-    """A larger image, each pixel of the nearest one, and a convolution."""
+    """Enlarge an image by nearest neighbours, and apply a convolution."""
 
     conv: Conv
 
@@ -77,7 +77,7 @@ class Upsample(eqx.Module):
         self.conv = Conv(channels, channels, 3, key=key)
 
     def __call__(self, x: Float[Array, "b c _ _"], size: tuple[int, int]) -> Float[Array, "b c _ _"]:
-        """The image in this height and width, at most twice of what they are."""
+        """Return the image at this height and width, at most twice the present ones."""
         for dim, num in zip((2, 3), size):
             if num == 2 * x.shape[dim]:
                 x = jnp.repeat(x, 2, axis=dim)

@@ -1,4 +1,4 @@
-"""What the schedulers of diffusion have in common: how much noise a timestep has, and their files."""
+"""The base of diffusion schedulers: the noise at each timestep, and their files."""
 
 import abc
 import dataclasses
@@ -16,7 +16,7 @@ from redco_eqx.models._blocks.config import Json
 S = TypeVar("S", bound="Scheduler")
 
 Column: TypeAlias = Array | np.ndarray
-"""A number for each row of `steps`, or that of one of them."""
+"""A number for each row of `steps`, or the number of a single row."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 SPACINGS = ("leading", "linspace", "trailing")
@@ -24,7 +24,7 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 class Trajectory(NamedTuple):
-    """What goes from step to step: `sample`, and what else a scheduler remembers."""
+    """The values passed from step to step: `sample`, and other values that a scheduler remembers."""
 
     sample: Float[Array, "b *dims"]
     memory: PyTree = ()
@@ -32,10 +32,10 @@ class Trajectory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler(abc.ABC):
-    """How noise is added to what a model is trained on, and taken away step by step.
+    """A scheduler, which adds noise to training samples, and removes noise step by step.
 
-    Field names are those of diffusers' `scheduler_config.json`. A scheduler holds no array and changes nothing:
-    it is a static argument of a compiled function, and all of a trajectory is one `lax.scan`:
+    Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and changes
+    nothing: it is a static argument of a compiled function, and a whole trajectory is one `lax.scan`:
 
     ```python
     def take(trajectory, step):
@@ -46,17 +46,17 @@ class Scheduler(abc.ABC):
 
     With `a` the product of `1 - beta` up to a timestep, a noisy sample is `sqrt(a) clean + sqrt(1 - a) noise`.
 
-    - `num_train_timesteps`: how many degrees of noise there are, from 0 on.
-    - `beta_schedule`: of the variances: `linear` or `scaled_linear` (linear in the root) from `beta_start` to
-        `beta_end`, or `squaredcos_cap_v2` (Nichol and Dhariwal 2021).
-    - `prediction_type`: what the model gives: the noise (`epsilon`); `v_prediction`, see `target`; or the
-        clean `sample`.
-    - `timestep_spacing`, `steps_offset`: which timesteps a trajectory goes through (Lin et al. 2024, table 2).
+    - `num_train_timesteps`: the number of noise levels, from 0 on.
+    - `beta_schedule`: the schedule of the variances: `linear` or `scaled_linear` (linear in the root) from
+        `beta_start` to `beta_end`, or `squaredcos_cap_v2` (Nichol and Dhariwal 2021).
+    - `prediction_type`: the model's output: the noise (`epsilon`); `v_prediction`, see `target`; or the clean
+        `sample`.
+    - `timestep_spacing`, `steps_offset`: the choice of a trajectory's timesteps (Lin et al. 2024, table 2).
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
     """
 
     only: ClassVar[Mapping[str, Json]] = {"trained_betas": None}
-    """The one value that is supported, of entries of which another one would change the numbers."""
+    """Entries with one supported value each; any other value would change the numbers."""
     predictions: ClassVar[tuple[str, ...]] = PREDICTIONS
 
     num_train_timesteps: int = 1000
@@ -87,12 +87,12 @@ class Scheduler(abc.ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether a step adds noise."""
+        """True if a step adds noise."""
         return False
 
     @property
     def betas(self) -> Float[np.ndarray, " t"]:
-        """The variance of what each timestep adds. In float32, as everyone computes them."""
+        """Return the variance of the noise that each timestep adds. It is in float32, as in other libraries."""
         num = self.num_train_timesteps
         if self.beta_schedule == "squaredcos_cap_v2":
             alphas = np.cos((np.arange(num + 1) / num + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -105,13 +105,13 @@ class Scheduler(abc.ABC):
 
     @property
     def alphas_cumprod(self) -> Float[np.ndarray, " t"]:
-        """The share of the clean sample in the variance at each timestep."""
+        """Return the share of the clean sample in the variance at each timestep."""
         return np.cumprod(1 - self.betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, num_steps: int) -> Int[np.ndarray, " steps"]:
-        """The timesteps of so many steps, falling.
+        """Return the timesteps of `num_steps` steps, in falling order.
 
-        Raises `ValueError` for more steps than timesteps, or where `steps_offset` leads out of the table.
+        Raises `ValueError` for more steps than timesteps, or if `steps_offset` leads out of the table.
         """
         num = self.num_train_timesteps
         if not 1 <= num_steps <= num:
@@ -139,10 +139,12 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def steps(self, num_steps: int) -> PyTree:
-        """What a trajectory of so many steps needs: a row for each call of the model, its `timestep` in it."""
+        """Return the inputs of a trajectory of `num_steps` steps: a row for each call of the model, with its
+        `timestep`.
+        """
 
     def start(self, noise: Float[Array, "b *dims"]) -> Trajectory:
-        """Where a trajectory begins; `noise` is normal."""
+        """Return the start of a trajectory; `noise` is normal."""
         return Trajectory(noise)
 
     @abc.abstractmethod
@@ -153,25 +155,25 @@ class Scheduler(abc.ABC):
         trajectory: Trajectory,
         noise: Float[Array, "b *dims"] | None = None,
     ) -> Trajectory:
-        """The trajectory after a row of `steps`.
+        """Return the trajectory after a row of `steps`.
 
         **Arguments:**
 
-        - `output`: of the model, for `trajectory.sample` and `step.timestep`.
-        - `noise`: normal, where the scheduler `is_random`.
+        - `output`: the model's output for `trajectory.sample` and `step.timestep`.
+        - `noise`: normal, if the scheduler `is_random`.
         """
 
     def add_noise(
         self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
     ) -> Float[Array, "b *dims"]:
-        """The samples as they are at their timesteps."""
+        """Return the noisy samples at their timesteps."""
         alpha, sigma = self._scales(clean, timesteps)
         return (alpha * clean + sigma * noise).astype(clean.dtype)
 
     def target(
         self, clean: Float[Array, "b *dims"], noise: Float[Array, "b *dims"], timesteps: Int[Array, " b"]
     ) -> Float[Array, "b *dims"]:
-        """What the model must give for `add_noise` of the same, by `prediction_type`.
+        """Return the target of the model for `add_noise` of the same arguments, by `prediction_type`.
 
         `v_prediction` is `sqrt(a) noise - sqrt(1 - a) clean` (Salimans and Ho 2022, section 4).
         """
@@ -183,17 +185,17 @@ class Scheduler(abc.ABC):
         return (alpha * noise - sigma * clean).astype(clean.dtype)
 
     def _scales(self, like: Array, timesteps: Int[Array, " b"]) -> tuple[Array, Array]:
-        """The factors of the clean sample and of the noise, for each of the batch."""
+        """Return the factors of the clean sample and of the noise, for each row of the batch."""
         dims = (-1,) + (1,) * (like.ndim - 1)
         share = jnp.asarray(self.alphas_cumprod)[timesteps].reshape(dims)
         return jnp.sqrt(share), jnp.sqrt(1 - share)
 
     @classmethod
     def from_json(cls: type[S], raw: Mapping[str, Json]) -> S:
-        """The scheduler in a parsed `scheduler_config.json`.
+        """Read the scheduler from a parsed `scheduler_config.json`.
 
-        Entries that are none of this scheduler's are kept, and count for nothing, as in diffusers. Raises
-        `ValueError` naming an entry whose value is not supported.
+        Entries of other schedulers are kept without effect, as in diffusers. Raises `ValueError`, naming the
+        entry, if its value is not supported.
         """
         for name, value in cls.only.items():
             if raw.get(name, value) != value:
@@ -207,13 +209,13 @@ class Scheduler(abc.ABC):
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `scheduler_config.json`."""
+        """Return the entries of `scheduler_config.json`."""
         own = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in self.outside()}
         return {**json.loads(self.rest), **own, "_class_name": type(self).__name__}
 
     @classmethod
     def outside(cls) -> tuple[str, ...]:
-        """Fields that are no entries of the file."""
+        """Return the fields that are not entries of the file."""
         return ("rest",)
 
 

@@ -1,4 +1,4 @@
-"""The time of a diffusion as features that the blocks read."""
+"""The diffusion time as features that the blocks read."""
 
 import math
 
@@ -15,15 +15,16 @@ from redco_eqx.models._diffusion.layers import make_linear
 def sinusoids(
     timesteps: Int[Array, " b"], size: int, *, flip_sin_to_cos: bool, freq_shift: int
 ) -> Float[Array, "b {size}"]:
-    """Sines and cosines of each time at `size // 2` frequencies, from 1 down to about 1 / 10,000, in float32.
+    """Compute sines and cosines of each time at `size // 2` frequencies, from 1 down to about 1 / 10,000, in
+    float32.
 
-    As in denoising diffusion (Ho et al. 2020, appendix B), whose frequencies end at just 1 / 10,000: that is a
+    The frequencies of denoising diffusion (Ho et al. 2020, appendix B) end at exactly 1 / 10,000: that is a
     `freq_shift` of 1.
 
     **Arguments:**
 
     - `flip_sin_to_cos`: whether the cosines come first.
-    - `freq_shift`: what is taken off the number of frequencies where their exponents are spaced.
+    - `freq_shift`: the number subtracted from the number of frequencies in the spacing of their exponents.
     """
     num = size // 2
     frequencies = jnp.exp(-math.log(10_000) / (num - freq_shift) * jnp.arange(num, dtype=jnp.float32))

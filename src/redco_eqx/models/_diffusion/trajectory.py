@@ -1,4 +1,4 @@
-"""The whole way from noise to a sample."""
+"""The whole trajectory from noise to a sample."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
 
 Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]
-"""What a model gives for samples that are all at one timestep."""
+"""A function that returns the model's output for samples that are all at one timestep."""
 
 
 def denoise(
@@ -21,17 +21,17 @@ def denoise(
     num_steps: int,
     key: Key | None = None,
 ) -> Float[Array, "b *dims"]:
-    """The samples that noise becomes, step by step, in one `lax.scan`.
+    """Turn noise into samples, step by step, in one `lax.scan`.
 
     **Arguments:**
 
-    - `scheduler`: how the steps are taken.
-    - `predict`: the model. PNDM calls it once more than there are steps, or nine times, with Runge-Kutta.
-    - `noise`: normal, in the dtype in which the steps are taken.
-    - `num_steps`: how many steps.
-    - `key`: for the noise that a step adds, where the scheduler `is_random`.
+    - `scheduler`: the scheduler that takes the steps.
+    - `predict`: the model. PNDM calls it once more than the number of steps, or nine more with Runge-Kutta.
+    - `noise`: normal, in the dtype for the steps.
+    - `num_steps`: the number of steps.
+    - `key`: for the noise that a step adds, if the scheduler `is_random`.
 
-    Raises `ValueError` without a key where one is needed, or for a number of steps that the scheduler refuses.
+    Raises `ValueError` if a needed key is missing, or for a number of steps that the scheduler refuses.
     """
     if scheduler.is_random and key is None:
         raise ValueError(f"denoise: {type(scheduler).__name__} draws noise in each step, and needs a key.")

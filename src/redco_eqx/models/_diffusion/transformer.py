@@ -1,4 +1,4 @@
-"""The transformer of a UNet: pixels that read each other and a text."""
+"""The transformer of a UNet: pixels attend to each other and to a text."""
 
 import equinox as eqx
 import jax
@@ -13,7 +13,9 @@ from redco_eqx.models._diffusion.layers import Conv, GroupNorm, make_linear
 
 
 class GEGLU(eqx.Module):
-    """A gated layer (Shazeer 2020). Files hold both matrices as one; apart, each is split evenly."""
+    """A gated layer (Shazeer 2020). Files store both matrices as one; here they are separate, so that each is
+    split evenly.
+    """
 
     value: Linear
     gate: Linear
@@ -29,7 +31,9 @@ class GEGLU(eqx.Module):
 
 
 class FeedForward(eqx.Module):
-    """A GEGLU four times as wide, and back. Files number the two, with a dropout between that is never used."""
+    """A GEGLU four times as wide, and a projection back. Files number the two with an unused dropout between
+    them.
+    """
 
     net: tuple[GEGLU, None, Linear]
 

@@ -21,15 +21,15 @@ from redco_eqx.models._diffusion.model import ImageModel, check_image
 from redco_eqx.models._diffusion.resnet import ResnetBlock
 
 EPS = 1e-6
-"""Of all norms; not in the configuration."""
+"""The number of groups of all norms; not in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoencoderKLConfig(StagesConfig):
-    """By default an autoencoder of one stage, as in diffusers; Stable Diffusion's has four.
+    """The configuration of an autoencoder, by default of one stage, as in diffusers; Stable Diffusion's has
+    four.
 
-    - `scaling_factor`: what latents are multiplied by before they are diffused. Neither `encode` nor `decode`
-        does it.
+    - `scaling_factor`: the factor on latents before diffusion. Neither `encode` nor `decode` applies it.
     """
 
     model_type: ClassVar[str] = "AutoencoderKL"
@@ -58,12 +58,12 @@ class AutoencoderKLConfig(StagesConfig):
 
     @property
     def downscale(self) -> int:
-        """How many pixels of an image are one of its latents, in height and in width."""
+        """Number of pixels of an image for one latent, in height and in width."""
         return 2 ** (self.num_layers - 1)
 
 
 class Encoder(eqx.Module):
-    """Images to the mean and logarithm of the variance of their latents, side by side."""
+    """Map images to the mean and logarithm of the variance of their latents, side by side."""
 
     conv_in: Conv
     down_blocks: list[DownBlock]
@@ -98,7 +98,7 @@ class Encoder(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """Latents to images."""
+    """Map latents to images."""
 
     conv_in: Conv
     mid_block: MidBlock
@@ -133,7 +133,7 @@ class Decoder(eqx.Module):
 
 
 class AutoencoderKL(ImageModel):
-    """A variational autoencoder. Nothing in it is random: the caller draws from what `encode` gives."""
+    """A variational autoencoder. It has no randomness: the caller draws from the output of `encode`."""
 
     encoder: Encoder
     decoder: Decoder
@@ -174,19 +174,20 @@ class AutoencoderKL(ImageModel):
         return (jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),)
 
     def __call__(self, images: Float[Array, "b c h w"]) -> Float[Array, "b _ h w"]:
-        """Images as they come back from the mean of their latents."""
+        """Return images reconstructed from the mean of their latents."""
         return self.decode(self.encode(images)[0])
 
     def encode(
         self, images: Float[Array, "b c h w"]
     ) -> tuple[Float[Array, "b latent _ _"], Float[Array, "b latent _ _"]]:
-        """The mean and the logarithm of the variance of each latent; the latter is cut to -30 and 20.
+        """Return the mean and the logarithm of the variance of each latent; the latter is clipped to -30 and
+        20.
 
         **Arguments:**
 
         - `images`: from -1 to 1.
 
-        **Raises:** `ValueError` for another number of channels, or a height or width that is no multiple of
+        **Raises:** `ValueError` for another number of channels, or a height or width that is not a multiple of
         `config.downscale`.
         """
         check_image("images", images, self.config.in_channels, self.config.downscale)
@@ -196,7 +197,7 @@ class AutoencoderKL(ImageModel):
         return mean, jnp.clip(log_variance, -30, 20)
 
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c _ _"]:
-        """The images of some latents, about from -1 to 1.
+        """Return the images of some latents, about from -1 to 1.
 
         **Raises:** `ValueError` for another number of channels.
         """

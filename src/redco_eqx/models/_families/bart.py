@@ -30,12 +30,12 @@ from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
-"""The first token's row in the tables of positions; the rows before it are left over from fairseq."""
+"""The first token's row in the tables of positions; fairseq left the rows before it over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig(Config):
-    """BART, base and large. Sizes that most families have once are there for encoder and decoder."""
+    """BART, base and large. Sizes that most families have once exist for encoder and decoder."""
 
     model_type: ClassVar[str] = "bart"
     architecture: ClassVar[str] = "BartForConditionalGeneration"
@@ -89,7 +89,7 @@ class BartConfig(Config):
 
 
 class BartLayer(eqx.Module):
-    """Self-attention, cross-attention in the decoder, MLP: each added to the stream, and normalised after."""
+    """Self-attention, cross-attention in the decoder, MLP: each added to the stream, with a norm after it."""
 
     self_attn: MultiHeadAttention
     self_attn_layer_norm: LayerNorm
@@ -123,7 +123,7 @@ class BartLayer(eqx.Module):
         self.activation_function = config.activation_function
 
     def mlp(self, x: Float[Array, "b t size"], context: Context, key: Key | None) -> Float[Array, "b t size"]:
-        """Two projections with an activation between."""
+        """Apply two projections with an activation between."""
         (hidden,) = context.column(x, self.fc1)
         hidden = ACTIVATIONS[self.activation_function](hidden)
         return context.row(dropout(self.activation_dropout, hidden, key), self.fc2)
@@ -166,7 +166,7 @@ class BartStack(eqx.Module):
     def embed(
         self, table: Embedding, input_ids: Int[Array, "b t"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        """What enters the first layer."""
+        """Return the input of the first layer."""
         x = context.embed(table, input_ids) * self.scale
         x = x + self.embed_positions(context.positions + POSITION_OFFSET)
         return dropout(self.dropout, self.layernorm_embedding(x), key)
@@ -187,7 +187,7 @@ class BartModel(eqx.Module):
 
 
 class BartForConditionalGeneration(EncoderDecoder):
-    """BART with its head. `final_logits_bias` is added to the logits, and is not trained."""
+    """BART with its head. `final_logits_bias` is added to the logits and is not trained."""
 
     model: BartModel
     final_logits_bias: Float[Array | np.ndarray, "1 vocab"]
@@ -212,7 +212,7 @@ class BartForConditionalGeneration(EncoderDecoder):
 
     @property
     def head(self) -> TiedHead:
-        """The layer that gives the logits."""
+        """The layer that computes the logits."""
         table, bias = self.model.shared.weight, jax.lax.stop_gradient(self.final_logits_bias)
         return TiedHead(table, jnp.asarray(bias, table.dtype)[0])
 

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019): bare, with a head over the vocabulary, and with one over labels."""
+"""BERT (Devlin et al. 2019): without a head, with a head over the vocabulary, and with a head over labels."""
 
 import dataclasses
 import functools
@@ -72,16 +72,16 @@ class BertConfig(Config):
 
     @property
     def head_dropout(self) -> float:
-        """The rate before a classifier."""
+        """The dropout rate before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
 
 POSITIONS = r"\bposition_ids$"
-"""The key of a buffer that old files have."""
+"""The key of a buffer in old files."""
 
 
 class BertOutput(eqx.Module):
-    """How attention and MLP end: projected, added to the stream, and normalised after."""
+    """The end of attention and MLP: a projection, added to the stream, and a norm after it."""
 
     dense: Linear
     LayerNorm: layers.LayerNorm
@@ -99,7 +99,7 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """Attention, and how it ends."""
+    """Attention, and its end."""
 
     self: SelfAttention
     output: BertOutput
@@ -140,7 +140,7 @@ class BertLayer(eqx.Module):
 
 
 class BertEmbeddings(eqx.Module):
-    """Token, position and segment."""
+    """Embeddings of token, position and segment."""
 
     word_embeddings: Embedding
     position_embeddings: Embedding
@@ -168,7 +168,7 @@ class BertEmbeddings(eqx.Module):
 
 
 class BertModel(Model):
-    """BERT or RoBERTa without a head, by its configuration. `pooler` reads the first token."""
+    """BERT or RoBERTa, by its configuration, without a head. `pooler` reads the first token."""
 
     embeddings: BertEmbeddings
     encoder: EncoderLayers
@@ -205,7 +205,7 @@ class BertModel(Model):
         positions: Int[Array, "b t"] | None = None,
         key: Key | None = None,
     ) -> Float[Array, "b t size"]:
-        """What leaves the last layer.
+        """Return the output of the last layer.
 
         **Arguments:**
 
@@ -213,8 +213,8 @@ class BertModel(Model):
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side.
         - `token_type_ids`: the segment of each token; by default 0.
         - `positions`: by default counted from 0 at the first token that is not padding.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
-            mode (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
+            (`eqx.nn.inference_mode`).
         """
         types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         return encode_tokens(
@@ -224,18 +224,18 @@ class BertModel(Model):
         )  # fmt: skip
 
     def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
-        """`hidden_states`, with its arguments."""
+        """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(input_ids, **options)
 
     def pool(self, hidden: Float[Array, "b t size"]) -> Float[Array, "b size"]:
-        """What stands for the whole text."""
+        """Return a vector for the whole text."""
         if self.pooler is None:
             raise ValueError("pool: this model has no pooler, because its head does without one.")
         return jnp.tanh(self.pooler.dense(hidden[:, 0]))
 
 
 class BertTransform(eqx.Module):
-    """What comes before the head over the vocabulary."""
+    """The layers before the head over the vocabulary."""
 
     dense: Linear
     LayerNorm: layers.LayerNorm
@@ -247,7 +247,7 @@ class BertTransform(eqx.Module):
 
 
 class BertPredictions(eqx.Module):
-    """The head over the vocabulary: the embedding table, with a bias of its own."""
+    """The head over the vocabulary: the embedding table, with its own bias."""
 
     transform: BertTransform
     bias: Float[Array, " vocab"]
@@ -258,13 +258,13 @@ class BertPredictions(eqx.Module):
 
 
 class BertHeads(eqx.Module):
-    """The head over the vocabulary, under the name that it has in files."""
+    """The head over the vocabulary, under its name in files."""
 
     predictions: BertPredictions
 
 
 class BertForMaskedLM(Model):
-    """BERT that says which token stands where one is masked."""
+    """BERT that predicts masked tokens."""
 
     bert: BertModel
     cls: BertHeads
@@ -286,22 +286,22 @@ class BertForMaskedLM(Model):
 
     @property
     def head(self) -> TiedHead:
-        """The layer that gives the logits, as `cross_entropy` takes it."""
+        """The layer that computes the logits, in the form that `cross_entropy` takes."""
         return TiedHead(self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias)
 
     def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
-        """What the head reads. Arguments as for `BertModel.hidden_states`."""
+        """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         transform = self.cls.predictions.transform
         hidden = transform.dense(self.bert.hidden_states(input_ids, **options))
         return transform.LayerNorm(ACTIVATIONS[self.config.hidden_act](hidden))
 
     def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t vocab"]:
-        """Logits of each token. Arguments as for `BertModel.hidden_states`."""
+        """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
         return self.head(self.hidden_states(input_ids, **options))
 
 
 class BertForSequenceClassification(Model):
-    """BERT with an output for each label, or one for a regression."""
+    """BERT with an output for each label, or one output for a regression."""
 
     bert: BertModel
     classifier: Linear
@@ -325,7 +325,7 @@ class BertForSequenceClassification(Model):
     def __call__(
         self, input_ids: Int[Array, "b t"], *, key: Key | None = None, **options: Any
     ) -> Float[Array, "b labels"]:
-        """Logits of each label, or the number that a regression gives. Arguments as for
+        """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
         body_key, head_key = split_key(key, 2)

@@ -1,4 +1,4 @@
-"""CLIP's text encoder (Radford et al. 2021), and OpenCLIP's, as Stable Diffusion reads texts."""
+"""CLIP's text encoder (Radford et al. 2021), and OpenCLIP's: the text encoders of Stable Diffusion."""
 
 import dataclasses
 from typing import ClassVar, Unpack
@@ -16,12 +16,12 @@ from redco_eqx.models._blocks.model import Model, Options, make_layers, run_laye
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 UNSET_EOS = 2
-"""What configurations before 2023 say of the end token, though the tokenizer's is another one."""
+"""The end token in configurations before 2023, although the tokenizer has another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPTextConfig(Config):
-    """The text half of CLIP; that of Stable Diffusion 2 has OpenCLIP's 23 layers and exact `gelu`."""
+    """The text half of CLIP; Stable Diffusion 2 has OpenCLIP's, with 23 layers and exact `gelu`."""
 
     model_type: ClassVar[str] = "clip_text_model"
     architecture: ClassVar[str] = "CLIPTextModel"
@@ -50,7 +50,7 @@ class CLIPTextConfig(Config):
 
 
 class CLIPTextEmbeddings(eqx.Module):
-    """Tokens, and positions, which are counted from 0 whatever is padding."""
+    """Embeddings of tokens, and of positions, which are counted from 0 whatever is padding."""
 
     token_embedding: Embedding
     position_embedding: Embedding
@@ -66,7 +66,7 @@ class CLIPTextEmbeddings(eqx.Module):
 
 
 class CLIPMLP(eqx.Module):
-    """Two projections, which have an activation between them."""
+    """Two projections with an activation between them."""
 
     fc1: Linear
     fc2: Linear
@@ -106,13 +106,13 @@ class CLIPEncoderLayer(eqx.Module):
 
 
 class CLIPEncoder(eqx.Module):
-    """The layers, under the name that they have in files."""
+    """The layers, under their name in files."""
 
     layers: PyTree
 
 
 class CLIPTextTransformer(eqx.Module):
-    """All of the text encoder, under the name that it has in files."""
+    """The whole text encoder, under its name in files."""
 
     embeddings: CLIPTextEmbeddings
     encoder: CLIPEncoder
@@ -120,7 +120,7 @@ class CLIPTextTransformer(eqx.Module):
 
 
 class CLIPTextModel(Model):
-    """CLIP's text encoder: called, it gives the hidden states; `pool` reads the one of the end token."""
+    """CLIP's text encoder: a call returns the hidden states, and `pool` reads that of the end token."""
 
     text_model: CLIPTextTransformer
     config: CLIPTextConfig = eqx.field(static=True)
@@ -144,14 +144,14 @@ class CLIPTextModel(Model):
     def __call__(
         self, input_ids: Int[Array, "b t"], *, attention_mask: Array | None = None, key: Key | None = None
     ) -> Float[Array, "b t size"]:
-        """What leaves the last layer, normalised. A token sees those up to its own.
+        """Return the output of the last layer, normalised. A token sees only the tokens up to itself.
 
         **Arguments:**
 
-        - `input_ids`: tokens. Stable Diffusion was trained on texts of 77, filled up, without a mask.
+        - `input_ids`: tokens. Stable Diffusion was trained on texts padded to 77 tokens, without a mask.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
-            mode (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
+            (`eqx.nn.inference_mode`).
         """
         check_tokens(input_ids, attention_mask, self.config.max_position_embeddings)
         positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
@@ -164,9 +164,9 @@ class CLIPTextModel(Model):
         return self.text_model.final_layer_norm(x)
 
     def pool(self, hidden: Float[Array, "b t size"], input_ids: Int[Array, "b t"]) -> Float[Array, "b size"]:
-        """What stands for the whole text: the hidden state of its first end token.
+        """Return a vector for the whole text: the hidden state of its first end token.
 
-        Where `eos_token_id` is 2, as in files before 2023, that is the token of the highest number.
+        If `eos_token_id` is 2, as in files before 2023, that is the token with the highest id.
         """
         end = self.config.eos_token_id
         if not isinstance(end, int):

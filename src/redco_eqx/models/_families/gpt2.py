@@ -20,7 +20,7 @@ from redco_eqx.models._blocks.model import Options, make_layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(Config):
-    """GPT-2, small to XL. `n_embd` features, of which `n_inner` (4 times as many) inside the MLP.
+    """GPT-2, small to XL. It has `n_embd` features, and `n_inner` (4 times as many) inside the MLP.
 
     - `add_cross_attention`: whether it is the decoder of a `VisionEncoderDecoderModel`.
     """
@@ -68,8 +68,8 @@ class GPT2Config(Config):
 class Conv1D(eqx.Module):
     """A Linear whose weight is stored `(in, out)`.
 
-    Where `out_features` is `(parts, size)`, several projections share the matrix but are kept apart, so that
-    each can be split over the `tensor` axis by itself; in a file the two dims are one.
+    If `out_features` is `(parts, size)`, several projections share the matrix but stay separate, so that each
+    can be split over the `tensor` axis by itself; in a file the two dims are one.
     """
 
     weight: Float[Array, "in *out"]
@@ -121,7 +121,7 @@ class GPT2Attention(eqx.Module):
 
 
 class GPT2CrossAttention(eqx.Module):
-    """Multi-head attention over what an encoder made; key and value come from one matrix."""
+    """Multi-head attention over an encoder's output; key and value come from one matrix."""
 
     q_attn: Conv1D
     c_attn: Conv1D
@@ -179,7 +179,9 @@ class GPT2MLP(eqx.Module):
 
 
 class GPT2Block(eqx.Module):
-    """Attention, cross-attention if there is an encoder, MLP: each normalised before, added to the stream."""
+    """Attention, cross-attention if there is an encoder, and MLP, each normalised before and added to the
+    stream.
+    """
 
     ln_1: LayerNorm
     attn: GPT2Attention

@@ -20,7 +20,7 @@ from redco_eqx.models._blocks.rope import Rope, rotate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTJConfig(Config):
-    """GPT-J. Of each head the first `rotary_dim` features turn with the position."""
+    """GPT-J. The first `rotary_dim` features of each head turn with the position."""
 
     model_type: ClassVar[str] = "gptj"
     architecture: ClassVar[str] = "GPTJForCausalLM"
@@ -60,7 +60,7 @@ class GPTJConfig(Config):
 
 
 class GPTJAttention(eqx.Module):
-    """Multi-head attention with rotary positions, of neighbouring features, in a part of each head."""
+    """Multi-head attention with rotary positions, in pairs of neighbouring features, in a part of each head."""
 
     q_proj: Linear
     k_proj: Linear
@@ -82,7 +82,7 @@ class GPTJAttention(eqx.Module):
     def heads(
         self, q: Array, k: Array, v: Array, context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
-        """What `out_proj` reads, from what `q_proj`, `k_proj` and `v_proj` give."""
+        """Return the input of `out_proj`, from the outputs of `q_proj`, `k_proj` and `v_proj`."""
         q, k, v = (split_heads(x, self.config.head_size) for x in (q, k, v))
         frequencies = Rope().frequencies(self.config.rotary_dim)
         q, k = (rotate(x, context.positions, frequencies, interleaved=True) for x in (q, k))
@@ -104,14 +104,14 @@ class GPTJMLP(eqx.Module):
         self.activation_function = config.activation_function
 
     def activate(self, x: Float[Array, "b t inner"]) -> Float[Array, "b t inner"]:
-        """What `fc_out` reads, from what `fc_in` gives."""
+        """Return the input of `fc_out`, from the output of `fc_in`."""
         return ACTIVATIONS[self.activation_function](x)
 
 
 class GPTJBlock(eqx.Module):
-    """Attention and MLP side by side: both read the same normalised stream, both are added to it.
+    """Attention and MLP in parallel: both read the same normalised stream, and both are added to it.
 
-    So their four projections of it share one reduction backward, and the two that close them one forward.
+    So the four projections that read it share one reduction backward, and the two that close them one forward.
     """
 
     ln_1: LayerNorm
@@ -135,7 +135,7 @@ class GPTJBlock(eqx.Module):
         q, k, v, hidden = context.column(self.ln_1(x), *projections, unit=unit)
         heads, cache = attn.heads(q, k, v, context, cache, heads_key)
         hidden = mlp.activate(hidden)
-        if drops(self.resid_dropout, key):  # each by itself, so each is summed by itself
+        if drops(self.resid_dropout, key):  # each has its own dropout, so each is summed by itself
             attended = context.row(heads, attn.out_proj, unit=unit)
             computed = context.row(hidden, mlp.fc_out, unit=unit)
             attended = dropout(self.resid_dropout, attended, attn_key)

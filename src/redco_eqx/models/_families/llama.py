@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023), and what is a LLaMA with a difference: Mistral, Qwen2, Qwen3."""
+"""LLaMA (Touvron et al. 2023), and variants of it: Mistral, Qwen2, Qwen3."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -45,10 +45,10 @@ class LlamaConfig(Config):
     eos_token_id: int | tuple[int, ...] | None = 2
     rope: Rope = dataclasses.field(default_factory=Rope)
 
-    # What the variants change; not entries of the file.
+    # The differences between variants; not entries of the file.
     qkv_bias: ClassVar[bool | None] = None
     qk_norm: ClassVar[Literal["head", "all"] | None] = None
-    """Over what queries and keys are normalised: the features of each head, or those of all of them."""
+    """The features over which queries and keys are normalised: those of each head, or those of all heads."""
 
     def __post_init__(self) -> None:
         check_activation(self, "hidden_act")
@@ -62,7 +62,7 @@ class LlamaConfig(Config):
         return self.num_key_value_heads or self.num_attention_heads
 
     def positions(self, context: Context) -> Int[Array, "b t"]:
-        """By what queries and keys of the layer at work are turned."""
+        """Return the positions that turn queries and keys of the current layer."""
         return context.positions
 
     @property
@@ -70,8 +70,8 @@ class LlamaConfig(Config):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `config.json`, readable by transformers 4 and 5."""
-        # Some of these families do not open there with null for them, or have no `head_dim`.
+        """Return the entries of `config.json`, readable by transformers 4 and 5."""
+        # Some of these families do not open in transformers with null for these entries, or have no `head_dim`.
         entries = {**super().to_json(), "num_key_value_heads": self.kv_heads}
         if self.head_dim is None:
             del entries["head_dim"]
@@ -97,7 +97,7 @@ class MistralConfig(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig):
-    """Qwen2: biases in query, key and value alone."""
+    """Qwen2: biases only in query, key and value."""
 
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"

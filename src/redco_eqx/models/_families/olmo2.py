@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo team 2024): a LLaMA that is normalised after attention and MLP, and in all queries and keys."""
+"""OLMo 2 (OLMo team 2024): a LLaMA with norms after attention and MLP, and over all queries and keys."""
 
 import dataclasses
 from typing import ClassVar, Literal, Unpack
@@ -30,7 +30,7 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo2DecoderLayer(eqx.Module):
-    """Attention, then MLP, each normalised afterwards and added to the stream."""
+    """Attention, then MLP, each with a norm after it and added to the stream."""
 
     self_attn: LlamaAttention
     mlp: LlamaMLP

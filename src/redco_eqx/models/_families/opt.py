@@ -17,15 +17,15 @@ from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
-"""The first token's row in the table of positions; the rows before it are left over from fairseq."""
+"""The first token's row in the table of positions; fairseq left the rows before it over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPTConfig(Config):
     """OPT, 125M to 175B.
 
-    Normalised before attention and MLP, and at the end. Only the 350M differs (`do_layer_norm_before` is
-    false): normalised after them, not at the end, and its embeddings are narrower (`word_embed_proj_dim`).
+    Norms are before attention and MLP, and at the end. Only the 350M differs (`do_layer_norm_before` is false):
+    its norms are after them, not at the end, and its embeddings are narrower (`word_embed_proj_dim`).
     """
 
     model_type: ClassVar[str] = "opt"
@@ -65,7 +65,7 @@ class OPTConfig(Config):
 
 
 class OPTDecoderLayer(eqx.Module):
-    """Attention, then MLP, each added to the stream and normalised before (or, in the 350M, after)."""
+    """Attention, then MLP, each added to the stream, with a norm before it (or, in the 350M, after)."""
 
     self_attn: MultiHeadAttention
     self_attn_layer_norm: LayerNorm
@@ -90,7 +90,7 @@ class OPTDecoderLayer(eqx.Module):
         self.config = config
 
     def mlp(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
-        """Two projections with an activation between."""
+        """Apply two projections with an activation between."""
         (hidden,) = context.column(x, self.fc1)
         return context.row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
 
@@ -135,7 +135,7 @@ class OPTDecoder(eqx.Module):
 
 
 class OPTModel(eqx.Module):
-    """The decoder, under the name that it has in files."""
+    """The decoder, under its name in files."""
 
     decoder: OPTDecoder
 

@@ -1,4 +1,4 @@
-"""Phi-3 of 4k tokens (Abdin et al. 2024): a LLaMA whose files hold query, key and value as one."""
+"""Phi-3 of 4k tokens (Abdin et al. 2024): a LLaMA whose files store query, key and value as one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
-    """Phi-3 and what is built like it; not those of 128k tokens, whose `longrope` is not supported."""
+    """Phi-3 and models of the same build; not those of 128k tokens, whose `longrope` is not supported."""
 
     model_type: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
@@ -33,7 +33,7 @@ class Phi3Config(LlamaConfig):
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """A Phi-3. Its projections are apart, so that each is split by whole heads."""
+    """A Phi-3. Its projections are separate, so that each is split by whole heads."""
 
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -1,4 +1,4 @@
-"""Which classes a `model_type` stands for, or the `_class_name` of a part of a pipeline."""
+"""The classes for a `model_type`, or for the `_class_name` of a part of a pipeline."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -65,10 +65,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (SmolLM3Config, LlamaForCausalLM),
     )
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 INSIDE = {"clip": ("text_config", CLIPTextConfig.model_type)}
-"""Of the `model_type` of a larger model: which entry describes the half that is here, and its `model_type`."""
+"""For the `model_type` of a larger model: the entry that describes the supported half, and the half's
+`model_type`.
+"""
 
 PARTS: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
@@ -77,7 +79,7 @@ PARTS: dict[str, tuple[Any, Any]] = {
         (UNet2DConditionConfig, UNet2DConditionModel),
     )
 }
-"""By `_class_name`, of a pipeline of diffusers."""
+"""Families by `_class_name`, in a pipeline of diffusers."""
 
 HEADS: dict[str | None, Any] = {
     model.architecture: model
@@ -89,7 +91,7 @@ HEADS: dict[str | None, Any] = {
         ViTForImageClassification,
     )
 }
-"""By the name in `architectures`, where a `model_type` has several."""
+"""Models by the name in `architectures`, for a `model_type` that has several."""
 
 
 _EXPERTS = "routers and experts, which the blocks do not have"
@@ -102,14 +104,14 @@ LACKING: dict[str, str] = {
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
 }
-"""What keeps well-known families out, by `model_type`: what they need that the blocks do not do."""
+"""The reason why a well-known family is not supported, by `model_type`: a need that the blocks do not meet."""
 
 
 def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[Any, Any]:
-    """The configuration in a parsed `config.json`, and the class of the model that it describes.
+    """Read the configuration from a parsed `config.json`, and return it with the class of the model.
 
-    `family` is another pair of classes than those of this library. Raises `ValueError` for a `model_type` that
-    is not known, or an entry that is not supported.
+    `family` is another pair of classes than those of this library. Raises `ValueError` for an unknown
+    `model_type`, or an entry that is not supported.
     """
     whole = raw.get("model_type")
     if family is None and isinstance(whole, str) and whole in INSIDE:

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019): a BERT whose positions are counted from its padding token; heads of its own."""
+"""RoBERTa (Liu et al. 2019): a BERT with other heads, whose positions are counted from its padding token."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class RobertaConfig(BertConfig):
 
 
 class RobertaLMHead(eqx.Module):
-    """The head over the vocabulary: the embedding table, with a bias of its own."""
+    """The head over the vocabulary: the embedding table, with its own bias."""
 
     dense: Linear
     layer_norm: LayerNorm
@@ -53,7 +53,7 @@ class RobertaLMHead(eqx.Module):
 
 
 class RobertaForMaskedLM(Model):
-    """RoBERTa that says which token stands where one is masked."""
+    """RoBERTa that predicts masked tokens."""
 
     roberta: BertModel
     lm_head: RobertaLMHead
@@ -75,21 +75,21 @@ class RobertaForMaskedLM(Model):
 
     @property
     def head(self) -> TiedHead:
-        """The layer that gives the logits, as `cross_entropy` takes it."""
+        """The layer that computes the logits, in the form that `cross_entropy` takes."""
         return TiedHead(self.roberta.embeddings.word_embeddings.weight, self.lm_head.bias)
 
     def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
-        """What the head reads. Arguments as for `BertModel.hidden_states`."""
+        """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         hidden = self.lm_head.dense(self.roberta.hidden_states(input_ids, **options))
         return self.lm_head.layer_norm(ACTIVATIONS["gelu"](hidden))
 
     def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t vocab"]:
-        """Logits of each token. Arguments as for `BertModel.hidden_states`."""
+        """Compute logits of each token. Arguments as for `BertModel.hidden_states`."""
         return self.head(self.hidden_states(input_ids, **options))
 
 
 class RobertaClassifier(eqx.Module):
-    """What reads the first token of a text."""
+    """A classifier that reads the first token of a text."""
 
     dense: Linear
     out_proj: Linear
@@ -109,7 +109,7 @@ class RobertaClassifier(eqx.Module):
 
 
 class RobertaForSequenceClassification(Model):
-    """RoBERTa with an output for each label, or one for a regression."""
+    """RoBERTa with an output for each label, or one output for a regression."""
 
     roberta: BertModel
     classifier: RobertaClassifier
@@ -130,7 +130,7 @@ class RobertaForSequenceClassification(Model):
     def __call__(
         self, input_ids: Int[Array, "b t"], *, key: Key | None = None, **options: Any
     ) -> Float[Array, "b labels"]:
-        """Logits of each label, or the number that a regression gives. Arguments as for
+        """Compute logits of each label, or the value of a regression. Arguments as for
         `BertModel.hidden_states`.
         """
         body_key, head_key = split_key(key, 2)

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): a LLaMA of which every fourth layer has no positions (Yang et al. 2025)."""
+"""SmolLM3 (Hugging Face 2025): a LLaMA whose every fourth layer has no positions (Yang et al. 2025)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from redco_eqx.models._families.llama import LlamaConfig
 class SmolLM3Config(LlamaConfig):
     """SmolLM3, 3B.
 
-    - `no_rope_layers`: for each layer 1 if it **has** rotary positions, 0 if not; by default all have them but
-        every `no_rope_layer_interval`-th.
+    - `no_rope_layers`: for each layer 1 if it **has** rotary positions, 0 if not. By default all layers have
+        them except every `no_rope_layer_interval`-th.
     """
 
     model_type: ClassVar[str] = "smollm3"
@@ -49,7 +49,7 @@ class SmolLM3Config(LlamaConfig):
             )
 
     def positions(self, context: Context) -> Int[Array, "b t"]:
-        """By what queries and keys of the layer at work are turned: by nothing where it has no positions."""
+        """Return the positions that turn queries and keys of the current layer: 0 if it has no positions."""
         turns = self.no_rope_layers
         if turns is None:
             turns = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.num_layers)]

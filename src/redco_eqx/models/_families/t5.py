@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020): v1.0, v1.1 and Flan, tied or not."""
+"""T5 (Raffel et al. 2020): v1.0, v1.1 and Flan, with a tied head or a separate one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from redco_eqx.models._blocks.relative_bias import relative_bias
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(Config):
-    """T5. `feed_forward_proj` is an activation, or `gated-` and one, of which `gated-gelu` is `gelu_new`.
+    """T5. `feed_forward_proj` is an activation, or `gated-` and an activation; `gated-gelu` means `gelu_new`.
 
-    - `tie_word_embeddings`: whether the head is the embedding table. Files say so by having a head or not:
-        the entry of `config.json` is not read for it.
-    - `scale_decoder_outputs`: whether the head reads its input divided by `sqrt(d_model)`, as in v1.0. An
-        older `config.json` means that by not having `tie_word_embeddings` false.
+    - `tie_word_embeddings`: whether the head is the embedding table. The presence of a head in the files
+        decides: the entry of `config.json` is not read for it.
+    - `scale_decoder_outputs`: whether the head reads its input divided by `sqrt(d_model)`, as in v1.0. An older
+        `config.json` means true unless its `tie_word_embeddings` is false.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -63,7 +63,7 @@ class T5Config(Config):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True if the MLP has a gate."""
         return self.feed_forward_proj.startswith("gated-")
 
     @property
@@ -83,9 +83,9 @@ class T5Config(Config):
 
 
 class T5Attention(eqx.Module):
-    """Multi-head attention whose scores are not scaled; the context has the bias of relative positions.
+    """Multi-head attention with unscaled scores; the context has the bias of relative positions.
 
-    - `relative_attention_bias`: the table of all layers, in the first one of a list.
+    - `relative_attention_bias`: the table that all layers share, in the first layer of a list.
     """
 
     q: Linear
@@ -111,7 +111,7 @@ class T5Attention(eqx.Module):
     def over_itself(
         self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
     ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
-        """Self-attention."""
+        """Compute self-attention."""
         size = self.config.d_kv
         q, k, v = (split_heads(y, size) for y in context.column(x, self.q, self.k, self.v, unit=size))
         heads, cache = context.attend(q, k, v, cache, scale=1.0, dropout=self.dropout, dropout_key=key)
@@ -120,7 +120,7 @@ class T5Attention(eqx.Module):
     def over_memory(
         self, x: Float[Array, "b t size"], context: Context, key: Key | None
     ) -> Float[Array, "b t size"]:
-        """Cross-attention."""
+        """Compute cross-attention."""
         size = self.config.d_kv
         (q,) = context.column(x, self.q, unit=size)
         heads = context.cross_attend(split_heads(q, size), scale=1.0, dropout=self.dropout, dropout_key=key)
@@ -150,7 +150,7 @@ class T5CrossAttention(eqx.Module):
 
 
 class T5MLP(eqx.Module):
-    """Two projections with an activation between, or three of which one is a gate (Shazeer 2020)."""
+    """Two projections with an activation between, or three with one as a gate (Shazeer 2020)."""
 
     wi: Linear | None
     wi_0: Linear | None
@@ -224,14 +224,15 @@ class T5Block(eqx.Module):
 
 
 def _finite(x: Array) -> Array:
-    """The published weights overflow float16: there the stream is kept within its range."""
+    """Clip the stream in float16 to its range, which the published weights overflow."""
     return jnp.clip(x, -64504, 64504) if x.dtype == jnp.float16 else x
 
 
 class T5Stack(eqx.Module):
     """The layers of the encoder or of the decoder.
 
-    - `relative_attention_bias`: the table of all layers, if they are stacked; a list has it in the first.
+    - `relative_attention_bias`: the table that all layers share, if they are stacked; in a list the first layer
+        has it.
     """
 
     block: PyTree
@@ -255,24 +256,24 @@ class T5Stack(eqx.Module):
 
     @property
     def layers(self) -> PyTree:
-        """The layers, all alike."""
+        """The layers, all with the same structure."""
         if isinstance(self.block, list):
             return [_with_table(self.block[0], None), *self.block[1:]]
         return self.block
 
     @property
     def table(self) -> Embedding:
-        """The bias of relative positions, of all layers."""
+        """The table of relative positions that all layers share."""
         table = self.relative_attention_bias
         return self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table
 
     def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
-        """What comes after the last layer."""
+        """Apply the norm and dropout after the last layer."""
         return dropout(self.dropout, self.final_layer_norm(x), key)
 
 
 def _with_table(block: T5Block, table: Embedding | None) -> T5Block:
-    """A layer with another table of relative positions."""
+    """Return a layer with another table of relative positions."""
     return eqx.tree_at(
         lambda block: block.layer[0].SelfAttention.relative_attention_bias,
         block, table, is_leaf=lambda x: x is None,

@@ -1,4 +1,4 @@
-"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022): the noise in an image, by a text."""
+"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022): predicts the noise in an image from a text."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,10 +27,12 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UNet2DConditionConfig(StagesConfig):
-    """By default that of Stable Diffusion 1, but for `cross_attention_dim`, which is 768 there.
+    """The configuration of a UNet, by default that of Stable Diffusion 1, except that `cross_attention_dim` is
+    768 there.
 
-    - `attention_head_dim`: the **number** of heads, of all stages or of each, whatever it is called.
-    - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: of all stages or of each, too.
+    - `attention_head_dim`: the **number** of heads, despite its name: one for all stages, or one for each.
+    - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: also one for all stages, or one
+        for each.
     """
 
     model_type: ClassVar[str] = "UNet2DConditionModel"
@@ -93,7 +95,9 @@ class UNet2DConditionConfig(StagesConfig):
 
 
 class UNet2DConditionModel(ImageModel):
-    """Stages down to small images, one in the middle, and stages up again, which read those on the way down."""
+    """Stages down to small images, one in the middle, and stages up again, which read the outputs on the way
+    down.
+    """
 
     conv_in: Conv
     time_embedding: TimeEmbedding
@@ -139,7 +143,7 @@ class UNet2DConditionModel(ImageModel):
         num_layers = config.per_stage("layers_per_block")
         self.conv_in = Conv(config.in_channels, channels[0], 3, key=in_key)
         self.time_embedding = TimeEmbedding(channels[0], time_size, key=time_key)
-        self.down_blocks, skipped = [], [channels[0]]  # channels of what the way up reads
+        self.down_blocks, skipped = [], [channels[0]]  # channels of the outputs that the way up reads
         for i, key in enumerate(jax.random.split(down_key, num_stages)):
             num_in = [channels[max(i - 1, 0)], *[channels[i]] * (num_layers[i] - 1)]
             attention = attention_of(i) if config.down_block_types[i] == _DOWN[1] else None
@@ -159,7 +163,7 @@ class UNet2DConditionModel(ImageModel):
         self.conv_out = Conv(channels[0], config.out_channels, 3, key=out_key)
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        size = 2 ** (self.config.num_layers + 2)  # of latents: the last stage has 8 x 8
+        size = 2 ** (self.config.num_layers + 2)  # side of the latents: the last stage has 8 x 8
         (num_features, *_) = self.config.per_stage("cross_attention_dim")
         return (
             jax.ShapeDtypeStruct((batch_size, self.config.in_channels, size, size), jnp.float32),
@@ -175,17 +179,17 @@ class UNet2DConditionModel(ImageModel):
         *,
         key: Key | None = None,
     ) -> Float[Array, "b _ h w"]:
-        """What is predicted of noisy images: their noise, or as the model was trained.
+        """Predict the noise in images, or the target that the model was trained on.
 
         **Arguments:**
 
-        - `sample`: latents, `in_channels` of them.
-        - `timesteps`: how noisy each image is.
-        - `encoder_hidden_states`: the texts, as their encoder gives them.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference mode
+        - `sample`: latents, with `in_channels` channels.
+        - `timesteps`: the noise level of each image.
+        - `encoder_hidden_states`: the output of the text encoder.
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
             (`eqx.nn.inference_mode`).
 
-        **Raises:** `ValueError` for another number of channels, or features of the text.
+        **Raises:** `ValueError` for another number of channels, or of features of the text.
         """
         config = self.config
         check_image("sample", sample, config.in_channels)

@@ -1,4 +1,4 @@
-"""Texts about images: a ViT that is read by a GPT-2."""
+"""Texts about images: a GPT-2 that reads the output of a ViT."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionEncoderDecoderConfig(BaseConfig):
-    """A ViT and a GPT-2, each with its own configuration. Tokens that it does not name are the decoder's."""
+    """A ViT and a GPT-2, each with its own configuration. Special tokens missing here are the decoder's."""
 
     model_type: ClassVar[str] = "vision-encoder-decoder"
     architecture: ClassVar[str] = "VisionEncoderDecoderModel"
@@ -47,7 +47,7 @@ class VisionEncoderDecoderConfig(BaseConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Of the decoder."""
+        """Size of the decoder's vocabulary."""
         return self.decoder.vocab_size
 
     @property
@@ -68,14 +68,14 @@ class VisionEncoderDecoderConfig(BaseConfig):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "VisionEncoderDecoderConfig":
-        """Raises `ValueError` if the encoder is not a ViT or the decoder not a GPT-2."""
+        """Read both parts. Raises `ValueError` if the encoder is not a ViT or the decoder not a GPT-2."""
         decoder = raw.get("decoder")
-        if isinstance(decoder, Mapping):  # it says of itself what alone it must not be
+        if isinstance(decoder, Mapping):  # true in the file, which a GPT-2 read alone refuses
             raw = {**raw, "decoder": {**decoder, "add_cross_attention": False}}
         return super().from_json(raw)
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `config.json`."""
+        """Return the entries of `config.json`."""
         return {
             **super().to_json(),
             "decoder": {**self.decoder.to_json(), "is_decoder": True},
@@ -85,9 +85,9 @@ class VisionEncoderDecoderConfig(BaseConfig):
 
 
 class VisionEncoderDecoderModel(EncoderDecoder):
-    """A GPT-2 that reads a ViT; a projection stands between them if they differ in width.
+    """A GPT-2 that reads a ViT, with a projection between them if they differ in width.
 
-    Files have the encoder's pooler, which nothing reads: it is kept, and not trained.
+    Files have the encoder's pooler, which nothing reads: it is kept but not trained.
     """
 
     encoder: ViTModel
@@ -115,7 +115,7 @@ class VisionEncoderDecoderModel(EncoderDecoder):
         wide, narrow = config.encoder.hidden_size, config.decoder.n_embd
         encoder = ViTModel(config.encoder, pools=False, stacked=stacked, key=encoder_key, **options)
         pooler = eqx.filter_eval_shape(lambda key: Dense(wide, wide, std=1.0, key=key), key)
-        pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)  # of no memory
+        pooler = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), pooler)  # takes no memory
         self.encoder = eqx.tree_at(lambda e: e.pooler, encoder, pooler, is_leaf=lambda x: x is None)
         self.decoder = GPT2LMHeadModel(config.decoder, stacked=stacked, key=decoder_key, **options)
         std = config.decoder.initializer_range

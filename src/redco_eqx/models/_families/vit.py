@@ -1,4 +1,4 @@
-"""ViT (Dosovitskiy et al. 2021): bare, and with a head over labels."""
+"""ViT (Dosovitskiy et al. 2021): without a head, and with a head over labels."""
 
 import dataclasses
 from typing import ClassVar, Unpack
@@ -20,7 +20,7 @@ from redco_eqx.models._blocks.multihead import Dense, SelfAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(BaseConfig):
-    """ViT, base to huge, for images of `image_size` squared. `labels` are the outputs of a classifier."""
+    """ViT, base to huge, for square images of side `image_size`. `labels` are the outputs of a classifier."""
 
     model_type: ClassVar[str] = "vit"
     architecture: ClassVar[str] = "ViTModel"
@@ -47,12 +47,12 @@ class ViTConfig(BaseConfig):
 
     @property
     def num_patches(self) -> int:
-        """Of one image."""
+        """Number of patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 class PatchProjection(eqx.Module):
-    """A convolution whose window is its stride: each patch of an image becomes a token."""
+    """A convolution with a stride equal to its window: each patch of an image becomes a token."""
 
     weight: Float[Array, "out in height width"]
     bias: Float[Array, " out"]
@@ -72,13 +72,13 @@ class PatchProjection(eqx.Module):
 
 
 class ViTPatches(eqx.Module):
-    """The projection of patches, under the name that it has in files."""
+    """The projection of patches, under its name in files."""
 
     projection: PatchProjection
 
 
 class ViTEmbeddings(eqx.Module):
-    """A token of its own before those of the patches, and positions."""
+    """A class token before those of the patches, and positions."""
 
     cls_token: Float[Array, "1 1 size"]
     position_embeddings: Float[Array, "1 t size"]
@@ -154,7 +154,7 @@ class ViTLayer(eqx.Module):
 
 
 class ViTModel(Model):
-    """ViT without a head: called, it gives the hidden states; `pool` reads the first of them."""
+    """ViT without a head: a call returns the hidden states, and `pool` reads the first of them."""
 
     embeddings: ViTEmbeddings
     encoder: EncoderLayers
@@ -191,13 +191,13 @@ class ViTModel(Model):
     def hidden_states(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b t size"]:
-        """What leaves the last layer, normalised: of the token of its own, then of the patches.
+        """Return the output of the last layer, normalised: first the class token's, then the patches'.
 
         **Arguments:**
 
         - `pixel_values`: images as `image_processor` makes them.
-        - `key`: for dropout, which is applied only where a key is given and the model is not in inference
-            mode (`eqx.nn.inference_mode`).
+        - `key`: for dropout, which needs a key and a model that is not in inference mode
+            (`eqx.nn.inference_mode`).
         """
         embed_key, layers_key = split_key(key, 2)
         x = self.embeddings(pixel_values, embed_key)
@@ -209,11 +209,11 @@ class ViTModel(Model):
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b t size"]:
-        """`hidden_states`, with its arguments."""
+        """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(pixel_values, key=key)
 
     def pool(self, hidden: Float[Array, "b t size"]) -> Float[Array, "b size"]:
-        """What stands for the whole image."""
+        """Return a vector for the whole image."""
         if self.pooler is None:
             raise ValueError("pool: this model has no pooler, because its head does without one.")
         return jnp.tanh(self.pooler.dense(hidden[:, 0]))
@@ -245,5 +245,5 @@ class ViTForImageClassification(Model):
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
     ) -> Float[Array, "b labels"]:
-        """Logits of each label. Arguments as for `ViTModel.hidden_states`."""
+        """Compute logits of each label. Arguments as for `ViTModel.hidden_states`."""
         return self.classifier(self.vit.hidden_states(pixel_values, key=key)[:, 0])

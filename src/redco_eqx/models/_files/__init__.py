@@ -1,1 +1,1 @@
-"""Directories of Hugging Face: read and written."""
+"""Reading and writing directories in the format of Hugging Face."""

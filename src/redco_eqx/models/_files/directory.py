@@ -1,10 +1,10 @@
-"""The files of a checkpoint directory: which are in force, and how one checkpoint takes another's place.
+"""The files of a checkpoint directory: the ones in force, and the replacement of one checkpoint by another.
 
-Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers
-prefer `model.safetensors` to `model.safetensors.index.json` (diffusers the index, while it is there). So the
-weights change with one rename (or one removal) of either, after all files that the new one needs are there
-under names that the old one does not use. A configuration that changes with them waits beside as
-`config.json.<tag>.part`; it is in force as soon as the weights are, which carry its tag.
+Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers prefer
+`model.safetensors` to `model.safetensors.index.json` (diffusers prefers the index, while it exists). So one
+rename (or one removal) of either changes the weights, after all files of the new checkpoint exist under names
+that the old one does not use. If the configuration changes with the weights, the new one waits beside the old
+as `config.json.<tag>.part`. It is in force as soon as the weights, which carry its tag, are.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _TAG = re.compile(r"[0-9a-f]{16}")
 _WRITTEN = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|npz|part)(\.index\.json)?|(generation_)?config\.json"
 )
-"""What is not carried over to another directory: weights of whatever form, and what is written anyway."""
+"""Files that are not copied to another directory: weights in any format, and the files that saving writes."""
 _BLOB = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40,64}")
 """A file in the cache of the hub, to which the names in a snapshot link."""
 _PART = re.compile(
@@ -38,22 +38,22 @@ _PART = re.compile(
 
 
 def single(stem: str) -> str:
-    """The name of weights in one file."""
+    """Return the name of weights in one file."""
     return f"{stem}.safetensors"
 
 
 def index(stem: str) -> str:
-    """The name of the index of weights in several files."""
+    """Return the name of the index of weights in several files."""
     return f"{stem}.safetensors.index.json"
 
 
 def part(file: Path) -> Path:
-    """Where a file is written before it gets its name."""
+    """Return the temporary path for writing a file, before it gets its name."""
     return file.with_name(f"{file.name}.part")
 
 
 def read_json(file: Path) -> dict[str, Json]:
-    """A JSON object. Raises `ValueError`, naming the file, for anything else."""
+    """Read a JSON object. Raises `ValueError`, naming the file, for anything else."""
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -64,19 +64,19 @@ def read_json(file: Path) -> dict[str, Json]:
 
 
 def config_file(directory: Path) -> Path:
-    """The configuration in force."""
+    """Return the configuration file in force."""
     tags = filter(None, (_tag(directory, stem) for stem in STEMS))
     waiting = (directory / f"{CONFIG}.{tag}.part" for tag in tags)
     return next((file for file in waiting if file.exists()), directory / CONFIG)
 
 
 def weight_files(directory: Path, stem: str) -> Path | dict[str, Path]:
-    """The one file of weights, or the file of each key as the index says.
+    """Return the single file of weights, or the file of each key from the index.
 
     **Raises:**
 
-    - `FileNotFoundError` if there are none, or the index names an absent file.
-    - `ValueError` if there are only pickles, or the index is not one.
+    - `FileNotFoundError` if there are no weights, or the index names an absent file.
+    - `ValueError` if there are only pickles, or the index is not valid.
     """
     source = _source(directory, stem)
     if source is None:
@@ -122,7 +122,7 @@ def _no_weights(directory: Path, stem: str) -> Exception:
 
 
 def _source(directory: Path, stem: str) -> Path | None:
-    """Which file says what the weights are."""
+    """Return the file that defines the weights: the single file, or the index."""
     files = (directory / name for name in (single(stem), index(stem)))
     return next((file for file in files if file.is_file()), None)
 
@@ -138,16 +138,16 @@ def _tag(directory: Path, stem: str) -> str:
         with contextlib.suppress(ValueError):
             metadata = read_json(source).get("metadata")
     tag = metadata.get("config") if isinstance(metadata, dict) else None
-    # Anyone may have written the file, and the tag becomes a part of a name.
+    # The file may come from anyone, and the tag becomes a part of a name.
     return tag if isinstance(tag, str) and _TAG.fullmatch(tag) else ""
 
 
 def prepare(
     directory: Path, stem: str, num_files: int, config: str, source: str | None
 ) -> tuple[list[Path], str]:
-    """Makes room for a new checkpoint: names for its files, and the tag of its configuration.
+    """Make room for a new checkpoint. Return names for its files, and the tag of its configuration.
 
-    The files are to be written as `part(file)`; the tag, if there is one, into their metadata. Raises
+    The caller writes the files as `part(file)`, and the tag, if there is one, into their metadata. Raises
     `ValueError` before anything is written for links in `source` that `carry_over` must not follow.
     """
     if source is not None:
@@ -177,7 +177,7 @@ def prepare(
 def commit(
     directory: Path, stem: str, files: list[Path], tag: str, weight_map: Mapping[str, str], num_bytes: int
 ) -> None:
-    """Puts the files that were written in force, then removes those of the checkpoint before."""
+    """Put the written files in force, then remove those of the previous checkpoint."""
     old = _files_in_force(directory, stem)
     named = directory / index(stem)
     if len(files) > 1:
@@ -185,7 +185,7 @@ def commit(
         _write(named, json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2) + "\n")
         for file in files:
             os.replace(part(file), file)
-        _sync(directory)  # what the index names is there before it
+        _sync(directory)  # the files that the index names reach the disk before it
         os.replace(part(named), named)
         _sync(directory)
         if (directory / single(stem)).exists():
@@ -204,7 +204,7 @@ def commit(
 
 
 def carry_over(source: Path, directory: Path) -> None:
-    """Copies the files beside a checkpoint (a tokenizer's, licences) that the other directory does not have."""
+    """Copy the files beside a checkpoint (a tokenizer's, licences) that the other directory does not have."""
     if not source.is_dir() or source.resolve() == directory.resolve():
         return
     for file in sorted(source.iterdir()):
@@ -216,9 +216,8 @@ def carry_over(source: Path, directory: Path) -> None:
 
 
 def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> None:
-    """Refuses, by `ValueError`, links to what lies neither in `source` nor in the cache of the hub, where
-    `carry_over`, and copying `folders`, would follow them: a checkpoint from elsewhere may have a link to
-    anything that its user can read.
+    """Raise `ValueError` for links that `carry_over`, and copying `folders`, would follow out of both `source`
+    and the cache of the hub: a checkpoint from elsewhere may have a link to anything that its user can read.
     """
     root = source.resolve()
     if root == directory.resolve():
@@ -236,13 +235,13 @@ def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> 
 
 
 def write_beside(file: Path, text: str) -> None:
-    """Writes a small file, whole or not at all."""
+    """Write a small file, whole or not at all."""
     _write(file, text)
     os.replace(part(file), file)
 
 
 def tidy(directory: Path) -> None:
-    """Finishes what an interrupted save left, if its weights are in force, and removes it if not."""
+    """Finish an interrupted save if its weights are in force, and remove its files if not."""
     waiting = config_file(directory)
     if waiting.name != CONFIG:
         os.replace(waiting, directory / CONFIG)
@@ -253,7 +252,7 @@ def tidy(directory: Path) -> None:
 
 
 def _files_in_force(directory: Path, stem: str) -> set[Path]:
-    """The files that the index in force names; none if there is a single file, or a broken index."""
+    """Return the files that the index in force names; none if there is a single file, or a broken index."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         files = weight_files(directory, stem)
         return set() if isinstance(files, Path) else set(files.values())
@@ -261,7 +260,7 @@ def _files_in_force(directory: Path, stem: str) -> set[Path]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes `part(file)`, and waits until it is on the disk."""
+    """Write `part(file)`, and wait until it is on the disk."""
     with part(file).open("w") as f:
         f.write(text)
         f.flush()
@@ -269,7 +268,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Waits until the names in a directory are on the disk, where the system can do so."""
+    """Wait until the names in a directory are on the disk, if the system can do so."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     handle = os.open(directory, os.O_DIRECTORY)

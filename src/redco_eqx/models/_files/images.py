@@ -1,4 +1,4 @@
-"""Images as a vision model reads them, by the `preprocessor_config.json` beside its weights."""
+"""Images in the form that a vision model reads, by the `preprocessor_config.json` beside its weights."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from redco_eqx.models._files.directory import read_json
 PREPROCESSOR = "preprocessor_config.json"
 
 MAX_SIDE = 4096
-"""Of what images are resized to; no more pixels than its square, some 200 MB an image."""
+"""The limit on the size of resized images: at most the square of this in pixels, some 200 MB an image."""
 
 Image: TypeAlias = Any
 """A `PIL.Image.Image`, or an array uint8 `(height, width, 3)`."""
@@ -24,13 +24,13 @@ Image: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
-    """Resizes, crops, scales and normalises images, in this order, each where it is given.
+    """Resize, crop, scale and normalise images, in this order, each step only if its field is set.
 
-    - `size`: `(height, width)`; or one number, which the shorter side gets, the shape kept.
-    - `resample`: as Pillow numbers its filters; 2 is bilinear, 3 bicubic.
+    - `size`: `(height, width)`; or one number for the shorter side, with the shape kept.
+    - `resample`: Pillow's number of a filter; 2 is bilinear, 3 bicubic.
     - `crop`: `(height, width)` around the centre.
-    - `scale`: what the numbers from 0 to 255 are multiplied by.
-    - `mean`, `std`: of each channel, after `scale`.
+    - `scale`: the factor on the numbers from 0 to 255.
+    - `mean`, `std`: the mean and standard deviation of each channel, after `scale`.
     """
 
     size: tuple[int, int] | int | None = (224, 224)
@@ -41,11 +41,11 @@ class ImageProcessor:
     std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
 
     def __call__(self, images: Sequence[Image]) -> Float[np.ndarray, "b c h w"]:
-        """The images as one float32 array; those that are not in colour become so.
+        """Return the images as one float32 array; images without colour are converted to colour.
 
-        Raises `ValueError` for an array of another kind, an image that would be resized to more than 2**24
+        Raises `ValueError` for an array of another kind, an image whose resized form would have more than 2**24
         pixels (one of 1 x 10000 to a shorter side of 224), a crop larger than an image, or images that end up
-        of different sizes; `ImportError` without the package Pillow.
+        with different sizes; `ImportError` without the package Pillow.
         """
         found = [self._one(image) for image in images]
         shapes = sorted({x.shape for x in found})
@@ -86,10 +86,10 @@ class ImageProcessor:
 
 
 def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
-    """What `preprocessor_config.json` in a directory says.
+    """Read the image processor from `preprocessor_config.json` in a directory.
 
-    Raises `FileNotFoundError` if it is not there, `ValueError` for an entry that is not supported, or of a
-    wrong type or range.
+    Raises `FileNotFoundError` if the file does not exist, `ValueError` for an entry that is not supported, or
+    of a wrong type or range.
     """
     file = Path(directory) / PREPROCESSOR
     if not file.is_file():

@@ -48,18 +48,18 @@ def load_pretrained(
     key: Key | None = None,
     pad_vocabulary_to: int = 1,
 ) -> Any:
-    """The model in a directory that Hugging Face's libraries wrote, or `save_pretrained`; or in a folder of one
-    part of a pipeline of diffusers.
+    """Load the model from a directory written by Hugging Face's libraries or `save_pretrained`, or from the
+    folder of one part of a pipeline of diffusers.
 
-    Nothing is computed, and no array is ever whole on the host unless a device holds it whole: each slice is
-    read once in each process, straight for the devices that need it. Weights lie in `model.safetensors`, or in
-    the files that `model.safetensors.index.json` names; of a part of a pipeline, whose `config.json` has a
-    `_class_name` instead of a `model_type`, in `diffusion_pytorch_model.safetensors`.
+    Loading computes nothing, and no array is ever whole on the host unless a device has it whole: each process
+    reads each slice once, straight for the devices that need it. Weights lie in `model.safetensors`, or in the
+    files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
+    `_class_name` instead of a `model_type`, they lie in `diffusion_pytorch_model.safetensors`.
 
-    Accepted besides: files of the bare model, norms with `gamma` and `beta`, masks and frequencies among the
-    keys (which are ignored), and a head that the configuration ties to the embedding table, instead of the
-    table or beside it; then it must be equal to it bit for bit, and is not kept; and the attention of an
-    autoencoder under its old names, also as convolutions of one pixel.
+    It also accepts files of the bare model; norms with `gamma` and `beta`; masks and frequencies among the
+    keys, which are ignored; and the attention of an autoencoder under its old names, also as convolutions of
+    one pixel. It accepts a head that the configuration ties to the embedding table, instead of the table or
+    beside it. Then the head must be equal to the table bit for bit, and is not kept.
 
     ```python
     model = models.load_pretrained("tiny", mesh, stacked=True, remat="row_out")
@@ -67,36 +67,36 @@ def load_pretrained(
 
     **Arguments:**
 
-    - `directory`: with `config.json` and weights; its `generation_config.json`, if there is one, says which
-        tokens end a text of `generate`.
+    - `directory`: with `config.json` and weights. Its `generation_config.json`, if there is one, names the
+        tokens that end a text of `generate`.
     - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the model on the batch that
-        its method `example` gives. By default the default device.
-    - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of
-        your own. By default the family of this library that `config.json` names.
-    - `dtype`: what the arrays are converted to, slice by slice; by default they keep that of the file.
-    - `stacked`: whether the layers are one, whose arrays have a leading dim, as `jax.lax.scan` takes them
+        its method `example` returns. By default the default device.
+    - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of your
+        own. By default the family of this library that `config.json` names.
+    - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of the file.
+    - `stacked`: whether the layers are one layer whose arrays have a leading dim, as `jax.lax.scan` takes them
         (compile time does not grow with depth), instead of a list.
-    - `remat`: what the backward pass recomputes, see `scan_layers`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`; by default cuDNN's on GPUs in
-        half precision, where there is neither mask nor bias nor dropout, and otherwise XLA's.
-    - `sequence_parallel`: whether the stream between layers is split over `tensor` along the tokens, see
+    - `remat`: the part that the backward pass recomputes, see `scan_layers`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
+        half precision if there is no mask, bias or dropout, and otherwise XLA's.
+    - `sequence_parallel`: whether to split the stream between layers over `tensor` along the tokens, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
-    - `entries`: take the place of those of `config.json`: rates of dropout, say, or `{"num_labels": 3}`.
-    - `key`: makes anew what the files lack of a head that the family states: for a classifier, say, by
-        `family=(BertConfig, BertForSequenceClassification)`, of a model that was trained without one.
-    - `pad_vocabulary_to`: rows of zeros are added to the embedding table and the head up to a multiple of this,
-        see [`pad_vocabulary`][]; `mesh.shape["tensor"]` splits a vocabulary that does not divide.
+    - `entries`: replace those of `config.json`: rates of dropout, for example, or `{"num_labels": 3}`.
+    - `key`: for arrays that the files lack in a head that the family states. For example,
+        `family=(BertConfig, BertForSequenceClassification)` adds a classifier to a model that was trained
+        without one.
+    - `pad_vocabulary_to`: add rows of zeros to the embedding table and the head up to a multiple of this, see
+        [`pad_vocabulary`][]; `mesh.shape["tensor"]` splits a vocabulary that does not divide.
 
     **Raises:**
 
-    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file named in the index is not
-        there.
+    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file named in the index does
+        not exist.
     - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
-        supported, another number of layers than the files have (before any is made), keys that are missing or
-        unexpected, a wrong shape, a file that is cut short, an index that is wrong, weights that are only
-        there as a pickle, or a dtype that is not floating. What concerns arguments and `config.json` is raised
-        before any weight is read.
+        supported, another number of layers than in the files (before any layer is made), missing or unexpected
+        keys, a wrong shape, a truncated file, a wrong index, weights that exist only as a pickle, or a dtype
+        that is not floating. Errors about arguments and `config.json` are raised before any weight is read.
     - `ImportError` without the package safetensors.
     """
     directory = Path(directory).expanduser()
@@ -115,7 +115,7 @@ def load_pretrained(
         )
 
     _check_layers(directory, config, make_model, make, stored)
-    # No option changes the layout, but cuDNN's attention is not traced without a GPU.
+    # No option changes the layout, but cuDNN's attention cannot be traced without a GPU.
     model, plain = make(stacked), make(stacked, Options(attention="xla"))
     if pad_vocabulary_to != 1:
         model, plain = (pad_vocabulary(x, pad_vocabulary_to) for x in (model, plain))
@@ -140,7 +140,7 @@ def load_pretrained(
 
 
 def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
-    """`shard_rules` for the program of the model, or by names if it has no example or nothing is split."""
+    """Return `shard_rules` for the model's program, or by names if it has no example or nothing is split."""
     example = getattr(model, "example", None)
     batch = None
     if example is not None and axis_size(mesh, "tensor") > 1:
@@ -190,9 +190,9 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
 def _check_layers(
     directory: Path, config: BaseConfig, family: type[Model], make: Callable[[bool], Any], stored: Iterable[str]
 ) -> None:
-    """Refuses, by `ValueError`, another number of layers than the files have, before each of them is made.
+    """Raise `ValueError` for another number of layers than in the files, before each of them is made.
 
-    Stacked by `make`, any number of them is one; models of images cannot be stacked.
+    `make` stacks the layers, so only one is made, whatever their number; models of images cannot be stacked.
     """
     problems, model = [], make(True) if family.stacks else None
     for stack in family.stacks:
@@ -213,7 +213,7 @@ def _check_layers(
 
 
 def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Model]) -> BaseConfig:
-    """The configuration, with the head tied or not as the files have it where they alone say so."""
+    """Return the configuration, with the head tied or not as in the files, if they alone decide."""
     head = "lm_head.weight"
     table = family.tied[head]
     is_own = head in stored and table in stored and not _equal(stored[head], stored[table])
@@ -223,7 +223,7 @@ def _as_stored(config: BaseConfig, stored: Mapping[str, Stored], family: type[Mo
 def _make_anew(
     make_model: Callable[[Key], Model], layout: dict[str, NamedSharding], dtype: np.dtype | None, key: Key
 ) -> dict[str, Array]:
-    """The arrays of a new model at these paths. The others are not computed."""
+    """Return the arrays of a new model at these paths. The others are not computed."""
 
     def make(key: Key) -> dict[str, Array]:
         made = to_arrays(make_model(key))
@@ -240,7 +240,7 @@ def _find(
     *,
     may_lack: tuple[str, ...] = (),
 ) -> dict[str, Stored]:
-    """What is stored for each key of the model."""
+    """Return the stored array for each key of the model."""
     shapes = {key: entry.file_shape for entry in entries for key in entry.keys}
     match = match_keys(stored, shapes, family)
     found = {
@@ -273,7 +273,7 @@ def _find(
 
 
 def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -> np.ndarray:
-    """An array that is not trained; zeros where files leave it out."""
+    """Return an array that is not trained; zeros if the files leave it out."""
     (key,) = entry.keys
     if key not in found:
         return np.zeros(entry.shape, dtype or np.float32)
@@ -282,7 +282,7 @@ def _buffer(entry: Entry, found: Mapping[str, Stored], dtype: np.dtype | None) -
 
 
 def _open(directory: Path, stem: str) -> dict[str, Stored]:
-    """Everything stored in the directory's weights, by key."""
+    """Return all stored arrays of the directory's weights, by key."""
     files = weight_files(directory, stem)
     if isinstance(files, Path):
         return open_file(files)
@@ -296,7 +296,7 @@ def _open(directory: Path, stem: str) -> dict[str, Stored]:
 
 
 def _equal(one: Stored, other: Stored) -> bool:
-    """Whether two matrices are the same bit for bit, of which a few rows are held at a time."""
+    """Return true if two matrices are equal bit for bit; a few rows at a time are in memory."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     rows = max(1, 2**22 // math.prod(one.shape[1:]))
@@ -305,7 +305,7 @@ def _equal(one: Stored, other: Stored) -> bool:
 
 
 def _shorten(names: Iterable[str], most: int = 10) -> str:
-    """Names in a line, of which only the first are said."""
+    """Join names into a line, with only the first `most` of them."""
     names = list(names)
     rest = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest

@@ -1,4 +1,4 @@
-"""The branches of LoRA alone, in the format of the library peft: `adapter_config.json` and safetensors."""
+"""Files of LoRA's branches alone, in the format of the library peft: `adapter_config.json` and safetensors."""
 
 import json
 import math
@@ -42,36 +42,37 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_rslora": (True,),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others change the base's weights
 }
-"""What entries may be, other than null, false or empty."""
+"""The allowed values of entries, besides null, false or empty."""
 _OTHERS = {
     "r", "lora_alpha",  # read here
-    # where the branches are, which the keys say
+    # the places of the branches, which the keys state
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
-    "lora_dropout", "inference_mode", "eva_config",  # of training
+    "lora_dropout", "inference_mode", "eva_config",  # for training
     "auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type",  # names and versions
     "megatron_core", "qalora_group_size",  # have defaults, and belong to entries that are refused
 }  # fmt: skip
-"""Entries that may be anything: the logits do not depend on them. All that is not known is refused."""
+"""Entries with any value: the logits do not depend on them. All unknown entries are refused."""
 
 
 def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Writes the branches of a model alone, as `adapter_config.json` and `adapter_model.safetensors`, which
+    """Write the branches of a model alone, as `adapter_config.json` and `adapter_model.safetensors`, which
     `peft.PeftModel.from_pretrained(base, directory)` and other engines open.
 
-    A list of layers and stacked layers give the same files. With several processes all call this, and process 0
-    writes. Each of the two files is whole or not there; the configuration comes last.
+    A list of layers and stacked layers produce the same files. With several processes all call this, and
+    process 0 writes. Each of the two files is whole or absent; the configuration comes last.
 
     **Arguments:**
 
-    - `model`: with branches, as `add_lora` makes them, of one rank and scale.
-    - `directory`: is made if it is not there. `~` is expanded.
-    - `base`: name or directory of the model that the branches belong to; by default where it was loaded from.
+    - `model`: with branches of one rank and scale, as `add_lora` makes them.
+    - `directory`: created if it does not exist. `~` is expanded.
+    - `base`: name or directory of the model that the branches belong to; by default the directory that it was
+        loaded from.
 
     **Raises:**
 
-    - `ValueError` if there are no branches, or of several ranks or scales, or beside projections that files
-        hold joined (Phi-3), or arrays that are abstract, deleted or not floating.
-    - `OSError` if it cannot be written; `RuntimeError` on the other processes.
+    - `ValueError` if there are no branches, if they have several ranks or scales, if they are beside
+        projections that files store joined (Phi-3), or if arrays are abstract, deleted or not floating.
+    - `OSError` if the files cannot be written; `RuntimeError` on the other processes.
     """
     branches = _branches(model)
     kinds = {(x.lora_a.shape[-2], x.scale) for x in branches.values()}
@@ -119,21 +120,21 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
 
 
 def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
-    """The model with the branches that `save_lora` or peft has written, laid out with it.
+    """Return the model with the branches that `save_lora` or peft wrote, in the model's layout.
 
     **Arguments:**
 
-    - `model`: the base, as `load_pretrained` gives it; a list of layers, or stacked.
+    - `model`: the base, as `load_pretrained` returns it; a list of layers, or stacked.
     - `directory`: with `adapter_config.json` and `adapter_model.safetensors`. `~` is expanded.
 
-    **Returns:** The model; its own leaves are the same arrays.
+    **Returns:** The model; its other leaves are the same arrays.
 
     **Raises:**
 
-    - `FileNotFoundError` if one of the files is not there.
-    - `ValueError`, naming the entry or the key, for an entry that is not known and not null, false or empty
-        (DoRA, PiSSA, aLoRA, trained biases, several ranks), keys that are none of LoRA, projections that the
-        model does not have, wrong shapes, or branches that only some of the stacked layers have.
+    - `FileNotFoundError` if one of the files does not exist.
+    - `ValueError`, naming the entry or the key, for an unknown entry that is not null, false or empty (DoRA,
+        PiSSA, aLoRA, trained biases, several ranks), keys that are not LoRA's, projections that the model does
+        not have, wrong shapes, or branches in only some of the stacked layers.
     - `ImportError` without the package safetensors.
     """
     directory = Path(directory).expanduser()
@@ -175,12 +176,12 @@ def _branches(model: Model) -> dict[str, LoRA]:
 
 
 def _key(path: str) -> str:
-    """In the file of a path that ends with a factor."""
+    """Return the key in files for a path that ends with a factor."""
     return "base_model.model." + _FACTOR.sub(lambda factor: f".lora_{factor[1].upper()}.weight", path)
 
 
 def _read_config(file: Path) -> tuple[int, float]:
-    """Rank and scale. Raises `ValueError` for a kind of adapter that is not supported."""
+    """Read rank and scale. Raises `ValueError` for a kind of adapter that is not supported."""
     raw = read_json(file)
     for name, value in raw.items():
         if value and name not in _OTHERS and value not in _ONLY.get(name, ()):
@@ -198,7 +199,7 @@ def _read_config(file: Path) -> tuple[int, float]:
 
 
 def _stacked(model: Model, path: str) -> str | None:
-    """The path of a stack's projection, of which `path` is that of one layer."""
+    """Return the path of a stack's projection; `path` is that of one layer."""
     for stack in model.stacks:
         inside = re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.+)", path)
         if inside and not isinstance(attrgetter(stack)(model), list):
@@ -222,7 +223,7 @@ def _check(file: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored
 
 
 def _mesh(model: Model) -> Mesh:
-    """Where the model lies."""
+    """Return the mesh of the model."""
     x = next(iter(to_arrays(model).values()))
     if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
         return x.sharding.mesh

@@ -1,4 +1,4 @@
-"""Leaf paths and the keys of files: equal, but for stacked layers, matrices held as one, and old spellings."""
+"""Leaf paths and keys of files: equal, except for stacked layers, matrices stored as one, and old spellings."""
 
 import dataclasses
 import re
@@ -9,20 +9,20 @@ from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._blocks.vocabulary import is_vocabulary
 
 OLD_SPELLINGS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
-"""Of norms, in files converted from TensorFlow."""
+"""Old names of norms' arrays, in files converted from TensorFlow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a leaf is found in files.
+    """The place of a leaf in files.
 
-    - `path`: of the leaf.
-    - `shape`: of the whole leaf.
-    - `keys`: one, or one for each layer of a stack.
-    - `stack`: the path of the stack, if the leaf's first dim numbers the layers.
+    - `path`: the path of the leaf.
+    - `shape`: the shape of the whole leaf.
+    - `keys`: one key, or one for each layer of a stack.
+    - `stack`: the path of the stack, if the leaf's first dim is the layer number.
     - `fused`: whether the last two dims are one in files.
-    - `start`, `num_rows`: of an array that files hold joined with others, its first row there, and the number
-        of rows of all; of a vocabulary that was padded, 0 and the number of rows without padding.
+    - `start`, `num_rows`: for an array that files join with others, its first row there, and the number of rows
+        of all. For a padded vocabulary, 0 and the number of rows without padding.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
-        """The shape of the array without rows that pad it."""
+        """The shape of the array without padding rows."""
         if self.num_rows is None or self.stack is not None:
             return self.shape
         return (min(self.shape[0], self.num_rows), *self.shape[1:])
@@ -50,7 +50,7 @@ class Entry:
 
 
 def entries_of(model: Model) -> list[Entry]:
-    """An entry for each array of a `Model`, abstract or not, in the model's order."""
+    """Return an entry for each array of a `Model`, abstract or not, in the model's order."""
     entries, arrays = [], to_arrays(model)
     for path, x in arrays.items():
         stack = next((s for s in model.stacks if path.startswith(f"{s}.")), None)
@@ -78,7 +78,7 @@ def _key(path: str, model: Model) -> str:
 
 
 def _joined(path: str, model: Model) -> tuple[str, list[str]]:
-    """The path as files have it, and those of all that are joined under it; none if it is alone."""
+    """Return the path in files, and the paths of all arrays that are joined under it; none if it is alone."""
     outer, _, kind = path.rpartition(".")
     outer, _, own = outer.rpartition(".")
     for name, parts in model.joined.items():
@@ -89,12 +89,12 @@ def _joined(path: str, model: Model) -> tuple[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """How the keys found in files stand to those of a model.
+    """The correspondence between the keys in files and those of a model.
 
-    - `found`: `{key of the model: key in the files}`. Of a tied head and its table one is enough.
-    - `tied`: `{key in the files: key of the model}`, of heads that the model does not have because the
-        configuration says that they are the table of the other key.
-    - `unexpected`: keys in the files that the model has no place for.
+    - `found`: `{key of the model: key in the files}`. For a tied head and its table one is enough.
+    - `tied`: `{key in the files: key of the model}`, for heads that the model does not have because the
+        configuration ties them to the table of the other key.
+    - `unexpected`: keys in the files without a place in the model.
     - `twice`: `(key of the model, two keys in the files)`.
     """
 
@@ -105,7 +105,7 @@ class Match:
 
 
 def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) -> Match:
-    """Finds a model's keys among those of files, also under older spellings that `family` states."""
+    """Match a model's keys to those of files, also under older spellings that `family` states."""
     wanted = set(wanted)
     match = Match({}, {}, [], [])
     for key in keys:
@@ -128,7 +128,7 @@ def match_keys(keys: Iterable[str], wanted: Iterable[str], family: type[Model]) 
 
 
 def count_stored(keys: Iterable[str], stack: str, family: type[Model]) -> int:
-    """How many layers of a stack there are keys for, in any spelling."""
+    """Return the number of layers of a stack that have keys, in any spelling."""
     layer = re.compile(rf"{re.escape(stack)}\.(\d+)\.")
     found = (layer.match(name) for key in keys for name in _spellings(key, family))
     return 1 + max((int(match[1]) for match in found if match), default=-1)

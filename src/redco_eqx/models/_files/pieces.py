@@ -1,4 +1,4 @@
-"""Arrays of a model on their way to files: one at a time, by all processes, written by the first."""
+"""Transfer of a model's arrays to files: one at a time, fetched by all processes, and written by the first."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from redco_eqx.models._files.safetensors import NAMES, Record
 
 
 class Piece(NamedTuple):
-    """An array in a file, and the leaf (and layer of it) that it is; or several, which files hold as one."""
+    """An array in a file, and its leaf (and layer), or several leaves, which files store as one."""
 
     record: Record
     paths: tuple[str, ...]
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
-    """Refuses, by `ValueError`, what has no numbers, or none that the format has a name for."""
+    """Raise `ValueError` for arrays without numbers, or with a dtype that the format has no name for."""
     for path, x in arrays.items():
         if problem := lack_of_value(x):
             raise ValueError(f"{what}: {path} {problem}. Save the model of the newest state.")
@@ -36,19 +36,19 @@ def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
 
 
 def common_dtype(arrays: dict[str, AnyArray]) -> str:
-    """The name of the one that holds all of them."""
+    """Return the name of the dtype that can represent all of them."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in arrays.values())).name
 
 
 def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Piece]:
-    """What is written, layer by layer also where layers are stacked."""
+    """Return the pieces to write, layer by layer also if layers are stacked."""
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
         together = list(group)
         for layer in [None] if stack is None else range(len(together[0].keys)):
             for entry in together:
                 key, dtype, paths = entry.keys[layer or 0], np.dtype(arrays[entry.path].dtype), (entry.path,)
-                if before := pieces.get(key):  # files hold both as one
+                if before := pieces.get(key):  # files store both as one
                     dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
                     paths = (*before.paths, entry.path)
                 pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, layer)
@@ -62,9 +62,9 @@ def write_together(
     arrays: dict[str, AnyArray],
     write: Callable[[Iterator[np.ndarray]], object],
 ) -> None:
-    """Hands the pieces, fetched one by one, to `write` on process 0; all processes call this.
+    """Pass the pieces, fetched one by one, to `write` on process 0; all processes call this.
 
-    What it raises there is raised, on the others as a `RuntimeError`.
+    An error there is raised again, on the other processes as a `RuntimeError`.
     """
     fetched = (_fetch(arrays, piece) for piece in pieces)
     error = None
@@ -74,7 +74,7 @@ def write_together(
     except Exception as caught:
         error = caught
     if jax.process_count() > 1:
-        for _ in fetched:  # every process takes part in each fetch, also once process 0 cannot write
+        for _ in fetched:  # every process takes part in each fetch, even if process 0 cannot write
             pass
         if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
             raise RuntimeError(f"{what}: process 0 could not write {directory}; its error says why.")
@@ -85,14 +85,14 @@ def write_together(
 def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
     found = [_fetch_one(arrays[path], piece.layer) for path in piece.paths]
     whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
-    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without those that pad it
+    rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows
     return whole[rows].reshape(piece.record.shape)
 
 
 def _fetch_one(x: Any, layer: int | None) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return x if layer is None else x[layer]
-    # A host copy of an array is kept with it, so it is taken of a copy on the devices.
+    # JAX keeps a host copy with its array, so fetch from a temporary copy on the devices.
     x = jnp.copy(x) if layer is None else _take(x, layer)
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)

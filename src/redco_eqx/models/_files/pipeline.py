@@ -1,4 +1,4 @@
-"""Directories of Stable Diffusion as diffusers has them: an index, and a folder for each part."""
+"""Directories of Stable Diffusion in the format of diffusers: an index, and a folder for each part."""
 
 import dataclasses
 import json
@@ -48,25 +48,25 @@ def load_stable_diffusion(
     remat: Remat = "none",
     attention: Implementation | None = None,
 ) -> StableDiffusion:
-    """The model in a directory of diffusers' `StableDiffusionPipeline`, or of `save_stable_diffusion`.
+    """Load the model from a directory of diffusers' `StableDiffusionPipeline`, or of `save_stable_diffusion`.
 
-    Stable Diffusion 1 and 2 are read, and what was trained from them. The tokenizer stays where it is, for
+    It reads Stable Diffusion 1 and 2, and models trained from them. The tokenizer stays in its folder, for
     `transformers.CLIPTokenizer.from_pretrained(directory / "tokenizer")`. A safety checker and its feature
     extractor are not loaded, and check nothing; saving copies them.
 
-    As diffusers' pipeline has it, `steps_offset` is 1 and `clip_sample` false, whatever old files say.
+    As in diffusers' pipeline, `steps_offset` is 1 and `clip_sample` false, whatever old files say.
 
     **Arguments:**
 
     - `directory`: with `model_index.json`.
     - `mesh`, `dtype`, `remat`, `attention`: as for `load_pretrained`, for each part.
-    - `scheduler`: in place of the directory's, which may be of another kind than DDPM, DDIM and PNDM.
+    - `scheduler`: replaces the directory's, which may then be of another kind than DDPM, DDIM and PNDM.
 
     **Raises:**
 
-    - `FileNotFoundError` if the directory, its index, or a part is not there.
+    - `FileNotFoundError` if the directory, its index, or a part does not exist.
     - `ValueError` for another pipeline, a part of another class, a scheduler that is not supported, parts that
-        do not fit each other, or whatever `load_pretrained` refuses.
+        do not fit each other, or anything that `load_pretrained` refuses.
     """
     directory = Path(directory).expanduser()
     file = directory / INDEX
@@ -115,20 +115,21 @@ def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
 def save_stable_diffusion(
     model: eqx.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Writes a model as a directory that diffusers' `StableDiffusionPipeline` opens as it is.
+    """Write a model as a directory that diffusers' `StableDiffusionPipeline` opens without changes.
 
-    What the directory that it was loaded from has besides (a tokenizer, a safety checker) is copied, where it
-    is not there yet. For a model that was not loaded, save the tokenizer first, as the folder `tokenizer`.
+    Other contents of the directory that the model was loaded from (a tokenizer, a safety checker) are copied,
+    unless they exist in the new one. For a model that was not loaded, save the tokenizer first, as the folder
+    `tokenizer`.
 
-    Each part changes at once, as `save_pretrained` has it, and the index last; all together do not. With
-    several processes, all call this.
+    Each part changes atomically, as in `save_pretrained`, and the index changes last; the parts together do not
+    change atomically. With several processes, all call this.
 
     **Arguments:**
 
-    - `directory`: is made if it is not there. `~` is expanded.
+    - `directory`: created if it does not exist. `~` is expanded.
     - `max_shard_bytes`: as for `save_pretrained`.
 
-    **Raises:** what `save_pretrained` does, and `TypeError` if the model is not a `StableDiffusion`.
+    **Raises:** the errors of `save_pretrained`, and `TypeError` if the model is not a `StableDiffusion`.
     """
     if not isinstance(model, StableDiffusion):
         raise TypeError(f"save_stable_diffusion: expected a StableDiffusion, got a {type(model).__name__}.")
@@ -148,7 +149,7 @@ def save_stable_diffusion(
 
 
 def _write(directory: Path, index: PipelineIndex, scheduler: Scheduler) -> None:
-    """All but the networks; the index last."""
+    """Write everything except the networks; the index comes last."""
     rest: dict[str, Json] = json.loads(index.rest)
     if index.source is not None:
         carry_over(Path(index.source), directory)
@@ -177,6 +178,8 @@ def _write_json(file: Path, entries: Mapping[str, Json]) -> None:
 
 
 def _folders(source: Path, directory: Path, entries: Mapping[str, Json]) -> list[Path]:
-    """Those that an index names, that are not networks of ours, and that the other directory does not have."""
+    """Return the folders that an index names, except this library's networks and folders that the other
+    directory has.
+    """
     names = [name for name, x in entries.items() if isinstance(x, list) and Path(name).name == name]
     return [source / name for name in names if (source / name).is_dir() and not (directory / name).exists()]

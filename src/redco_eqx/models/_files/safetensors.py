@@ -1,4 +1,4 @@
-"""Safetensors files: slices read from many, whole ones written array by array."""
+"""Safetensors files: slices read from many, and whole files written array by array."""
 
 import dataclasses
 import json
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
-"""Floating dtypes, and what the format calls them."""
+"""Floating dtypes, and their names in the format."""
 
 MAX_HEADER = 100_000_000
-"""Bytes; readers of the format refuse longer ones."""
+"""The limit on a header in bytes; readers of the format refuse longer ones."""
 
 Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array in a file, which stays open as long as this is there.
+    """An array in a file, which stays open as long as this object exists.
 
-    - `file`, `key`: where it is.
-    - `dtype`: as NumPy names it; other than floating ones as the format does.
-    - `shape`: of the whole.
+    - `file`, `key`: the place of the array.
+    - `dtype`: NumPy's name for floating dtypes, and the format's name for others.
+    - `shape`: the shape of the whole array.
     - `view`: the array in the mapped file; `None` for a dtype that is not supported.
     - `mapped`: the file.
     """
@@ -39,26 +39,26 @@ class Stored:
     mapped: mmap.mmap = dataclasses.field(repr=False, compare=False)
 
     def read(self, index: Index) -> np.ndarray:
-        """A slice of it. Nothing else of the file is read, and this once it is used."""
+        """Read a slice of the array. Nothing else of the file is read, and the slice only once it is used."""
         assert self.view is not None
         return self.view[index]
 
     def as_matrix(self) -> "Stored":
-        """The kernel of a convolution of one pixel without its window."""
+        """Return the kernel of a convolution of one pixel without its window."""
         if self.view is None or self.shape[2:] != (1, 1):
             return self
         return dataclasses.replace(self, shape=self.shape[:2], view=self.view.reshape(self.shape[:2]))
 
     def release(self) -> None:
-        """Lets go of the memory that what was read of the file takes, where the system can do so."""
+        """Release the memory of the parts of the file that were read, if the system can do so."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def open_file(file: Path) -> dict[str, Stored]:
-    """What is in a file, by key.
+    """Open a file, and return its arrays by key.
 
-    Raises `ValueError` if it is not a whole safetensors file, `ImportError` without the package safetensors.
+    Raises `ValueError` if it is not a complete safetensors file, `ImportError` without the package safetensors.
     """
     try:
         import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
@@ -74,7 +74,7 @@ def open_file(file: Path) -> dict[str, Stored]:
             f"{file} is not a whole safetensors file, {file.stat().st_size} bytes: {error}. Was it cut "
             "short in a download or a copy, or is it a pointer of Git LFS?"
         ) from error
-    del handle  # it has checked the file, and keeps what was read of it in memory
+    del handle  # it has checked the file, and would keep the parts that it read in memory
     dtypes = {name: dtype for dtype, name in NAMES.items()}
     start, header = _read_header(file)
     with file.open("rb") as f:
@@ -95,7 +95,7 @@ def open_file(file: Path) -> dict[str, Stored]:
 
 
 class Record(NamedTuple):
-    """An array to be written: its key, dtype and shape."""
+    """An array to write: its key, dtype and shape."""
 
     key: str
     dtype: np.dtype
@@ -110,15 +110,15 @@ class Record(NamedTuple):
 def write_file(
     file: Path, records: Sequence[Record], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file, and waits until it is on the disk. safetensors' own writer wants all arrays of
-    a file at once.
+    """Write a safetensors file, and wait until it is on the disk. The writer of the package safetensors needs
+    all arrays of a file at once.
 
     **Arguments:**
 
-    - `file`: is overwritten.
-    - `records`: what the arrays are, aligned as they come if larger dtypes are first.
-    - `arrays`: in the same order. One is held at a time.
-    - `metadata`: of the whole file.
+    - `file`: overwritten.
+    - `records`: the descriptions of the arrays. Their order keeps them aligned if larger dtypes are first.
+    - `arrays`: the arrays, in the same order. One at a time is in memory.
+    - `metadata`: the metadata of the whole file.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -140,7 +140,7 @@ def write_file(
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """The metadata of a safetensors file; nothing if it is not one."""
+    """Return the metadata of a safetensors file; nothing if it is not one."""
     try:
         return dict(_read_header(file)[1].get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -148,7 +148,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the arrays begin, and what the file says of them."""
+    """Return the offset of the arrays, and the file's header."""
     with file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
         return 8 + size, json.loads(f.read(min(size, MAX_HEADER)))

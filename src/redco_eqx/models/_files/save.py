@@ -1,4 +1,4 @@
-"""`save_pretrained`: a model written as a directory that Hugging Face's libraries open."""
+"""`save_pretrained`: writes a model as a directory that Hugging Face's libraries open."""
 
 import contextlib
 import itertools
@@ -24,15 +24,15 @@ from redco_eqx.models._files.safetensors import write_file
 def save_pretrained(
     model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Writes a model as `config.json` and safetensors, which `transformers` and other engines open as they are;
-    `diffusers`, if the model is a part of one of its pipelines.
+    """Write a model as `config.json` and safetensors, which `transformers` and other engines open without
+    changes, or `diffusers`, if the model is a part of one of its pipelines.
 
-    A list of layers and stacked layers give the same files. What lay beside the weights in the directory that
-    the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories) is
-    copied, unless a file of this name is there. Every file is written beside its place and renamed
-    at the end, so that at any moment the directory holds the old checkpoint or the new one, whole; files of
-    other names (a tokenizer's) stay. Should the configuration change, then for an instant, between two
-    renames, only `load_pretrained` finds the one that belongs to the weights.
+    A list of layers and stacked layers produce the same files. The files beside the weights in the directory
+    that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories)
+    are copied, unless a file of the same name exists. Every file is written under a temporary name and renamed
+    at the end. So at any moment the directory contains the old checkpoint or the new one, whole; files of other
+    names (a tokenizer's) stay. If the configuration changes, then for an instant, between two renames, only
+    `load_pretrained` opens the configuration that belongs to the weights.
 
     With several processes, all call this; all take part in fetching, and process 0 writes. It returns once the
     new checkpoint is on the disk.
@@ -43,20 +43,20 @@ def save_pretrained(
 
     **Arguments:**
 
-    - `model`: of any layout. One array at a time is copied, fetched to the host, written and forgotten; of
-        stacked layers, one layer of it.
-    - `directory`: is made if it is not there. `~` is expanded.
-    - `max_shard_bytes`: weights beyond it go into several files, named by an index, which is by Hugging Face's
-        convention `model-00001-of-0000N.safetensors`; saved again over the same number of files, they are
-        `model-2-00001-of-...`, because the old ones must not be touched before the index is.
+    - `model`: a model of any layout. One array at a time is copied, fetched to the host, written and dropped;
+        of stacked layers, one layer at a time.
+    - `directory`: created if it does not exist. `~` is expanded.
+    - `max_shard_bytes`: weights beyond it go into several files, which an index names: by Hugging Face's
+        convention `model-00001-of-0000N.safetensors`. If the model is saved again over the same number of
+        files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
 
     **Raises:**
 
     - `TypeError` if the model is not a `Model`.
     - `ValueError` if `max_shard_bytes` is not positive, an array is abstract, deleted, or not floating, or the
-        arrays are not those of the model's family: LoRA that was not merged, for example; or if what would be
-        copied is a link that leads out of the directory (but not into the cache of the hub).
-    - `OSError` if it cannot be written. The old checkpoint is in force then.
+        arrays are not those of the model's family: LoRA that was not merged, for example. Also if a file to
+        copy is a link that leads out of the directory (but not into the cache of the hub).
+    - `OSError` if the files cannot be written. The old checkpoint is then in force.
     - `RuntimeError` in the other processes, if process 0 could not write.
     """
     if not isinstance(model, Model):
@@ -81,7 +81,7 @@ def save_pretrained(
 
 
 def _check_family(model: Model) -> None:
-    """Refuses, by `ValueError`, arrays that a reader of the configuration would not look for, or would miss."""
+    """Raise `ValueError` for arrays that a reader of the configuration would not look for, or would miss."""
     entries = entries_of(model)
     family, config = type(model), model.config
     made: Any = family
@@ -109,7 +109,9 @@ def _check_family(model: Model) -> None:
 
 
 def _into_files(pieces: list[Piece], max_bytes: int) -> list[list[Piece]]:
-    """Files of at most so many bytes (or of one array); larger dtypes first in each, as alignment wants."""
+    """Group the pieces into files of at most `max_bytes` (or of one array); larger dtypes come first, for
+    alignment.
+    """
     files: list[list[Piece]] = [[]]
     used = 0
     for piece in pieces:
@@ -124,7 +126,7 @@ def _into_files(pieces: list[Piece], max_bytes: int) -> list[list[Piece]]:
 def _write(
     directory: Path, plan: list[list[Piece]], text: str, arrays: Iterator[np.ndarray], config: BaseConfig
 ) -> None:
-    """The whole directory; `text` is that of its `config.json`."""
+    """Write the whole directory; `text` is that of its `config.json`."""
     try:
         files, tag = prepare(directory, config.weights, len(plan), text, config.source)
         if config.source is not None:

@@ -1,4 +1,4 @@
-"""A leaf put together on its devices, from slices of files."""
+"""Assembly of a leaf on its devices, from slices of files."""
 
 import functools
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from redco_eqx.models._files.names import Entry
 from redco_eqx.models._files.safetensors import Stored
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""First and last (exclusive) of each dim."""
+"""First and last (exclusive) index of each dim."""
 
 
 def place(
@@ -23,14 +23,15 @@ def place(
     sharding: NamedSharding,
     dtype: np.dtype | None,
 ) -> Array:
-    """A leaf laid out by `sharding`. Each distinct slice is read once, and dropped when its devices have it.
+    """Make a leaf in the layout `sharding`. Each distinct slice is read once, and dropped when its devices have
+    it.
 
     **Arguments:**
 
-    - `found`: what is stored for each key.
-    - `dtype`: what it is converted to; by default the one that holds what is stored under all its keys.
+    - `found`: the stored array for each key.
+    - `dtype`: the dtype to convert to; by default the one that can represent the stored arrays of all its keys.
 
-    Raises `ValueError` for a dtype that JAX does not hold as it is configured.
+    Raises `ValueError` for a dtype that JAX's configuration does not allow.
     """
     if dtype is None:
         dtype = functools.reduce(jnp.promote_types, (np.dtype(found[key].dtype) for key in entry.keys))
@@ -46,7 +47,7 @@ def place(
     pieces = []
     for bounds, group in devices.items():
         host = _read(entry, found, bounds, dtype)
-        # Devices must not share the host's memory, as on CPU they may.
+        # Devices must not share the host's memory, as they may on CPU.
         pieces += [jax.device_put(host, device, may_alias=False) for device in group]
     for key in entry.keys:
         found[key].release()
@@ -54,7 +55,7 @@ def place(
 
 
 def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype) -> np.ndarray:
-    """A slice of a leaf, from each key that holds some of it."""
+    """Read a slice of a leaf, from each key that stores some of it."""
     size = entry.shape[-1] if entry.fused else None
     if entry.stack is None:
         return _read_key(found[entry.keys[0]], _moved(bounds, entry), size).astype(dtype, copy=False)
@@ -66,7 +67,7 @@ def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.d
 
 
 def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
-    """A slice of what is stored; beyond its last row there are zeros."""
+    """Read a slice of a stored array; beyond its last row it is zeros."""
     if not bounds or bounds[0][1] <= stored.shape[0]:
         return stored.read(tuple(slice(*pair) for pair in bounds))
     (first, last), *inner = bounds
@@ -78,7 +79,7 @@ def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
 
 
 def _moved(bounds: Bounds, entry: Entry) -> Bounds:
-    """Bounds in a leaf as those in the array of the file, where it may begin later."""
+    """Convert bounds in a leaf to bounds in the array of the file, where the leaf may begin later."""
     if entry.start == 0:
         return bounds
     (first, last), *others = bounds
@@ -86,7 +87,7 @@ def _moved(bounds: Bounds, entry: Entry) -> Bounds:
 
 
 def _read_key(stored: Stored, bounds: Bounds, size: int | None) -> np.ndarray:
-    """A slice of what is stored; its last dim is meant as two, the second of `size`, if that is given."""
+    """Read a slice of a stored array. With `size`, its last dim stands for two, the second of that size."""
     if size is None:
         return _read_rows(stored, bounds)
     *outer, (first, last), (start, stop) = bounds

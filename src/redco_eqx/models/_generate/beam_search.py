@@ -1,4 +1,4 @@
-"""`beam_search`: the most probable texts that a search of limited width finds."""
+"""`beam_search`: a search of limited width for the most probable texts."""
 
 import math
 from collections.abc import Sequence
@@ -29,13 +29,14 @@ def beam_search(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Hypotheses:
-    """The texts of highest score that follow each row of `inputs`, by the beam search of transformers 5.
+    """Search for the texts of highest score that follow each row of `inputs`, by the beam search of
+    transformers 5.
 
-    Compiled once, as `generate`, and a `predict_fn` like it. The beams of a row share one cache: its prompt, or
-    what its encoder made, is there once, nothing is reordered, and each beam sees the slots of its own tokens.
-    Over a `tensor` axis that splits the vocabulary a step communicates, besides what the layers do, two numbers
-    for each beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams` candidates of a row; over the
-    batch nothing.
+    It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The beams of a row share
+    one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees the
+    slots of its own tokens. If a `tensor` axis splits the vocabulary, a step communicates, besides the layers'
+    traffic, two numbers for each beam, and `8 * tensor` bytes for each of the `(1 + ends) * num_beams`
+    candidates of a row. Over the batch it communicates nothing.
 
     ```python
     found = models.beam_search(model, prompts, max_new_tokens=8, num_beams=4)
@@ -46,12 +47,12 @@ def beam_search(
 
     - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,
         `pad_token_id`: as for `generate`.
-    - `num_beams`: how many texts are followed. One is greedy, whatever `early_stopping` says.
-    - `length_penalty`: a text scores the sum of its log-probabilities over its number of new tokens to this
-        power: above 0 long texts gain, below 0 short ones.
-    - `early_stopping`: when a row ends that has found `num_beams` texts. `True`: at once. `False`: when its
-        best beam, had it ended here, would not be among them. `"never"`: when it could not come among them,
-        however it goes on (Flax's beam search in transformers 4).
+    - `num_beams`: the number of texts to follow. One is greedy, whatever `early_stopping` says.
+    - `length_penalty`: the score of a text is the sum of its log-probabilities over its number of new tokens to
+        this power: a value above 0 favours long texts, one below 0 short ones.
+    - `early_stopping`: the moment when a row with `num_beams` complete texts ends. `True`: at once. `False`:
+        when its best beam, if it ended now, would not be among them. `"never"`: when it could not come among
+        them, however it continues (Flax's beam search in transformers 4).
 
     **Returns:**
 
@@ -72,7 +73,7 @@ def beam_search(
 
 
 def check_options(num_beams: int, length_penalty: float, early_stopping: object) -> None:
-    """Refuses, by `ValueError`, options out of their range."""
+    """Raise `ValueError` for options out of their range."""
     if not num_beams >= 1:
         raise ValueError(f"beam_search: num_beams={num_beams}, but it must be at least 1.")
     if not math.isfinite(length_penalty):
@@ -101,7 +102,7 @@ def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], ru
             positions=jnp.broadcast_to(lengths + last, tokens.shape),
             cache=cache,
         )
-        assert cache is not None  # as one was given
+        assert cache is not None  # because the call passed one
         return advance(search, model.logits(hidden), rules), cache
 
     def unfinished(carry: tuple[Search, Cache]) -> Array:
@@ -113,7 +114,8 @@ def _search(model: Decoder, prompt: Prompt, length_penalty: Float[Array, ""], ru
 
 
 def _visible(real: Bool[Array, "b p"], beams: Beams) -> Bool[Array, "b beams slots"]:
-    """Which slots the last token of each beam sees: the prompt's, and of each step that of its own token.
+    """Return the slots that the last token of each beam sees: the prompt's, and at each step that of its own
+    token.
 
     After the prompt come the tokens of all beams at the first step, then at the second, and so on.
     """

@@ -1,4 +1,4 @@
-"""One step of beam search: from the logits of the beams to the next beams, and to what has ended."""
+"""One step of beam search: from the logits of the beams to the next beams and the complete texts."""
 
 import dataclasses
 from typing import Literal, NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is compiled in: arguments of `beam_search`."""
+    """The arguments of `beam_search` that are compiled in."""
 
     max_new_tokens: int
     num_beams: int
@@ -24,11 +24,11 @@ class Rules:
 
 
 class Hypotheses(NamedTuple):
-    """What a beam search has found for each text, best first.
+    """The complete texts of a beam search, best first.
 
-    - `tokens`: `(batch, num_beams, max_new_tokens)`, int32; the end token is in it, and padding follows.
-    - `scores`: `(batch, num_beams)`: the sum of the tokens' log-probabilities, over `length **
-        length_penalty`, the end token counted; -inf where there is nothing more to find.
+    - `tokens`: `(batch, num_beams, max_new_tokens)`, int32, with the end token and then padding.
+    - `scores`: `(batch, num_beams)`: the sum of the tokens' log-probabilities, over `length ** length_penalty`,
+        with the end token counted; -inf if there are no more texts.
     """
 
     tokens: Int[Array, "b beams new"]
@@ -36,11 +36,11 @@ class Hypotheses(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The texts that go on, most probable first. At the beginning there is one, of no tokens.
+    """The texts that continue, most probable first. At the beginning there is one, without tokens.
 
-    - `tokens`: so far, and then padding.
-    - `scores`: sums of log-probabilities; -inf where there is no such beam.
-    - `path`: which beam each token was of at its step, and then -1.
+    - `tokens`: the tokens so far, and then padding.
+    - `scores`: sums of log-probabilities; -inf for a beam that does not exist.
+    - `path`: the beam that each token belonged to at its step, and then -1.
     """
 
     tokens: Int[Array, "b beams new"]
@@ -49,11 +49,11 @@ class Beams(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Where a search stands.
+    """The state of a search.
 
     - `step`: number of tokens of each beam.
-    - `length_penalty`: the argument of `beam_search`; with another one nothing is compiled anew.
-    - `is_open`: whether what is still to be found can change what has been found, for each text.
+    - `length_penalty`: the argument of `beam_search`; another value needs no new compilation.
+    - `is_open`: for each text, whether further steps can change its complete texts.
     """
 
     step: Int[Array, ""]
@@ -64,7 +64,9 @@ class Search(NamedTuple):
 
 
 def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: Rules) -> Search:
-    """Before the first token. What is not open remains without any. Scores are of the penalty's dtype."""
+    """Return the state before the first token. Rows that are not open stay empty. Scores have the penalty's
+    dtype.
+    """
     size, new, dtype = is_open.shape[0], rules.max_new_tokens, length_penalty.dtype
     beams = Beams(
         jnp.full((size, 1, new), rules.pad, jnp.int32),
@@ -77,10 +79,10 @@ def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: R
 
 
 def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules) -> Search:
-    """One token more, by the logits after each beam.
+    """Add one token, by the logits after each beam.
 
-    Of all continuations the `num_beams` most probable that do not end are the next beams. Of those that end,
-    the ones among the `num_beams` most probable of all are compared with what has been found.
+    The `num_beams` most probable continuations that do not end are the next beams. Those that end, and are
+    among the `num_beams` most probable of all, are compared with the complete texts so far.
     """
     candidates, is_end = _continued(search.step, search.beams, logits, rules)
     step = search.step + 1
@@ -102,8 +104,9 @@ def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules)
 def _continued(
     step: Int[Array, ""], beams: Beams, logits: Float[Array, "b beams vocab"], rules: Rules
 ) -> tuple[Beams, Bool[Array, "b candidates"]]:
-    """The most probable continuations, in order, and which of them end. They are enough for `num_beams` that do
-    not end, if there are as many."""
+    """Return the most probable continuations, in order, and a mask of those that end. They include `num_beams`
+    that do not end, if there are as many.
+    """
     vocabulary = logits.shape[-1]
     logits = logits.astype(beams.scores.dtype)
     scores = jax.nn.log_softmax(logits, axis=-1) + beams.scores[:, :, None]
@@ -118,24 +121,24 @@ def _continued(
 
 
 def _best(found: Hypotheses, new: Hypotheses) -> Hypotheses:
-    """As many as there are, of both. Of equal ones the older comes first."""
+    """Merge both, and keep as many as before. Of equal ones the older comes first."""
     tokens, scores = (jnp.concatenate(pair, axis=1) for pair in zip(found, new))
     order = jnp.argsort(-scores, axis=1, stable=True)[:, : found.scores.shape[1]]
     return Hypotheses(_pick(tokens, order), _pick(scores, order))
 
 
 def _is_closed(search: Search, rules: Rules) -> Bool[Array, " b"]:
-    """Whether nothing better is to be expected (transformers 5, `_check_early_stop_heuristic`)."""
+    """Return true if no better text is to be expected (transformers 5, `_check_early_stop_heuristic`)."""
     best, worst = search.beams.scores[:, 0], search.found.scores[:, -1]
     if rules.early_stopping is True:
         return (best == -jnp.inf) | (worst > -jnp.inf)
     length = search.step
     if rules.early_stopping == "never":
         length = jnp.where(search.length_penalty > 0, rules.max_new_tokens, length)
-    # Below `num_beams` texts the worst is -inf.
+    # With fewer than `num_beams` texts the worst is -inf.
     return ~(best / length**search.length_penalty > worst)
 
 
 def _pick(x: Array, order: Int[Array, "b chosen"]) -> Array:
-    """Those beams of each text."""
+    """Select the beams in `order` of each text."""
     return jax.vmap(lambda x, order: x[order])(x, order)

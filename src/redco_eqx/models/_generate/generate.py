@@ -1,4 +1,4 @@
-"""`generate`: text from a model, one token at a time from the cache."""
+"""`generate`: text from a model, one token at a time with a cache."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from redco_eqx.models._generate.prompt import Prompt, Tokens, prefill, read_prom
 from redco_eqx.models._generate.sampling import sample
 
 _Carry: TypeAlias = tuple[Int[Array, ""], Int[Array, "b"], Bool[Array, "b"], Int[Array, "b n"], Cache]
-"""Step, token, whether the row has ended, output, cache."""
+"""Step, token, a mask of the rows that have ended, output, cache."""
 
 
 @in_own_context
@@ -35,10 +35,10 @@ def generate(
     pad_token_id: int | None = None,
     key: Key | None = None,
 ) -> Int[Array, "batch max_new_tokens"]:
-    """The tokens that follow each row of `inputs`, or that a model with an encoder writes about it; greedy by
+    """Generate the tokens that follow each row of `inputs`, or, with an encoder, a text about it; greedy by
     default.
 
-    Compiled once for each shape and each set of options, by itself or inside a `jax.jit` of yours. On a
+    It is compiled once for each shape and each set of options, by itself or inside your own `jax.jit`. On a
     sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
     ```python
@@ -49,21 +49,24 @@ def generate(
 
     - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
     - `inputs`: tokens, `(batch, prompt)`, integers; or images, `(batch, channels, height, width)`, for an
-        encoder that reads them. The encoder runs once, and the decoder's keys and values of it are made once.
+        encoder that reads them. The encoder runs once, and so does the computation of the decoder's keys and
+        values from it.
     - `attention_mask`: `(batch, prompt)`, 0 where a token is padding, on either side. The new tokens of a row
-        follow its last real one, and are those of that row alone. A row with no real token gives padding.
-    - `decoder_input_ids`: `(batch, length)`, with an encoder: what the text begins with, which is not in the
+        follow its last real one, and depend on that row alone. The output for a row without real tokens is
+        padding.
+    - `decoder_input_ids`: `(batch, length)`, with an encoder: the beginning of the text, which is not in the
         output; by default `config.decoder_start_token_id`.
-    - `max_new_tokens`: the new tokens of each row, padding included. The loop stops early once every row has
-        ended. A family with a table of positions has room for so many tokens, prompt included; rotary
-        embeddings have no end, but beyond the length trained on the text gets worse.
+    - `max_new_tokens`: the number of new tokens of each row, padding included. The loop stops early once every
+        row has ended. A table of positions limits the number of tokens, prompt included; rotary embeddings have
+        no limit, but beyond the length in training the text gets worse.
     - `temperature`: divides the logits; 0 takes the most probable token.
     - `top_k`: draw from the `top_k` most probable tokens.
     - `top_p`: draw from the fewest tokens whose probability reaches `top_p` (after `top_k`).
-    - `eos_token_id`: which tokens end a row, one or several; by default what the model's
-        `generation_config.json` says, else its configuration; `()` for none. The end token is in the output.
-    - `pad_token_id`: what follows it; by default as there, else the first end token, else 0. Nothing else is
-        taken from `generation_config.json`: how tokens are drawn, the arguments say.
+    - `eos_token_id`: the tokens that end a row, one or several. By default those of the model's
+        `generation_config.json`, else of its configuration; `()` for none. The end token is in the output.
+    - `pad_token_id`: the token after the end. The default comes from the same places, else it is the first end
+        token, else 0. Nothing else is read from `generation_config.json`: the arguments alone say how tokens
+        are drawn.
     - `key`: for drawing. Step i draws with `fold_in(key, i)`: a longer text begins with the shorter one.
 
     **Returns:**
@@ -85,7 +88,7 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What is compiled in."""
+    """The options that are compiled in."""
 
     max_new_tokens: int
     temperature: float
@@ -115,7 +118,7 @@ def _generate(model: Decoder, prompt: Prompt, key: Key | None, options: _Options
     def body(carry: _Carry) -> _Carry:
         step, token, ended, output, cache = carry
         hidden, cache = run(token[:, None], cache=cache)
-        assert cache is not None  # as one was given
+        assert cache is not None  # because the call passed one
         token = choose(model.logits(hidden[:, 0]), step)
         output, ended = write(output, token, ended, step)
         return step + 1, token, ended, output, cache

@@ -1,4 +1,4 @@
-"""What a text begins with: its checks, the tokens that end it, and the model's first answer."""
+"""The beginning of a text: its checks, the tokens that end it, and the model's first logits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,15 +17,15 @@ from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 
 Tokens: TypeAlias = Array | np.ndarray
 Step: TypeAlias = Callable[..., tuple[Array, Cache | None]]
-"""`step(tokens, cache=cache)` gives hidden states and the new cache, as `DecoderLM.hidden_states` does."""
+"""`step(tokens, cache=cache)` returns hidden states and the new cache, as `DecoderLM.hidden_states` does."""
 
 
 class Prompt(eqx.Module):
-    """What is given for each text.
+    """The input for each text.
 
-    - `tokens`, `real`: `(batch, prompt)`, what the decoder has read before the first new token, and which of
-        it is no padding.
-    - `source`, `source_mask`: what the encoder reads, `None` without one.
+    - `tokens`, `real`: `(batch, prompt)`, the tokens that the decoder reads before the first new token, and a
+        mask of those that are not padding.
+    - `source`, `source_mask`: the encoder's input; `None` without an encoder.
     """
 
     tokens: Int[Array, "b p"]
@@ -35,7 +35,7 @@ class Prompt(eqx.Module):
 
     @property
     def is_empty(self) -> Bool[Array, " b"]:
-        """Where there is nothing but padding."""
+        """True for each text that is only padding."""
         return ~jnp.any(self.real if self.source_mask is None else self.source_mask, axis=1)
 
 
@@ -47,7 +47,9 @@ def read_prompt(
     decoder_input_ids: Tokens | None,
     max_new_tokens: int,
 ) -> Prompt:
-    """The prompt in the arguments of the function of this name. Refuses, by `ValueError`, what does not fit."""
+    """Make the prompt from the arguments of the function `name`. Raise `ValueError` for arguments that do not
+    fit.
+    """
     if not isinstance(model, Decoder):
         raise TypeError(
             f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), but is a "
@@ -124,7 +126,7 @@ def _check_mask(name: str, ids: Tokens, mask: Tokens | None) -> None:
 
 
 def _check_source(name: str, model: Decoder, inputs: Tokens, attention_mask: Tokens | None) -> None:
-    """What an encoder reads: tokens, or images, of which there is no mask."""
+    """Check the encoder's input: tokens, or images, which have no mask."""
     if jnp.ndim(inputs) != 4:
         _check_mask(name, inputs, attention_mask)
         _check_tokens(name, "inputs", model, inputs, attention_mask)
@@ -133,7 +135,7 @@ def _check_source(name: str, model: Decoder, inputs: Tokens, attention_mask: Tok
 
 
 def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
-    """The token before the first, in each row."""
+    """Return the token before the first one, in each row."""
     start = model.config.decoder_start_token_id
     if start is None:
         raise ValueError(
@@ -146,7 +148,7 @@ def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
 def special_tokens(
     model: Decoder, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
 ) -> tuple[tuple[int, ...], int]:
-    """The tokens that end a text, and the one that follows the end."""
+    """Return the tokens that end a text, and the one that follows the end."""
     given = model.config.generation_tokens
     ends = given["eos_token_id"] if eos_token_id is None else eos_token_id
     ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
@@ -157,14 +159,15 @@ def special_tokens(
 
 
 def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:
-    """The logits after each row's last real token, the cache of the prompt with `num_slots` empty slots, and
-    what runs the model from there."""
+    """Return the logits after each row's last real token, the cache of the prompt with `num_slots` empty slots,
+    and the function that runs the model from there.
+    """
     real, (size, length) = prompt.real, prompt.tokens.shape
     step = _step(model, prompt)
     tokens = _without_padding(prompt.tokens, real)
     dtype = jax.eval_shape(lambda: step(tokens)[0]).dtype
     hidden, cache = step(tokens, attention_mask=real, cache=model.init_cache(size, length, dtype))
-    assert cache is not None  # as one was given
+    assert cache is not None  # because the call passed one
     last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return model.logits(hidden), cache.with_room(num_slots), step
@@ -182,5 +185,5 @@ def _step(model: Decoder, prompt: Prompt) -> Step:
 
 
 def _without_padding(tokens: Int[Array, "b p"], real: Bool[Array, "b p"]) -> Int[Array, "b p"]:
-    """Padding need not be in the vocabulary, and a NaN would not stay in its slot."""
+    """Replace padding, which need not be in the vocabulary: a NaN would spread from its slot."""
     return jnp.where(real, tokens, 0).astype(jnp.int32)

@@ -16,16 +16,16 @@ def sample(
     top_p: float | None,
     key: Key | None,
 ) -> Int[Array, " b"]:
-    """The most probable token of each row at temperature 0, otherwise one drawn with `key`.
+    """Return the most probable token of each row at temperature 0, otherwise one drawn with `key`.
 
-    In the order of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Of equal logits
+    The order is that of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Of equal logits
     the lower token comes first everywhere, so that `top_k=1` is `temperature=0`.
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     assert key is not None
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    # With the largest at 0, a small temperature cannot overflow.
+    # With the largest logit at 0, a small temperature cannot overflow.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if top_k is None and (top_p is None or top_p == 1):
         return jax.random.categorical(key, logits)
@@ -37,13 +37,14 @@ def sample(
 def candidates(
     logits: Float[Array, "b vocab"], *, top_k: int | None, top_p: float | None
 ) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
-    """The tokens that may be drawn, most probable first: their logits, -inf where they may not, and which.
+    """Return the candidate tokens, most probable first: their logits, -inf for those that may not be drawn, and
+    their ids.
 
     **Arguments:**
 
-    - `top_k`: at most so many.
-    - `top_p`: of these, the smallest set whose probability reaches it (Holtzman et al. 2020, section 3.1); the
-        most probable is always in it.
+    - `top_k`: the largest number of candidates.
+    - `top_p`: keep the smallest set of these whose probability reaches it (Holtzman et al. 2020, section 3.1);
+        the most probable is always in it.
     """
     vocabulary = logits.shape[-1]
     scores, tokens = largest(logits, vocabulary if top_k is None else min(top_k, vocabulary))

@@ -9,11 +9,12 @@ from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
 
 
 def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], Int[Array, "b k"]]:
-    """The `k` largest of each row, in order, and which of all its choices, counted row by row, they are.
+    """Return the `k` largest entries of each row, in order, and their indices among all its choices, counted
+    row by row.
 
     Of equal ones the first comes first, on every mesh. Over `tensor` each shard takes the largest of its part
-    of the last dim, and only these are gathered: on each device at most `8 * tensor * k` bytes for a row. Where
-    that would be more than the row, the row is gathered. Over the batch nothing is communicated.
+    of the last dim, and only these are gathered: on each device at most `8 * tensor * k` bytes for a row. If
+    that is more than the row, the row itself is gathered. Over the batch nothing is communicated.
 
     **Arguments:**
 
@@ -26,7 +27,7 @@ def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], I
         return values, places
     last, num_shards = x.shape[-1], tensor_size(mesh)
     num_own = x[0].size // num_shards
-    # A place is sent along with each value.
+    # Each value is sent with its index.
     is_cut = num_shards > 1 and last % num_shards == 0 and 2 * min(k, num_own) < num_own
     rows = batch_axes(mesh, x.shape[0])
 
@@ -39,7 +40,7 @@ def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], I
             places = before * last + jax.lax.axis_index("tensor") * own + place
         return values, places
 
-    # Left to itself, the compiler gathers the rows of all devices for a top-k: jaxlib 0.10.2 and 0.12.0, no
+    # Without this, the compiler gathers the rows of all devices for a top-k: jaxlib 0.10.2 and 0.12.0, no
     # upstream issue known (on GPUs values of a split dim were wrong, too: jax-ml/jax#19271).
     cut = "tensor" if is_cut else None
     values, places = jax.shard_map(

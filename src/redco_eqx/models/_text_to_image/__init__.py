@@ -1,1 +1,1 @@
-"""Images from texts: the parts as one model, its loss, and how it is sampled."""
+"""Images from texts: the parts as one model, its loss, and its sampling."""

@@ -21,21 +21,22 @@ def sample_images(
     latents: Float[Array, "b latent h w"] | None = None,
     key: Key | None = None,
 ) -> Float[Array, "b c height width"]:
-    """Images of the texts, by the model's scheduler, with classifier-free guidance (Ho and Salimans 2022).
+    """Sample images of the texts by the model's scheduler, with classifier-free guidance (Ho and Salimans
+    2022).
 
-    Compiled once for each shape and number of steps, by itself or inside a `jax.jit` of yours. On a sharded
-    model it is a `predict_fn`. No dropout is applied, and nothing checks what an image shows.
+    It is compiled once for each shape and number of steps, by itself or inside your own `jax.jit`. On a sharded
+    model it is a `predict_fn`. No dropout is applied, and nothing checks the content of an image.
 
     **Arguments:**
 
-    - `model`: of any layout; its scheduler takes the steps.
-    - `input_ids`: the texts, as the tokenizer of the model's directory fills them up.
-    - `negative_ids`: what to lead away from: the empty text, where there is nothing else.
-    - `num_steps`: of the scheduler.
-    - `guidance_scale`: how far to go from what is predicted without the text to what is predicted with it, and
+    - `model`: a model of any layout; its scheduler takes the steps.
+    - `input_ids`: the texts, padded as the tokenizer of the model's directory pads them.
+    - `negative_ids`: the texts to lead away from: the empty text, if there is no other.
+    - `num_steps`: the number of steps of the scheduler.
+    - `guidance_scale`: the distance to go from the prediction without the text to the prediction with it, and
         beyond; 1 for no guidance, then without `negative_ids`.
-    - `latents`: the noise to begin with; by default drawn, `unet.config.sample_size` high and wide.
-    - `key`: for that, and for what a scheduler draws on the way.
+    - `latents`: the initial noise; by default drawn, `unet.config.sample_size` high and wide.
+    - `key`: for that noise, and for the noise that a scheduler draws at each step.
 
     **Returns:**
 
@@ -43,8 +44,8 @@ def sample_images(
 
     **Raises:**
 
-    `ValueError`, before anything is compiled, for guidance without `negative_ids` or these without guidance,
-    shapes that do not fit, no `key` where one is needed, or a number of steps that the scheduler refuses.
+    `ValueError`, before anything is compiled, for guidance without `negative_ids` or the reverse, shapes that
+    do not fit, no `key` where one is needed, or a number of steps that the scheduler refuses.
     """
     if (guidance_scale != 1) != (negative_ids is not None):
         raise ValueError(
@@ -66,8 +67,8 @@ def sample_images(
             "each text, of so many channels."
         )
     if latents is None:
-        _latent_shape(model, len(input_ids))  # refuses an unknown one
-    model.scheduler.steps(num_steps)  # refuses what it cannot do
+        _latent_shape(model, len(input_ids))  # raises for an unknown one
+    model.scheduler.steps(num_steps)  # raises for a number that it cannot take
     return _sample(model, input_ids, negative_ids, num_steps, jnp.asarray(guidance_scale), latents, key)
 
 
@@ -96,7 +97,7 @@ def _sample(
         latents = jax.random.normal(first_key, _latent_shape(model, num_images))
     texts = model.text_encoder(input_ids)
     if negative_ids is not None:
-        # Side by side in the batch, so that both lie on the device that has the image.
+        # Side by side in the batch, so that both are on the device that has the image.
         texts = rearrange([model.text_encoder(negative_ids), texts], "n b t d -> (b n) t d")
 
     def predict(sample: Float[Array, "b latent h w"], timestep: Int[Array, ""]) -> Float[Array, "b latent h w"]:

@@ -17,10 +17,10 @@ from redco_eqx.models._families.unet_2d_condition import UNet2DConditionModel
 
 @dataclasses.dataclass(frozen=True)
 class PipelineIndex:
-    """What a `model_index.json` says besides: its other entries, as JSON, and where it lies.
+    """The other entries of a `model_index.json`, as JSON, and the directory that it came from.
 
-    `source` is the directory that the model was loaded from, of which `save_stable_diffusion` copies the other
-    folders. It does not count in comparisons.
+    `source` is the directory that the model was loaded from; `save_stable_diffusion` copies its other folders.
+    Comparisons ignore it.
     """
 
     rest: str = "{}"
@@ -30,9 +30,9 @@ class PipelineIndex:
 class StableDiffusion(eqx.Module):
     """A text encoder, a denoiser of latents, and an autoencoder between latents and images, as one PyTree.
 
-    Paths begin with the names of the folders: `unet.down_blocks...`. `parts_spec` says which to train.
+    Paths begin with the names of the folders: `unet.down_blocks...`. `parts_spec` selects the parts to train.
 
-    - `scheduler`: how noise is added and taken away. Another one for the same weights:
+    - `scheduler`: adds and removes noise. For another one with the same weights:
         `entries = {**model.scheduler.to_json(), "clip_sample": False}` (latents have no range), then
         `dataclasses.replace(model, scheduler=DDIMScheduler.from_json(entries))`.
 
@@ -61,21 +61,21 @@ class StableDiffusion(eqx.Module):
                 )
 
     def encode(self, images: Float[Array, "b c height width"], *, key: Key) -> Float[Array, "b latent h w"]:
-        """Latents as the unet has them, drawn from what the autoencoder finds in images of -1 to 1."""
+        """Draw latents for the unet from the autoencoder's distribution for images of -1 to 1."""
         mean, log_variance = self.vae.encode(images.astype(self.vae.encoder.conv_in.weight.dtype))
         noise = jax.random.normal(key, mean.shape, mean.dtype)
         return self.vae.config.scaling_factor * (mean + jnp.exp(0.5 * log_variance) * noise)
 
     def decode(self, latents: Float[Array, "b latent h w"]) -> Float[Array, "b c height width"]:
-        """The images of latents as the unet has them, about from -1 to 1."""
+        """Decode the unet's latents into images, about from -1 to 1."""
         return self.vae.decode(latents / self.vae.config.scaling_factor)
 
 
 def parts_spec(model: StableDiffusion, *parts: str) -> StableDiffusion:
-    """Booleans, true for the arrays of some parts, as `init_state` takes them for `trainable`.
+    """Return booleans, true for the arrays of some parts, as `init_state` takes them for `trainable`.
 
-    `parts_spec(model, "unet")` is how Stable Diffusion was trained, and is fine-tuned. Raises `ValueError` for
-    a name that is no part.
+    `parts_spec(model, "unet")` is the choice for training and for fine-tuning Stable Diffusion. Raises
+    `ValueError` for a name that is not a part.
     """
     names = ("text_encoder", "unet", "vae")
     if unknown := [part for part in parts if part not in names]:
@@ -91,14 +91,14 @@ def noise_losses(
     *,
     key: Key,
 ) -> Float[Array, " b"]:
-    """The squared error of what is predicted of each image, noisy at a timestep of its own; in float32.
+    """Return the squared error of the prediction for each image, noisy at its own timestep; in float32.
 
     **Arguments:**
 
-    - `model`: its parts frozen or not, as `init_state` is told by `trainable`; nothing is computed backwards
-        for what is not trained.
+    - `model`: its parts frozen or not, by `trainable` of `init_state`; no gradients are computed for frozen
+        parts.
     - `images`: from -1 to 1.
-    - `input_ids`: their texts; those of the empty text now and then, where `sample_images` is to be guided.
+    - `input_ids`: their texts; those of the empty text now and then, if `sample_images` will use guidance.
     - `key`: for latents, timesteps, noise, and dropout.
     """
     latent_key, time_key, noise_key, text_key, unet_key = jax.random.split(key, 5)
@@ -113,6 +113,6 @@ def noise_losses(
 
 
 def to_uint8(images: Float[Array | np.ndarray, "b c height width"]) -> UInt8[np.ndarray, "b height width c"]:
-    """Images of -1 to 1 as 0 to 255 with channels last, as Pillow has them; on the host."""
+    """Convert images of -1 to 1 to 0 to 255 with channels last, as Pillow has them; on the host."""
     x = np.clip(np.asarray(images, np.float32) / 2 + 0.5, 0, 1)
     return np.moveaxis((255 * x).round().astype(np.uint8), 1, -1)
