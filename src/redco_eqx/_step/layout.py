@@ -21,11 +21,8 @@ from redco_eqx._parallel.scan import keep_products
 from redco_eqx._sharding.mesh import (
     BATCH_AXES,
     ShardingWarning,
-    axes_of,
     axis_size,
-    for_use,
     num_batch_shards,
-    stored_axes,
     tensor_dim,
 )
 from redco_eqx._step.gather import gather_where_used
@@ -247,15 +244,9 @@ def _for_mesh(program: Program, inputs: Inputs, layout: Layout | None) -> Progra
     """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
     if not layout:
         return for_partitioner(program, traced_mesh(inputs))
-    kernels: dict[int, set[str]] = {}
     arrays = {**inputs[0], **inputs[1]}
-    for path, sharding in layout.items():
-        shape = arrays[path].shape
-        # What is gathered for use is still made split, as a gradient.
-        axes = {*axes_of(for_use(sharding.spec)), *stored_axes(sharding.spec)[:1]}
-        for part in (shape, shape[1:]):  # alone, or of a stack
-            if len(part) > 2 and axes:
-                kernels.setdefault(math.prod(part), set()).update(axes)
+    split = [arrays[path].shape for path, s in layout.items() if tensor_dim(s.spec) is not None]
+    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or of a stack
     return for_partitioner(program, next(iter(layout.values())).mesh, kernels)
 
 
