@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
-from redco_eqx._parallel.linear import psum, vary
-from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
+from redco_eqx._parallel.linear import batch_axes, psum, vary
+from redco_eqx._sharding.mesh import BATCH_AXES
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
 #
@@ -22,7 +22,7 @@ from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 # - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the
 #   examples are whole: it is too large by their size. No upstream issue known.
 # - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a
-#   weight gradient), or a kernel is split, results are wrong, or the compiler raises or aborts. No upstream
+#   weight gradient), or their kernel is split, results are wrong, or the compiler raises or aborts. No upstream
 #   issue known.
 # - With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and
 #   each device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
@@ -34,8 +34,8 @@ Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
 
 Kernels: TypeAlias = Collection[int]
-"""The number of elements of each kernel that `tensor` splits. Two kernels of one size are taken for split alike,
-which costs communication at worst."""
+"""The number of elements of each kernel that `tensor` splits. Two kernels of one size are taken for split
+alike, which costs communication at worst."""
 
 
 def replace_convolution(
@@ -131,7 +131,6 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
     num_dims = len(equation.params["fft_lengths"])  # the last ones
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
     def in_order(x: Array) -> Array:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
@@ -141,8 +140,7 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
         return in_order(equation.primitive.bind(in_order(x), **equation.params))
 
     def transform(x: Array) -> Array:
-        is_split = axes and x.ndim > num_dims and x.shape[0] % axis_size(mesh, axes) == 0
-        spec = PartitionSpec(axes if is_split else None)
+        spec = PartitionSpec(batch_axes(mesh, x.shape[0]) if x.ndim > num_dims else None)
         return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     return transform
