@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -30,6 +30,7 @@ from redco_eqx._base.tree import is_array, is_key, leaves_with_paths
 from redco_eqx._distributed.consensus import agree, is_shared
 from redco_eqx._sharding.mesh import check_mesh, in_own_context, put_global, replicated
 from redco_eqx._sharding.rules import Overrides, shard_rules
+from redco_eqx._step.init import check_apart
 from redco_eqx._step.state import is_pair
 
 # A traced program: what is small is computed as it comes, the rest leaf by leaf.
@@ -63,7 +64,8 @@ class Birth:
 def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Value]]:
     """Plan how each result of `closed` is made of `key`; and compute what is small, and known by then."""
     jaxpr = closed.jaxpr
-    values: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, key]))
+    consts = [_on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts]
+    values: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
     equations: list[JaxprEqn] = []
 
     def known(value: Value, aval: Any) -> Var:
@@ -257,9 +259,7 @@ def init_model(
     else:
         births, values = births_of(closed, key)
         _check_apart(arrays, [birth.leaf for birth in births])
-        # One transfer for all.
-        operands = jax.device_get([operands_of(birth, values) for birth in births])
-        made = [make(birth, values, x, sharding) for birth, x, sharding in zip(births, operands, shardings)]
+        made = [make(birth, values, sharding) for birth, sharding in zip(births, shardings)]
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), made), static)
 
 
@@ -295,13 +295,8 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
 
 def _check_apart(arrays: PyTree, outputs: Sequence[Atom]) -> None:
     """Raises `ValueError` if one array is two leaves."""
-    first: dict[Var, str] = {}
-    for (path, _), var in zip(leaves_with_paths(arrays), outputs):
-        if not isinstance(var, Literal) and first.setdefault(var, path) != path:
-            raise ValueError(
-                f"init_model: {first[var]} and {path} are one and the same array, which would be updated "
-                "twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
-            )
+    pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
+    check_apart("init_model", [(var, path) for var, path in pairs if isinstance(var, Var)])
 
 
 def _on_this_process(key: Key) -> Key:
@@ -312,29 +307,22 @@ def _on_this_process(key: Key) -> Key:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-def operands_of(birth: Birth, values: dict[Var, Value]) -> list[Value]:
-    """The arguments of the program of an array; of keys their data."""
-    operands = [values[var] for var in birth.program.invars]
-    return [jax.random.key_data(x) if is_key(x) else x for x in operands]
-
-
-def make(birth: Birth, values: dict[Var, Value], operands: Sequence[Value], sharding: NamedSharding) -> Array:
+def make(birth: Birth, values: dict[Var, Value], sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
         return put_global(values[birth.leaf], sharding)
-    value = compiled(birth, values, sharding)(*operands)
+    value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
     if birth.way == "spread":
         return value
     # Waited for, or the next would be made, whole, beside this one.
     return jax.block_until_ready(put_global(value, sharding))
 
 
-def compiled(birth: Birth, values: dict[Var, Value], sharding: NamedSharding) -> Callable[..., Array]:
+def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
     """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
     program = birth.program
-    impls = [jax.random.key_impl(x) if is_key(x := values[var]) else None for var in program.invars]
-    out_sharding = sharding if birth.way == "spread" else None
-    return _jit(Canonical(program, str(program), tuple(_constants(program))), out_sharding, tuple(impls))
+    canonical = Canonical(program, str(program), tuple(_constants(program)))
+    return _jit(canonical, sharding if birth.way == "spread" else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,17 +343,11 @@ def _constants(jaxpr: Jaxpr) -> Iterator[int]:
 
 
 @functools.lru_cache(maxsize=128)
-def _jit(
-    program: Canonical, sharding: NamedSharding | None, impls: tuple[Hashable, ...]
-) -> Callable[..., Array]:
-    """A program of NumPy arrays, which are the same for every process, and lie nowhere; where there is a PRNG
-    implementation, the array is the data of its key."""
-
-    def wrap(x: Array, impl: Hashable) -> Array:
-        return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Array]:
+    """A program of arrays that are the same for every process, and committed to no device."""
 
     def run(*operands: Array) -> Array:
-        values = dict(zip(program.jaxpr.invars, map(wrap, operands, impls)))
+        values = dict(zip(program.jaxpr.invars, operands))
         for equation in program.jaxpr.eqns:
             found = _computed(program.jaxpr, equation, values)
             values |= {var: _rounded(x) for var, x in found.items()}

@@ -33,8 +33,8 @@ def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
     for (path, _), birth in zip(leaves_with_paths(arrays), made, strict=True):
         compiled = None
         if birth.way != "given":
-            run: Any = making.compiled(birth, values, shardings[path])
-            compiled = run.lower(*jax.device_get(making.operands_of(birth, values))).compile()
+            run: Any = making.compiled(birth, shardings[path])
+            compiled = run.lower(*[values[var] for var in birth.program.invars]).compile()
         planned.append((path, birth, shardings[path], compiled))
     return planned
 

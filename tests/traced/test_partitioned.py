@@ -24,7 +24,7 @@ SEVERAL = [name for name in MESHES if name != "one"]
 
 def partitioned(function: Any, mesh: Any, kernels: Any = None) -> Any:
     """The function by way of `for_partitioner`."""
-    return lambda *arguments: for_partitioner(trace(function, *arguments), mesh, kernels or {})(*arguments)
+    return lambda *arguments: for_partitioner(trace(function, *arguments), mesh, kernels or ())(*arguments)
 
 
 class Stem(eqx.Module):
@@ -149,7 +149,7 @@ def test_channels_that_are_split_stay_so():
         hidden = jnp.sin(convolve(hidden, weights["each"], feature_group_count=32))
         return jnp.mean(convolve(hidden, weights["down"]) ** 2)
 
-    compiled = jax.jit(partitioned(jax.grad(loss), mesh, {32 * 3 * 3: ["tensor"]})).lower(weights, x).compile()
+    compiled = jax.jit(partitioned(jax.grad(loss), mesh, [32 * 3 * 3])).lower(weights, x).compile()
     counts = communication(compiled, mesh).counts
     assert counts == {("all-reduce", ("tensor",)): 1, ("all-reduce", ("data",)): 1}
 

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Inexact, PyTree
 
 from redco_eqx._base.tree import is_array, leaves_with_paths
@@ -43,7 +43,7 @@ def tensor_size(mesh: AbstractMesh | None) -> int:
     return 1 if mesh is None else axis_size(mesh, "tensor")
 
 
-def batch_axes(mesh: AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
+def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
     """The axes that split a batch of this many rows: all of them, or none where they do not divide it."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
@@ -260,8 +260,7 @@ def row(
     if len(xs) != len(layers) or not xs:
         raise ValueError(f"row: {len(xs)} inputs for {len(layers)} layers. Pass one input for each layer.")
     mesh = traced_mesh(layers, xs)
-    is_plain = mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel)
-    if is_plain or mesh is None:
+    if mesh is None or tensor_size(mesh) == 1 or (len(xs) == 1 and not sequence_parallel):
         return checkpoint_name(_added([apply(one, x) for x, one in zip(xs, layers)]), "row_out")
     if sequence_parallel:
         for one in xs:

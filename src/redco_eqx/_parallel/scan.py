@@ -42,9 +42,8 @@ def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
-def keep_products_and_row_out(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
-    """The results of matrix products, and what [`row`][] returns."""
-    return keep_products(primitive, *operands, **params) or keep_row_out(primitive, *operands, **params)
+keep_products_and_row_out = jax.checkpoint_policies.save_from_both_policies(keep_products, keep_row_out)
+"""The results of matrix products, and what [`row`][] returns."""
 
 
 X = TypeVar("X")
@@ -108,7 +107,15 @@ def scan_layers(
     is_list = isinstance(layers, list | tuple)
     _check_layers(layers)
     mesh = traced_mesh(layers, x)
-    hold = _hold(x, mesh, batched, sequence_parallel)
+
+    def hold(x: X) -> X:
+        def one(is_batched: bool | None, part: PyTree) -> PyTree:
+            if is_batched is None:
+                return part
+            return jax.tree.map(lambda x: _held(x, mesh, is_batched, sequence_parallel), part)
+
+        return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
+
     policy = _policy(remat, mesh is not None and axis_size(mesh, "fsdp") > 1)
 
     def apply(layer: PyTree, x: X) -> X:
@@ -141,32 +148,18 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
     return keep_products_and_row_out if has_fsdp else None
 
 
-def _hold(
-    x: X, mesh: AbstractMesh | None, batched: PyTree[bool | None], sequence_parallel: bool
-) -> Callable[[X], X]:
-    """The constraint between layers."""
-    if mesh is not None and mesh.size == 1:
-        return lambda x: x
-    sequence_parallel = sequence_parallel and mesh is not None and tensor_size(mesh) > 1
-
-    def one(is_batched: bool | None, part: PyTree) -> PyTree:
-        def constrained(x: Array) -> Array:
-            if is_batched is None or not is_array(x) or x.ndim < 2:
-                return x
-            if mesh is None:
-                return _marked(x)
-            if sequence_parallel:
-                check_sequence("scan_layers", x, mesh)
-            first = batch_axes(mesh, x.shape[0]) if is_batched else None
-            spec = PartitionSpec(first, "tensor") if sequence_parallel else PartitionSpec(first)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-        return jax.tree.map(constrained, part)
-
-    def hold(x: X) -> X:
-        return jax.tree.map(one, batched, x, is_leaf=lambda b: b is None)
-
-    return hold
+def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_parallel: bool) -> PyTree:
+    """An array as it is laid out between layers; anything else as it is."""
+    if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
+        return x
+    if mesh is None:
+        return _marked(x)
+    first = batch_axes(mesh, x.shape[0]) if is_batched else None
+    spec = PartitionSpec(first)
+    if sequence_parallel and tensor_size(mesh) > 1:
+        check_sequence("scan_layers", x, mesh)
+        spec = PartitionSpec(first, "tensor")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 @jax.named_scope("redco_eqx.stream")
@@ -177,21 +170,21 @@ def _marked(x: Array) -> Array:
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
     """Refuses, by `ValueError`, no layers, and arrays of a stack that disagree on their number."""
-    is_list = isinstance(layers, list | tuple)
-    stack = {} if is_list else {"layers": layers}
-    arrays = {path: x for path, x in leaves_with_paths(stack) if is_array(x)}
-    sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()}
-    sizes = sizes or {"layers": len(layers) if is_list else 0}
-    if 0 in sizes.values():
-        path = next(path for path, size in sizes.items() if size == 0)
-        path += f", {describe(arrays[path])}," if path in arrays else ""
-        raise ValueError(
-            f"scan_layers: {path} numbers no layers. Pass a list of layers, or a stack, in which the leading "
-            "dim of every array numbers them. If it is a plain number of the model, plain jax.jit (grad, vmap) "
-            "has made an array of it: use eqx.filter_jit (filter_grad, filter_vmap), which leaves it alone."
-        )
+    arrays = {path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)}
+    if isinstance(layers, list | tuple):
+        sizes = {"layers": len(layers)}
+    else:
+        sizes = {path: x.shape[0] if x.ndim else 0 for path, x in arrays.items()} or {"layers": 0}
     first = next(iter(sizes))
     for path, size in sizes.items():
+        if size == 0:
+            what = f"{path}, {describe(arrays[path])}," if path in arrays else path
+            raise ValueError(
+                f"scan_layers: {what} numbers no layers. Pass a list of layers, or a stack, in which the "
+                "leading dim of every array numbers them. If it is a plain number of the model, plain jax.jit "
+                "(grad, vmap) has made an array of it: use eqx.filter_jit (filter_grad, filter_vmap), which "
+                "leaves it alone."
+            )
         if size != sizes[first]:
             raise ValueError(
                 f"scan_layers: {first} has {sizes[first]} layers, but {path} has {size}. The leading dim of "

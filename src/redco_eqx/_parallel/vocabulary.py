@@ -46,7 +46,7 @@ def embed(
     - `table`: one row for each token.
     - `ids`: `(batch, length)`; of any other rank (as under a `vmap`) the compiler decides.
     - `sequence_parallel`: the result is split over `tensor` along its dim 1: reduced and scattered, instead of
-        reduced.
+        reduced. Of a table whose rows do not divide over `tensor` it is whole.
 
     **Raises:**
 
@@ -55,11 +55,11 @@ def embed(
     mesh = traced_mesh(table, ids)
     if mesh is None or mesh.size == 1:
         return jnp.take(table, ids, axis=0)
-    sequence_parallel = sequence_parallel and tensor_size(mesh) > 1
-    if sequence_parallel:
+    if sequence_parallel and tensor_size(mesh) > 1:
         check_sequence("embed", ids[..., None], mesh)
     rows = batch_axes(mesh, ids.shape[0]) if ids.ndim == 2 else None
     is_cut = tensor_size(mesh) > 1 and table.shape[0] % tensor_size(mesh) == 0
+    sequence_parallel = sequence_parallel and is_cut
     if not sequence_parallel and (rows is None or not (is_cut or axis_size(mesh, "fsdp") > 1)):
         return jnp.take(table, ids, axis=0)
     spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
@@ -67,11 +67,7 @@ def embed(
     def body(table: Array, ids: Array) -> Array:
         table = _vary(table, spec, rows or ())  # its gradient is summed over the devices once, at the end
         if not is_cut:
-            found = jnp.take(table, ids, axis=0)
-            if not sequence_parallel:
-                return found
-            length = found.shape[1] // tensor_size(mesh)
-            return jax.lax.dynamic_slice_in_dim(found, jax.lax.axis_index("tensor") * length, length, axis=1)
+            return jnp.take(table, ids, axis=0)
         ids = _wide(ids)
         ids = jnp.where(ids < 0, ids + table.shape[0] * tensor_size(mesh), ids)
         own, is_here, is_outside = _own_part_of(ids, table.shape[0], "tensor")

@@ -142,14 +142,14 @@ class _Walk:
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
-        if kind == "scan" or kind in CHECKPOINTS:
+        if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             self.has_checkpoint |= kind in CHECKPOINTS
             inside = _in_one_step(equation, inputs) if kind == "scan" else inputs
-            jaxpr, _ = self.program(body(equation.params["jaxpr"]), inside, whole_outputs=True)
-            return _Taken(_with_body(equation, jaxpr), [i for i, x in enumerate(inside) if x is not None])
-        if kind in ("jit", "pjit"):
-            jaxpr, outputs = self.program(body(equation.params["jaxpr"]), inputs)
-            return _Taken(_with_body(equation, jaxpr), range(len(inputs)), outputs)
+            jaxpr, outputs = self.program(
+                body(equation.params["jaxpr"]), inside, whole_outputs=kind not in ("jit", "pjit")
+            )
+            taken = [i for i, sharding in enumerate(inside) if sharding is not None]
+            return _Taken(_with_body(equation, jaxpr), taken, outputs)
         if kind == "shard_map":
             return _take_in_shard_map(equation, inputs)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
@@ -220,7 +220,8 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
     invars, equations, taken = list(inside.invars), list(inside.eqns), []
     for i, sharding in enumerate(inputs):
         uses = [e for e in equations if sharding is not None and invars[i] in e.invars]
-        if sharding is None or invars[i] in inside.outvars or not _are_casts(uses):
+        is_cast = len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
+        if sharding is None or invars[i] in inside.outvars or not is_cast:
             continue
         split = _join(specs[i], sharding.spec, type_of(equation.invars[i]).ndim)
         if split is None:
@@ -238,11 +239,6 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
         "in_specs": tuple(specs),
     }
     return _Taken(equation.replace(params=params), taken)
-
-
-def _are_casts(uses: list[JaxprEqn]) -> bool:
-    """True if an operand varies along `fsdp` before anything is done with it."""
-    return len(uses) == 1 and uses[0].primitive.name == "pvary" and "fsdp" in uses[0].params["axes"]
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:

@@ -1,6 +1,6 @@
 """`init_state`: a state from a model, laid out as the model is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -62,7 +62,12 @@ def init_state(
     `ValueError`, naming the leaf: one buffer held by two leaves, an array or an unhashable value in a static
     field, arrays on different meshes, a deleted array, or no trainable leaf although there is an optimizer.
     """
-    _check_model(model)
+    if isinstance(model, TrainState):
+        raise TypeError("init_state: this is a TrainState already. A new one is made of its state.model.")
+    if isinstance(model, type):
+        raise TypeError(
+            f"init_state: model is the class {model.__name__}. Make one: {model.__name__}(..., key=key)."
+        )
     if optimizer is not None:
         check_is_optimizer("init_state", optimizer)
     model, model_state = model if is_pair(model) else (model, None)
@@ -98,29 +103,16 @@ def init_state(
     )
 
 
-def _check_model(model: Any) -> None:
-    if isinstance(model, TrainState):
-        raise TypeError("init_state: this is a TrainState already. A new one is made of its state.model.")
-    if isinstance(model, type):
-        raise TypeError(
-            f"init_state: model is the class {model.__name__}. Make one: {model.__name__}(..., key=key)."
-        )
-
-
 def _check_no_index(model: Any) -> None:
     """Refuses a model whose layers have an `eqx.nn.State` that did not come along."""
-
-    def is_index(x: Any) -> bool:
-        return isinstance(x, eqx.nn.StateIndex)
-
-    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_index)[0]
-    keypath = next((keypath for keypath, x in nodes if is_index(x)), None)
-    if keypath is not None:
-        raise ValueError(
-            f"init_state: {path_of(keypath)} keeps something between steps (BatchNorm's statistics, say), but "
-            "there is no eqx.nn.State. Make both by model, model_state = eqx.nn.make_with_state(...)(...), and "
-            "give init_state the pair (model, model_state)."
-        )
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[0]
+    for keypath, x in nodes:
+        if isinstance(x, eqx.nn.StateIndex):
+            raise ValueError(
+                f"init_state: {path_of(keypath)} keeps something between steps (BatchNorm's statistics, say), "
+                "but there is no eqx.nn.State. Make both by model, model_state = "
+                "eqx.nn.make_with_state(...)(...), and give init_state the pair (model, model_state)."
+            )
 
 
 def _placement(
@@ -172,19 +164,23 @@ def _described(mesh: Any) -> str:
 
 
 def _check_buffers(arrays: dict[str, Any]) -> None:
-    owners: dict[Any, str] = {}
-    for path, x in arrays.items():
-        if not isinstance(x, jax.Array):
-            continue
+    own = {path: x for path, x in arrays.items() if isinstance(x, jax.Array)}
+    for path, x in own.items():
         lack = lack_of_value(x)
         if lack is not None:
             raise ValueError(f"init_state: {path} {lack}.")
-        for buffer in _buffers(x):
-            if owners.setdefault(buffer, path) != path:
-                raise ValueError(
-                    f"init_state: {owners[buffer]} and {path} are one and the same array, which would be "
-                    "updated twice, apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
-                )
+    check_apart("init_state", [(buffer, path) for path, x in own.items() for buffer in _buffers(x)])
+
+
+def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
+    """Raises `ValueError` if one array is two leaves: of each comes what it is known by, and its path."""
+    first: dict[Hashable, str] = {}
+    for array, path in arrays:
+        if first.setdefault(array, path) != path:
+            raise ValueError(
+                f"{where}: {first[array]} and {path} are one and the same array, which would be updated twice, "
+                "apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+            )
 
 
 def _buffers(x: jax.Array) -> list[Any]:

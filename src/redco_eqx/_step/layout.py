@@ -16,16 +16,12 @@ from jaxtyping import Array, PyTree
 from redco_eqx._base.jaxprs import Atom, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import first_few, leaves_with_paths, to_paths
-from redco_eqx._parallel.linear import traced_mesh
+from redco_eqx._parallel.linear import batch_axes, traced_mesh
 from redco_eqx._parallel.scan import keep_products
 from redco_eqx._sharding.mesh import (
-    BATCH_AXES,
     ShardingWarning,
-    axes_of,
     axis_size,
-    for_use,
     num_batch_shards,
-    stored_axes,
     tensor_dim,
 )
 from redco_eqx._step.gather import gather_where_used
@@ -56,9 +52,9 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
     return {path: found[path] for path in (*state.params, *state.frozen) if path in found}
 
 
-def mesh_of(layout: Layout | None, state: TrainState) -> Mesh | AbstractMesh | None:
-    """The mesh of the layout, or else the one on which the state lies; `None` if it lies on none."""
-    return next(iter(layout.values())).mesh if layout else traced_mesh(state)
+def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh of the layout, or else the one on which arrays lie; `None` if they lie on none."""
+    return next(iter(layout.values())).mesh if layout else traced_mesh(arrays)
 
 
 def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
@@ -78,15 +74,14 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
     placed argument, or a constraint, says. An array whose dim does not divide is left as it is, and so is all
     outside of `jit`. Warns of a dim that has more rows than there are shards, and does not divide.
     """
-    shards = 1 if mesh is None else axis_size(mesh, BATCH_AXES)
+    shards = 1 if mesh is None else num_batch_shards(mesh)
     if mesh is None or shards == 1:
         return batch
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     leaves, odd = [], []
     for path, x in leaves_with_paths(batch):
         rows = getattr(x, "shape", ())[dim : dim + 1]
         if rows and rows[0] % shards == 0:
-            x = _split_p.bind(jnp.asarray(x), mesh=mesh, dim=dim, axes=axes)
+            x = _split_p.bind(jnp.asarray(x), mesh=mesh, dim=dim, axes=batch_axes(mesh, rows[0]))
         elif rows and rows[0] > shards:  # a tail of fewer can only be computed whole
             odd.append(f"{path or 'array'} has {rows[0]} rows")
         leaves.append(x)
@@ -135,17 +130,14 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
     Raises `ValueError` if the batch does not divide; over the data shards of `mesh`, too, if it `must_divide`.
     """
     shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
-
-    def one(path: str, x: Any) -> Any:
+    for path, x in leaves_with_paths(batch):
         if number < 1 or x.shape[0] % (number * shards) != 0:
             raise ValueError(
                 f"num_microbatches={number}: the batch's {path or 'array'} has {x.shape[0]} rows, which do not "
                 f"divide into {number} microbatches on {shards} data shards."
             )
-        return rearrange(x, "(b k) ... -> k b ...", k=number)
-
-    leaves = [one(path, x) for path, x in leaves_with_paths(batch)]
-    return split_rows(jax.tree.unflatten(jax.tree.structure(batch), leaves), mesh, dim=1)
+    parts = jax.tree.map(lambda x: rearrange(x, "(b k) ... -> k b ...", k=number), batch)
+    return split_rows(parts, mesh, dim=1)
 
 
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
@@ -175,109 +167,71 @@ def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Calla
 
 
 def program_of(
-    function: Callable[..., Any], inputs: Inputs, layout: Layout | None, *, splits: bool = False
+    function: Callable[..., Any],
+    inputs: Inputs,
+    layout: Layout | None,
+    *,
+    splits: bool,
+    differentiates: bool = False,
 ) -> Program:
-    """The program of a function of [`Inputs`][]; if it `splits`, with its activations laid out."""
-    splits = splits and _has_tensor(layout)
-    program, _ = _gathered(function, inputs, layout, splits)
-    if splits:
-        program = _laid_out(program, inputs, layout, is_gradient=False)
-    return _for_mesh(program, inputs, layout)
+    """The program of a function of [`Inputs`][], which is traced once.
 
-
-def gradient_program(
-    loss_of: Callable[..., Any], inputs: Inputs, layout: Layout | None, *, splits: bool = False
-) -> Program:
-    """The program of `jax.value_and_grad(loss_of, has_aux=True)`; `loss_of` itself is traced once.
-
-    If it `splits`, its activations are laid out.
+    - `splits`: its activations are laid out over `tensor`.
+    - `differentiates`: that of `jax.value_and_grad(function, has_aux=True)`.
     """
-    splits = splits and _has_tensor(layout)
-    program, keeps_weights = _gathered(loss_of, inputs, layout, splits)
-    loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
-    gradient = trace(jax.value_and_grad(loss, has_aux=True), *inputs)
-    _warn_unused(gradient, sorted(inputs[0]))
+    mesh = mesh_of(layout, inputs)
+    known = layout or {}
+    splits = splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
+    given: Any = inputs
+    if splits:  # as on one device
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    program = trace(function, *given)
+    of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
+    num_others = len(program.closed.jaxpr.invars) - len(of_arrays)
+    program, keeps_weights = gather_where_used(program, [*of_arrays, *[None] * num_others])
+    if differentiates:
+        loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
+        program = trace(jax.value_and_grad(loss, has_aux=True), *inputs)
+        _warn_unused(program, sorted(inputs[0]))
     if splits:
-        gradient = _laid_out(gradient, inputs, layout, is_gradient=True)
-    return _for_mesh(gradient, inputs, layout)
+        program = _laid_out(program, inputs, known, differentiates)
+    arrays = {**inputs[0], **inputs[1]}
+    split = [arrays[path].shape for path, s in known.items() if tensor_dim(s.spec) is not None]
+    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or of a stack
+    return for_partitioner(program, mesh, kernels)
 
 
-def _has_tensor(layout: Layout | None) -> bool:
-    return bool(layout) and axis_size(next(iter(layout.values())).mesh, "tensor") > 1
-
-
-def _laid_out(program: Program, inputs: Inputs, layout: Layout | None, *, is_gradient: bool) -> Program:
+def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: bool) -> Program:
     """The program with each value laid out over `tensor`."""
     from redco_eqx._dataflow.tracing import TracedStep
     from redco_eqx._step.constraints import lay_out
 
     params, frozen, model_state, batch, _ = inputs
     names = [*sorted(params), *sorted(frozen), *sorted(model_state)]
-    num_frozen = len(names) - len(params)
     jaxpr = program.closed.jaxpr
     first = len(jaxpr.outvars) - len(params)
-    trained = [first + i if is_gradient else None for i in range(len(params))]
-    traced = TracedStep(
-        jaxpr,
-        names,
-        [],
-        [""] * (len(params) + len(frozen)) + ["state"] * len(model_state),
-        [*trained, *[None] * num_frozen],
-        len(jax.tree.leaves(batch)),
-    )
-    known = layout or {}
-    dims = {path: tensor_dim(sharding.spec) for path, sharding in known.items()}
-    return program.replace(lay_out(traced, next(iter(known.values())).mesh, dims))
-
-
-def _gathered(
-    function: Callable[..., Any], inputs: Inputs, layout: Layout | None, splits: bool
-) -> tuple[Program, bool]:
-    """Traced, with [`gather_where_used`][]; if it `splits`, as on one device."""
-    if splits:
-        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    program = trace(function, *inputs)
-    known = layout or {}
-    of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
-    num_others = len(program.closed.jaxpr.invars) - len(of_arrays)
-    return gather_where_used(program, [*of_arrays, *[None] * num_others])
-
-
-def _for_mesh(program: Program, inputs: Inputs, layout: Layout | None) -> Program:
-    """`for_partitioner` on the mesh of the layout, or else on that where the arrays lie."""
-    if not layout:
-        return for_partitioner(program, traced_mesh(inputs))
-    kernels: dict[int, set[str]] = {}
-    arrays = {**inputs[0], **inputs[1]}
-    for path, sharding in layout.items():
-        shape = arrays[path].shape
-        # What is gathered for use is still made split, as a gradient.
-        axes = {*axes_of(for_use(sharding.spec)), *stored_axes(sharding.spec)[:1]}
-        for part in (shape, shape[1:]):  # alone, or of a stack
-            if len(part) > 2 and axes:
-                kernels.setdefault(math.prod(part), set()).update(axes)
-    return for_partitioner(program, next(iter(layout.values())).mesh, kernels)
+    trained = [first + i if is_gradient and i < len(params) else None for i in range(len(names))]
+    fixed = [""] * (len(params) + len(frozen)) + ["state"] * len(model_state)
+    traced = TracedStep(jaxpr, names, [], fixed, trained, len(jax.tree.leaves(batch)))
+    dims = {path: tensor_dim(sharding.spec) for path, sharding in layout.items()}
+    return program.replace(lay_out(traced, next(iter(layout.values())).mesh, dims))
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
     """Warns of parameters on which the loss does not depend: whose gradient is zero whatever comes in."""
     jaxpr = gradient.closed.jaxpr
-    zeros = {
-        equation.outvars[0]
-        for equation in jaxpr.eqns
-        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
-    }
-    grads = zip(paths, jaxpr.outvars[-len(paths) :]) if paths else ()
-    unused = [path for path, atom in grads if isinstance(atom, Literal) or atom in zeros]
+    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def is_zero(atom: Atom) -> bool:
+        if not isinstance(atom, Literal) and atom in made and made[atom].primitive.name == "broadcast_in_dim":
+            (atom,) = made[atom].invars
+        return isinstance(atom, Literal) and bool(atom.val == 0)
+
+    grads = jaxpr.outvars[len(jaxpr.outvars) - len(paths) :]
+    unused = [path for path, atom in zip(paths, grads) if is_zero(atom)]
     if unused:
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
             f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
             stacklevel=5,
         )
-
-
-def _is_zero(atom: Atom) -> bool:
-    # What takes the place of the gradient by an integer is of a dtype that cannot be compared.
-    is_literal = isinstance(atom, Literal)
-    return is_literal and jnp.issubdtype(jnp.result_type(atom.val), jnp.inexact) and bool(atom.val == 0)

@@ -2,18 +2,18 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
-from redco_eqx._parallel.linear import psum, vary
-from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
+from redco_eqx._parallel.linear import batch_axes, psum, vary
+from redco_eqx._sharding.mesh import BATCH_AXES
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
 #
@@ -22,7 +22,7 @@ from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 # - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the
 #   examples are whole: it is too large by their size. No upstream issue known.
 # - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a
-#   weight gradient), or a kernel is split, results are wrong, or the compiler raises or aborts. No upstream
+#   weight gradient), or their kernel is split, results are wrong, or the compiler raises or aborts. No upstream
 #   issue known.
 # - With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and
 #   each device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
@@ -33,17 +33,16 @@ from redco_eqx._sharding.mesh import BATCH_AXES, axis_size
 Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
 
-Kernels: TypeAlias = Mapping[int, Collection[str]]
-"""For the number of elements of each kernel that is split, the axes which split it. Two kernels of one size are
-taken for split alike, which costs communication at worst."""
+Kernels: TypeAlias = Collection[int]
+"""The number of elements of each kernel that `tensor` splits. Two kernels of one size are taken for split
+alike, which costs communication at worst."""
 
 
 def replace_convolution(
     equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """Return the replacement of `equation` in a program on `mesh`, if it is a convolution that needs one.
+    """Return the replacement of `equation` in a program on `mesh`, if it is a grouped convolution.
 
-    That is a grouped one, and one that reads or makes a kernel which is split: of that, only channels may be.
     In a `shard_map` over all axes nothing is done.
 
     Raises `ValueError`, naming the line, for a grouped one in a `shard_map` that leaves axes to the compiler.
@@ -51,12 +50,10 @@ def replace_convolution(
     params = equation.params
     if equation.primitive.name != "conv_general_dilated":
         return None
+    if params["batch_group_count"] == params["feature_group_count"] == 1:
+        return None
     manual = manual_axes(equation)
     left = [axis for axis, size in mesh.shape.items() if axis not in manual and size > 1]
-    sizes = [math.prod(shape_of(atom)) for atom in (equation.invars[1], equation.outvars[0])]
-    if params["batch_group_count"] == params["feature_group_count"] == 1:
-        is_split = not manual and any(size in kernels for size in sizes)
-        return functools.partial(_with_whole_windows, params, mesh) if is_split else None
     if manual and left:
         raise ValueError(
             f"{source_line(equation)}: a grouped convolution in a shard_map over {sorted(manual)} leaves the "
@@ -65,24 +62,8 @@ def replace_convolution(
         )
     if manual:
         return None
-    kernel_size = sizes[1 if params["batch_group_count"] > 1 else 0]
-    return functools.partial(_cut, params, mesh, "tensor" in kernels.get(kernel_size, ()))
-
-
-def _with_whole_windows(params: Params, mesh: Mesh | AbstractMesh, lhs: Array, rhs: Array) -> Array:
-    """The convolution, whose kernel, and whose result, is not split along its window: that went wrong as well.
-
-    Of a weight gradient the result is a kernel. No upstream issue known. The program of `tests/gradients` that
-    was wrong is right without this in jaxlib 0.10.2 and 0.12.0.
-    """
-
-    def whole(x: Array, spec: tuple[int, ...]) -> Array:
-        window = spec[2:]
-        entries = [None if dim in window else PartitionSpec.UNCONSTRAINED for dim in range(x.ndim)]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
-
-    dims = params["dimension_numbers"]
-    return whole(_convolve(params, lhs, whole(rhs, dims.rhs_spec)), dims.out_spec)
+    kernel = equation.outvars[0] if params["batch_group_count"] > 1 else equation.invars[1]
+    return functools.partial(_cut, params, mesh, math.prod(shape_of(kernel)) in kernels)
 
 
 def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array) -> Array:
@@ -150,7 +131,6 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
     num_dims = len(equation.params["fft_lengths"])  # the last ones
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
     def in_order(x: Array) -> Array:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
@@ -160,17 +140,13 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
         return in_order(equation.primitive.bind(in_order(x), **equation.params))
 
     def transform(x: Array) -> Array:
-        is_split = axes and x.ndim > num_dims and x.shape[0] % axis_size(mesh, axes) == 0
-        spec = PartitionSpec(axes if is_split else None)
+        spec = PartitionSpec(batch_axes(mesh, x.shape[0]) if x.ndim > num_dims else None)
         return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     return transform
 
 
-_NONE: Kernels = {}
-
-
-def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = _NONE) -> Program:
+def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()) -> Program:
     """`program` with what the partitioner would get wrong on `mesh` replaced; `None` is one device.
 
     - `kernels`: see [`Kernels`][].

@@ -7,10 +7,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Int, PyTree
 
 from redco_eqx._base.protocols import AnyArray, Key
 from redco_eqx._base.tree import (
@@ -23,7 +22,7 @@ from redco_eqx._base.tree import (
     path_of,
     size_text,
 )
-from redco_eqx._sharding.mesh import as_stored, check_mesh, context_of, one_device_mesh, trimmed
+from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.kept import definition
 
 # What a tree is besides its arrays, as one hashable value that compares by definition.
@@ -131,26 +130,20 @@ class TrainState(eqx.Module):
     stored: tuple[str, ...] = eqx.field(default=(), static=True)
 
     def __repr__(self) -> str:
-        def many(arrays: dict[str, AnyArray], name: str) -> str:
-            size = size_text(sum(x.size * x.dtype.itemsize for x in arrays.values()))
-            return f"{len(arrays)} {name} of {size}" if arrays else ""
-
         step: Any = self.step
         if isinstance(step, jax.ShapeDtypeStruct | Tracer) or getattr(step, "shape", None) != ():
-            when = "abstract"
+            parts = ["abstract"]
         else:
-            when = "deleted" if lack_of_value(step) else f"step {step_of(self)}"
+            parts = ["deleted" if lack_of_value(step) else f"step {step_of(self)}"]
+        named = {"parameters": self.params, "frozen arrays": self.frozen}
+        for name, arrays in {**named, "arrays of the model's state": self.model_state}.items():
+            size = size_text(sum(x.size * x.dtype.itemsize for x in arrays.values()))
+            parts += [f"{len(arrays)} {name} of {size}"] if arrays else []
+        parts.append(f"{len(jax.tree.leaves(self.opt_state))} arrays of the optimizer")
         sharding = getattr(step, "sharding", None)
-        axes = sharding.mesh.shape if isinstance(sharding, NamedSharding) else {}
-        parts = [
-            when,
-            many(self.params, "parameters"),
-            many(self.frozen, "frozen arrays"),
-            many(self.model_state, "arrays of the model's state"),
-            f"{len(jax.tree.leaves(self.opt_state))} arrays of the optimizer",
-            " x ".join(f"{axis}={size}" for axis, size in axes.items()),
-        ]
-        return f"TrainState({', '.join(part for part in parts if part)})"
+        if isinstance(sharding, NamedSharding):
+            parts.append(" x ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items()))
+        return f"TrainState({', '.join(parts)})"
 
     @property
     def model(self) -> Any:
@@ -171,29 +164,18 @@ class TrainState(eqx.Module):
 
 def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None) -> Key:
     """The key of one stream of randomness at this step, and of a batch of it that has an index."""
-    key = fold(state.key, tag, state.step)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
-
-
-def fold(key: Key, tag: int, number: int | Array) -> Key:
-    """The key of a number within a stream."""
-    return jax.random.fold_in(jax.random.fold_in(key, tag), number)
 
 
 def order_key(state: TrainState, begin: int) -> Key:
     """The key from which `fit` draws the order of the examples, in a run that began at step `begin`."""
-    return fold(state.key, ORDER, begin)
+    return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
 
 
 def step_of(state: TrainState) -> int:
     """`state.step` as a number."""
-    if not isinstance(state.step, jax.Array):
-        return int(state.step)
-    step = state.step.addressable_data(0)
-    # Read from a copy: JAX 0.11.2 on CPU donates no array that was read (0.10.2, 0.11.0 and 0.12.0 do). No
-    # upstream issue known.
-    with context_of(one_device_mesh(next(iter(step.devices())))):
-        return int(jnp.copy(step))
+    return int(state.step)
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:

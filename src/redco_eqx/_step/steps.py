@@ -30,7 +30,6 @@ from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._sharding.mesh import context_of, in_own_context
 from redco_eqx._step.layout import (
     constrain,
-    gradient_program,
     mesh_of,
     microbatches,
     on_arrays,
@@ -148,7 +147,7 @@ def train_step(
     first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
     inputs = (params, frozen, state.model_state, first, key)
     splits = isinstance(loss_fn, SplitActivations)
-    gradient = gradient_program(on_arrays(state, loss_of), inputs, layout, splits=splits)
+    gradient = program_of(on_arrays(state, loss_of), inputs, layout, splits=splits, differentiates=True)
 
     def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
         """The loss of the whole batch, the metrics, the new model state, and the gradients."""

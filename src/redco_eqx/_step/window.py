@@ -92,9 +92,7 @@ def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
 def window_row(window: Window) -> dict[str, float]:
     """The row of a log: `train/loss`, and the other metrics by name, of a window that was fetched."""
     names = sorted(window.metrics, key=lambda name: name != "loss")  # jit sorted them; the loss comes first
-    # Divided by NumPy: an operation of JAX would wait behind the steps that were dispatched since.
-    means = [(name, window.metrics[name]) for name in names]
-    return {f"train/{name}": float(mean.total / mean.weight) if mean.weight else 0.0 for name, mean in means}
+    return {f"train/{name}": float(window.metrics[name]) for name in names}
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
