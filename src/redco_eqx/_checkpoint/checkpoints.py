@@ -177,7 +177,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
         kept = one_per_step[-(last or 0) :]
-        kept += [_best_of(one_per_step, *best) for best in self._config.keep_best.items()]
+        rows = [info.metrics for info in one_per_step]
+        best = [best_of(rows, *metric) for metric in self._config.keep_best.items()]
+        kept += [one_per_step[i] for i in best if i is not None]
         for info in infos:
             if info not in kept:
                 hidden = info.path.with_name(info.path.name + ".deleting")
@@ -214,11 +216,11 @@ def save(
         return writer.save(state, metrics=metrics, extras=extras)
 
 
-def _best_of(infos: Sequence[CheckpointInfo], metric: str, mode: str) -> CheckpointInfo | None:
-    """The one whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
+def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
+    """The row whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
     sign = 1 if mode == "min" else -1
-    scored = [info for info in infos if not math.isnan(info.metrics.get(metric, math.nan))]
-    return min(scored, key=lambda info: sign * info.metrics[metric], default=None)
+    scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
+    return min(scored, key=lambda i: sign * rows[i][metric], default=None)
 
 
 def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:

@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from redco_eqx._checkpoint.runs import CheckpointError
+from redco_eqx._checkpoint.runs import CheckpointError, Identity
 
 try:
     import fcntl
@@ -51,20 +52,22 @@ class Owner:
             raise
         threading.Thread(target=self._beat, name="redco_eqx.owner", daemon=True).start()
 
-    def begin(self, begin: int, same: Any, **run: Any) -> tuple[str, bool]:
+    def begin(
+        self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
+    ) -> tuple[str, bool]:
         """The id of the run that begins here, and whether it began before: it was killed before its first save.
 
         **Arguments:**
 
         - `begin`: its first step.
-        - `same`: says of what `run` was before whether it is the same.
-        - `run`: plain JSON, which is kept in the file.
+        - `identity`: what it is; it is kept in the file.
+        - `differs`: true, called with the identity in the file and this one, if they are of two runs.
         """
         before = self.content
-        if before.get("begin") == begin and isinstance(before.get("id"), str) and same(before):
+        if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
             return before["id"], True
-        run_id = new_id()
-        self._write(begin=begin, id=run_id, **run)
+        run_id = secrets.token_hex(4)
+        self._write(begin=begin, id=run_id, identity=identity)
         return run_id, False
 
     def release(self) -> None:
@@ -144,11 +147,6 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
                 "here. Checkpoints need one that all processes see, by the same name."
             )
         time.sleep(0.2)
-
-
-def new_id() -> str:
-    """An id that no other run has."""
-    return secrets.token_hex(4)
 
 
 def _this_process() -> dict[str, Any]:

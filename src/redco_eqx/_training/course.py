@@ -150,10 +150,9 @@ def apply_hook(
     has_state = change.state is not None
     stop, is_changed = from_first(lambda: [bool(change.stop), has_state])
     if has_state != is_changed:
-        returned = "returned a state" if has_state else "returned none"
         raise ValueError(
-            f"hook: on process {jax.process_index()} it {returned}, unlike on process 0. All processes must "
-            "change the state alike."
+            f"hook: on process {jax.process_index()} it returned {'a' if has_state else 'no'} state, unlike on "
+            "process 0. All processes must change the state alike."
         )
     run = dataclasses.replace(run, stopped=run.stopped or stop)
     return run, state if change.state is None else _changed(state, change.state)

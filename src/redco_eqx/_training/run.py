@@ -285,7 +285,7 @@ class Training:
 
         try:
             with self.reporter.paused():
-                row = evaluation.watched(self.state, watch)
+                row = evaluation(self.state, watch=watch)
         except _StoppedError:
             return False
         self.reporter.row(self.run.step, row)
@@ -315,7 +315,7 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, error: Any, __: object) -> None:
         """Saves the state if an error ends the run, and gives it to the error, and the history."""
         if not isinstance(error, Exception):
             return
@@ -332,11 +332,10 @@ class Training:
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
-        attributes = {"history": self.history, **({"state": self.state} if is_good else {})}
         with contextlib.suppress(AttributeError):  # it takes none
-            for name, x in attributes.items():
-                setattr(error, name, x)
+            error.history = self.history
             if is_good:
+                error.state = self.state
                 error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
 
 
