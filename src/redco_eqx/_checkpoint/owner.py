@@ -6,6 +6,7 @@ whether its time moves.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -18,11 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 from redco_eqx._checkpoint.runs import CheckpointError, Identity
-
-try:
-    import fcntl
-except ImportError:  # Windows: the time of the file alone decides
-    fcntl = None
 
 BEGUN = "begun.json"
 """In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
@@ -41,7 +37,7 @@ class Owner:
         self._file = directory / BEGUN
         self._done = threading.Event()
         # The directory: a file open for writing would keep a file system from becoming read-only.
-        self._fd = None if fcntl is None else os.open(directory, os.O_RDONLY)
+        self._fd = os.open(directory, os.O_RDONLY)
         _owners.add(self)
         try:
             self.content = self._take()
@@ -83,9 +79,9 @@ class Owner:
 
     def unlock(self) -> None:
         """Give up the kernel's lock alone."""
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
-            self._fd = None
+            self._fd = -1
 
     def _take(self) -> dict[str, Any]:
         """The content of the file, once nobody else owns it."""
@@ -107,8 +103,6 @@ class Owner:
 
     def _has_lock(self) -> bool | None:
         """Returns true if the kernel's lock is ours; `None` if this file system has none."""
-        if fcntl is None or self._fd is None:
-            return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # none is where a lock needs a file open for writing, such as NFS
@@ -130,8 +124,8 @@ class Owner:
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-if fcntl is not None:  # or a child that outlives its parent would hold the parent's lock
-    os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
+# Or a child that outlives its parent would hold the parent's lock.
+os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
 
 
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
