@@ -142,8 +142,8 @@ def fit(
         num_epochs=num_epochs,
         num_steps=num_steps,
         log_every=log_every,
-        evaluate=evaluation and (evaluation.every_steps, None if evaluation.every_steps else 1),
-        save=saver and saver.config.period,
+        evaluate=evaluation and (evaluation.every_steps or 0),
+        save=saver and (saver.config.every_steps or 0),
     )
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
     check_whole("fit", batch_size=batch_size)

@@ -121,10 +121,9 @@ class Saver:
         compare_states(state, f"That was so at step {run.step}")
         if self._saved == _saved(run):
             return
-        extras = self.config.extras() if callable(self.config.extras) else self.config.extras
         last = run.evaluations[-1] if run.is_evaluated else {}
         metrics = {name: x for name, x in last.items() if name != "step"}
-        self.path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
+        self.path = self._writer.save(state, metrics=metrics, run=run)
         self._saved = _saved(run)
 
     def check(self) -> None:
