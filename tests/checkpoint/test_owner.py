@@ -23,7 +23,7 @@ CHILD = """
 import os, pathlib, sys, time
 from redco_eqx._checkpoint.owner import Owner
 owner = Owner(pathlib.Path(sys.argv[1]))
-owner.begin(0, lambda before: False)
+owner.begin(0, {}, lambda before, now: ["another key"])
 print("owns", flush=True)
 if os.fork() == 0:  # a worker that outlives it
     time.sleep(20)
@@ -53,7 +53,7 @@ def test_a_live_process_is_named_and_a_killed_one_is_taken_over(child: Any, tmp_
     begin = time.monotonic()
     taken = Owner(tmp_path)
     assert time.monotonic() - begin < 2.0
-    assert taken.begin(0, lambda before: True) == (json.loads(before)["id"], True)
+    assert taken.begin(0, {}, lambda before, now: []) == (json.loads(before)["id"], True)
     taken.release()
 
 
@@ -116,7 +116,7 @@ def test_a_torn_or_an_older_file_is_read(tmp_path: pathlib.Path) -> None:
     ):
         (tmp_path / BEGUN).write_text(content)
         one = Owner(tmp_path)
-        run_id, before = one.begin(0, lambda before: True)
+        run_id, before = one.begin(0, {}, lambda before, now: [])
         assert (run_id == "abc", before) == (expected[0] == "abc", expected[1])
         one.release()
 

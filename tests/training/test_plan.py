@@ -23,9 +23,8 @@ def word(what: Due) -> str:
     return " ".join(name for name, is_due in dataclasses.asdict(what).items() if is_due)
 
 
-BY_STEPS = Plan(num_steps=12, log_every=4, evaluate=(6, None), save=(3, None))
-BY_EPOCHS = Plan(num_epochs=2, log_every=4, evaluate=(None, 1), save=(None, 2))
-EITHER = Plan(num_steps=30, log_every=100, save=(4, 1))
+BY_STEPS = Plan(num_steps=12, log_every=4, evaluate=6, save=3)
+BY_EPOCHS = Plan(num_epochs=2, log_every=4, evaluate=0, save=0)
 BARE = Plan(num_steps=3, log_every=2)
 
 
@@ -39,11 +38,9 @@ BARE = Plan(num_steps=3, log_every=2)
         (BY_STEPS, at(6), {}, "log evaluate save"),
         (BY_STEPS, at(12), {}, "log evaluate save finish"),
         (BY_STEPS, at(13), {}, "log evaluate save finish"),
-        (BY_EPOCHS, at(5), {}, "log evaluate"),
+        (BY_EPOCHS, at(4), {}, "log"),
+        (BY_EPOCHS, at(5), {}, "log evaluate save"),
         (BY_EPOCHS, at(10), {}, "log evaluate save finish"),
-        (EITHER, at(4), {}, "save"),
-        (EITHER, at(5), {}, "save"),
-        (EITHER, at(6), {}, ""),
         (BARE, at(2), {}, "log"),
         (BARE, at(3), {}, "log finish"),
         # Where a run goes on: what was done is not done again, what was cut short is.

@@ -453,9 +453,7 @@ def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
     ("options", "arguments", "expected"),
     [
         ({}, {"num_epochs": 3}, [5, 10, 15]),
-        ({"every_epochs": 2}, {"num_epochs": 5}, [10, 20, 25]),
         ({"every_steps": 4}, {"num_steps": 9}, [4, 8, 9]),
-        ({"every_steps": 4, "every_epochs": 1}, {"num_epochs": 2}, [4, 5, 8, 10]),
         ({"every_steps": 4, "keep_last": 1}, {"num_steps": 9}, [9]),
     ],
     ids=str,
@@ -491,14 +489,11 @@ def scored(values: Any) -> Any:
     ("mode", "expected"), [("min", {3: 1.0, 6: 5.0}), ("max", {5: 9.0, 6: 5.0})], ids=["min", "max"]
 )
 def test_the_best_is_kept_beside_the_last(mode: Any, expected: Any, tmp_path: pathlib.Path) -> None:
-    checkpoints = rx.Checkpoints(
-        tmp_path, every_epochs=100, keep_last=1, keep_best={"eval/score": mode}, extras={"a": 1}
-    )
+    checkpoints = rx.Checkpoints(tmp_path, every_steps=500, keep_last=1, keep_best={"eval/score": mode})
     values = [4.0, float("nan"), 1.0, 2.0, 9.0, 5.0]
     counted(linear_state(), checkpoints, **scored(values))
     infos = rx.list_checkpoints(tmp_path)
     assert {info.step // 5: info.metrics["eval/score"] for info in infos} == expected
-    assert infos[0].extras == {"a": 1}
     run = infos[-1].run
     assert run is not None
     np.testing.assert_array_equal([row["eval/score"] for row in run.evaluations], values)
@@ -515,7 +510,7 @@ def test_a_metric_that_there_is_not_is_told_before_training(tmp_path: pathlib.Pa
     assert steps_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_epochs": -1}, {"keep_last": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"every_steps": -1}, {"keep_last": 0}], ids=str)
 def test_wrong_options(options: Any) -> None:
     with pytest.raises(ValueError, match=rf"Checkpoints: {next(iter(options))}"):
         rx.Checkpoints("nowhere", **options)

@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -177,7 +177,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
         kept = one_per_step[-(last or 0) :]
-        kept += [_best_of(one_per_step, *best) for best in self._config.keep_best.items()]
+        rows = [info.metrics for info in one_per_step]
+        best = [best_of(rows, *metric) for metric in self._config.keep_best.items()]
+        kept += [one_per_step[i] for i in best if i is not None]
         for info in infos:
             if info not in kept:
                 hidden = info.path.with_name(info.path.name + ".deleting")
@@ -214,11 +216,11 @@ def save(
         return writer.save(state, metrics=metrics, extras=extras)
 
 
-def _best_of(infos: Sequence[CheckpointInfo], metric: str, mode: str) -> CheckpointInfo | None:
-    """The one whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
+def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
+    """The row whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
     sign = 1 if mode == "min" else -1
-    scored = [info for info in infos if not math.isnan(info.metrics.get(metric, math.nan))]
-    return min(scored, key=lambda info: sign * info.metrics[metric], default=None)
+    scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
+    return min(scored, key=lambda i: sign * rows[i][metric], default=None)
 
 
 def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
@@ -230,9 +232,9 @@ class Checkpoints:
     """The times and the place at which [`fit`][] saves, and what it keeps; `open` gives the same to your own
     loop.
 
-    `fit` saves in the background at the steps asked for, at its end, and when a signal ends it. Without any
-    `every_...` it does so after each epoch. An evaluation that is due comes before, and its results are part of
-    the checkpoint.
+    `fit` saves in the background at the steps asked for, at its end, and when a signal ends it. Without
+    `every_steps` it does so after each epoch. An evaluation that is due comes before, and its results are part
+    of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
@@ -243,13 +245,12 @@ class Checkpoints:
     - `directory`: of this run, which all processes see. If there are checkpoints of it already, `fit` goes on
         from the newest, provided that they are of a run that began with the same key, parameters and examples.
         `~` is the home directory.
-    - `every_steps`, `every_epochs`: how often; both can be given.
+    - `every_steps`: how often; without it after each epoch.
     - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
         Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
     - `keep_best`: metrics of the evaluations with what is best, such as `{"eval/loss": "min"}`: the checkpoint
         where one of them is best is kept besides, and an evaluation that gives a better one is followed by a
         save.
-    - `extras`: further plain JSON for each checkpoint that `fit` writes, or a function that returns it.
     - `allow_changes`: goes on although `batch_size` or the examples have changed, or the key or the parameters
         that the run begins with; otherwise that is refused, because the run would not be the same.
 
@@ -259,28 +260,19 @@ class Checkpoints:
     directory: str | os.PathLike[str]
     _: dataclasses.KW_ONLY
     every_steps: int | None = None
-    every_epochs: int | None = None
     keep_last: int | None = 2
     keep_best: Mapping[str, Literal["min", "max"]] = dataclasses.field(default_factory=dict)
-    extras: Json | Callable[[], Json] | None = None
     allow_changes: bool = False
 
     def __post_init__(self) -> None:
         local(self.directory)
-        counts = {name: getattr(self, name) for name in ("every_steps", "every_epochs", "keep_last")}
-        check_positive("Checkpoints", **counts)
+        check_positive("Checkpoints", every_steps=self.every_steps, keep_last=self.keep_last)
         best = self.keep_best
         if not isinstance(best, Mapping) or any(mode not in ("min", "max") for mode in best.values()):
             raise ValueError(
                 f"Checkpoints: keep_best={best!r}, but it must say of each metric whether it is best at its "
                 '"min" or "max", as in {"eval/loss": "min"}.'
             )
-
-    @property
-    def period(self) -> tuple[int | None, int | None]:
-        """The steps and the epochs between saves: each epoch if nothing else was said."""
-        said = self.every_steps, self.every_epochs
-        return (None, 1) if said == (None, None) else said
 
     def open(self) -> CheckpointWriter:
         """A writer into the directory, to be closed or used by `with`. The caller decides when to save.

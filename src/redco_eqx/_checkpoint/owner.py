@@ -6,6 +6,7 @@ whether its time moves.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -14,14 +15,10 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from redco_eqx._checkpoint.runs import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows: the time of the file alone decides
-    fcntl = None
+from redco_eqx._checkpoint.runs import CheckpointError, Identity
 
 BEGUN = "begun.json"
 """In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
@@ -40,7 +37,7 @@ class Owner:
         self._file = directory / BEGUN
         self._done = threading.Event()
         # The directory: a file open for writing would keep a file system from becoming read-only.
-        self._fd = None if fcntl is None else os.open(directory, os.O_RDONLY)
+        self._fd = os.open(directory, os.O_RDONLY)
         _owners.add(self)
         try:
             self.content = self._take()
@@ -51,20 +48,22 @@ class Owner:
             raise
         threading.Thread(target=self._beat, name="redco_eqx.owner", daemon=True).start()
 
-    def begin(self, begin: int, same: Any, **run: Any) -> tuple[str, bool]:
+    def begin(
+        self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
+    ) -> tuple[str, bool]:
         """The id of the run that begins here, and whether it began before: it was killed before its first save.
 
         **Arguments:**
 
         - `begin`: its first step.
-        - `same`: says of what `run` was before whether it is the same.
-        - `run`: plain JSON, which is kept in the file.
+        - `identity`: what it is; it is kept in the file.
+        - `differs`: true, called with the identity in the file and this one, if they are of two runs.
         """
         before = self.content
-        if before.get("begin") == begin and isinstance(before.get("id"), str) and same(before):
+        if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
             return before["id"], True
-        run_id = new_id()
-        self._write(begin=begin, id=run_id, **run)
+        run_id = secrets.token_hex(4)
+        self._write(begin=begin, id=run_id, identity=identity)
         return run_id, False
 
     def release(self) -> None:
@@ -80,9 +79,9 @@ class Owner:
 
     def unlock(self) -> None:
         """Give up the kernel's lock alone."""
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
-            self._fd = None
+            self._fd = -1
 
     def _take(self) -> dict[str, Any]:
         """The content of the file, once nobody else owns it."""
@@ -104,8 +103,6 @@ class Owner:
 
     def _has_lock(self) -> bool | None:
         """Returns true if the kernel's lock is ours; `None` if this file system has none."""
-        if fcntl is None or self._fd is None:
-            return None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # none is where a lock needs a file open for writing, such as NFS
@@ -127,8 +124,8 @@ class Owner:
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-if fcntl is not None:  # or a child that outlives its parent would hold the parent's lock
-    os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
+# Or a child that outlives its parent would hold the parent's lock.
+os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
 
 
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
@@ -144,11 +141,6 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
                 "here. Checkpoints need one that all processes see, by the same name."
             )
         time.sleep(0.2)
-
-
-def new_id() -> str:
-    """An id that no other run has."""
-    return secrets.token_hex(4)
 
 
 def _this_process() -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Epochs:
         # `with jax.enable_x64(...)` around the consumer does not reach other threads.
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = self.num_examples = self.order = self.positions = None
-        check_batch_size(batch_size, mesh)
+        check_batch_size("batches", batch_size, mesh)
         layout(mesh, batch_size)
         self._is_once = isinstance(self._data, Stream) and self._data.is_once
         self.examples_of: Callable[[int], Any] = lambda _: None

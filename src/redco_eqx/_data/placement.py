@@ -33,10 +33,10 @@ class Job(NamedTuple):
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
     """The number of whole batches of an epoch, and the sizes of those that are made of the rest.
 
-    One that the data shards divide is split over them. Arguments and errors as for `batches`.
+    One that the data shards divide is split over them. Arguments and errors as for `batches`, but for
+    `check_batch_size`.
     """
     num_examples = num_examples_of(examples)
-    check_batch_size(batch_size, mesh)
     num_whole, rest = divmod(num_examples, batch_size)
     tail = tail_sizes(rest, batch_size, remainder, mesh)
     if num_whole == 0 and not tail:
@@ -56,16 +56,17 @@ def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[i
     return [size for size in tails[remainder] if size]
 
 
-def check_batch_size(batch_size: int, mesh: Mesh) -> None:
-    """Raises `ValueError` if the number of data shards does not divide `batch_size`."""
+def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: int = 1) -> None:
+    """Raises `ValueError` if a batch does not divide over the data shards of each microbatch."""
     check_mesh(mesh)
     num_shards = num_batch_shards(mesh)
-    if batch_size < 1 or batch_size % num_shards != 0:
+    unit = num_microbatches * num_shards
+    if batch_size < 1 or batch_size % unit != 0:
+        times = f"num_microbatches={num_microbatches} times " if num_microbatches > 1 else ""
         axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
         raise ValueError(
-            f"batches: batch_size={batch_size} must be a positive multiple of {num_shards}, the number "
-            f"of data shards of the mesh ({axes}). "
-            f"Use {max(batch_size // num_shards, 1) * num_shards}, say."
+            f"{where}: batch_size={batch_size} must be a positive multiple of {times}{num_shards}, the number "
+            f"of data shards of the mesh ({axes}). Use {max(batch_size // unit, 1) * unit}, say."
         )
 
 

@@ -38,7 +38,7 @@ def state_to_text(state: Any) -> str | None:
 
 def state_from_text(text: str) -> Any:
     """The inverse of `state_to_text`."""
-    return _decoded(json.loads(text))
+    return json.loads(text, object_hook=_decoded)
 
 
 _COLLECTIONS = {"list": list, "tuple": tuple, "dict": dict}
@@ -60,12 +60,10 @@ def _encoded(x: Any) -> Any:
     return {kind: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
 
 
-def _decoded(x: Any) -> Any:
-    if not isinstance(x, dict):
-        return x
-    ((kind, content),) = x.items()
+def _decoded(tagged: dict[str, Any]) -> Any:
+    ((kind, content),) = tagged.items()
     if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](map(_decoded, content))
+        return _COLLECTIONS[kind](content)
     dtype, shape, text = content
     found = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
     if kind == "bytes":

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from signal import Signals
 from types import FrameType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,14 @@ from redco_eqx._training.loggers import History
 # What is due at a step, as a pure function of where a run stands and what was planned.
 
 
-Period: TypeAlias = tuple[int | None, int | None]
-"""So many steps, so many epochs, or either."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The length of a run, and what it does on the way.
 
     - `num_epochs`, `num_steps`: how long; exactly one of them.
     - `log_every`: the number of steps that a row of the log covers.
-    - `evaluate`, `save`: how often; `None` for never. What is done at all is done at the end, too.
+    - `evaluate`, `save`: after how many steps, 0 for after each epoch, `None` for never. What is done at all is
+        done at the end, too.
 
     Raises `ValueError` for numbers that cannot be used.
     """
@@ -41,8 +38,8 @@ class Plan:
     num_epochs: int | None = None
     num_steps: int | None = None
     log_every: int = 50
-    evaluate: Period | None = None
-    save: Period | None = None
+    evaluate: int | None = None
+    save: int | None = None
 
     def __post_init__(self) -> None:
         if (self.num_epochs is None) == (self.num_steps is None):
@@ -89,10 +86,8 @@ def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False)
     return Due(log=log, evaluate=evaluate, save=save, finish=is_end or stop)
 
 
-def _is_due(period: Period, run: RunRecord) -> bool:
-    steps, epochs = period
-    by_epochs = epochs is not None and run.batch == 0 and run.epoch % epochs == 0
-    return by_epochs or (steps is not None and run.num_steps % steps == 0)
+def _is_due(every: int, run: RunRecord) -> bool:
+    return run.num_steps % every == 0 if every else run.batch == 0
 
 
 # What a hook changes.
@@ -150,10 +145,9 @@ def apply_hook(
     has_state = change.state is not None
     stop, is_changed = from_first(lambda: [bool(change.stop), has_state])
     if has_state != is_changed:
-        returned = "returned a state" if has_state else "returned none"
         raise ValueError(
-            f"hook: on process {jax.process_index()} it {returned}, unlike on process 0. All processes must "
-            "change the state alike."
+            f"hook: on process {jax.process_index()} it returned {'a' if has_state else 'no'} state, unlike on "
+            "process 0. All processes must change the state alike."
         )
     run = dataclasses.replace(run, stopped=run.stopped or stop)
     return run, state if change.state is None else _changed(state, change.state)

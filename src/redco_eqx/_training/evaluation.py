@@ -30,7 +30,6 @@ from redco_eqx._base.protocols import (
 )
 from redco_eqx._data.batches import as_sequence, batches
 from redco_eqx._data.data import Data, Stream, check_examples
-from redco_eqx._data.placement import batch_sizes
 from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.kept import kept, signature
@@ -261,19 +260,16 @@ class Evaluation:
         """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
         with noting("This happened when fit tried the evaluation on the first batch of its examples."):
             first = as_sequence(self.examples, first=self.batch_size or 1)
-            batch_sizes(first.sequence, self.batch_size or 1, "pad", state_mesh(state))
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
-    def __call__(self, state: TrainState) -> dict[str, float]:
+    def __call__(self, state: TrainState, *, watch: Callable[[], object] = lambda: None) -> dict[str, float]:
         """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
+
+        `watch` is called before each batch, and at the end; what it raises ends this.
 
         Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
         """
-        return self.watched(state, lambda: None)
-
-    def watched(self, state: TrainState, watch: Callable[[], object]) -> dict[str, float]:
-        """The same; `watch` is called at each batch, and what it raises ends this."""
         if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
         check_is_state(state, "Evaluation: state")

@@ -23,9 +23,10 @@ from redco_eqx._base.protocols import (
 from redco_eqx._checkpoint.runs import RunRecord
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Data, Place, Stream, check_examples
+from redco_eqx._data.placement import check_batch_size
 from redco_eqx._distributed.consensus import is_shared
 from redco_eqx._distributed.process_group import Watchdog
-from redco_eqx._sharding.mesh import in_own_context, num_batch_shards
+from redco_eqx._sharding.mesh import in_own_context
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import TrainState, check_is_state, order_key, state_mesh, step_of
 from redco_eqx._training.course import Hook, InterruptFlag, Plan
@@ -141,12 +142,13 @@ def fit(
         num_epochs=num_epochs,
         num_steps=num_steps,
         log_every=log_every,
-        evaluate=evaluation and (evaluation.every_steps, None if evaluation.every_steps else 1),
-        save=saver and saver.config.period,
+        evaluate=evaluation and (evaluation.every_steps or 0),
+        save=saver and (saver.config.every_steps or 0),
     )
     evaluation = evaluation and evaluation.or_else(**functions, batch_size=batch_size)
-    eval_batch_size = evaluation and evaluation.batch_size
-    _check_sizes(batch_size, num_microbatches, num_batch_shards(mesh))
+    check_whole("fit", batch_size=batch_size)
+    check_positive("fit", num_microbatches=num_microbatches)
+    check_batch_size("fit", batch_size, mesh, num_microbatches)
     epochs = Epochs(train_examples, collate_fn, batch_size=batch_size, mesh=mesh)
     total = num_steps if num_epochs is None else epochs.num_steps(num_epochs)
     with contextlib.ExitStack() as stack:
@@ -157,7 +159,7 @@ def fit(
             "num_microbatches": num_microbatches,
             "how long, and what is due": plan,
             "len(train_examples)": epochs.num_examples,
-            "evaluation's batch_size": eval_batch_size,
+            "evaluation's batch_size": evaluation and evaluation.batch_size,
             "a hook": hook is not None,
         }
         needs_identity = saver is not None or is_shared(mesh)
@@ -207,18 +209,6 @@ def _saver(checkpoints: Any) -> "Saver":
 def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str) -> None:
     if x is not None and (not isinstance(x, kind) or (kind is Sequence and isinstance(x, str))):
         raise TypeError(f"fit: {name} is a {type(x).__name__}. {remedy}")
-
-
-def _check_sizes(batch_size: int, num_microbatches: int, num_shards: int) -> None:
-    """Raises `ValueError` if a batch does not divide over the data shards of each microbatch."""
-    check_whole("fit", batch_size=batch_size)
-    check_positive("fit", num_microbatches=num_microbatches)
-    if batch_size < 1 or batch_size % (num_microbatches * num_shards) != 0:
-        times = f"num_microbatches={num_microbatches} times " if num_microbatches > 1 else ""
-        raise ValueError(
-            f"fit: batch_size={batch_size} must be a positive multiple of {times}{num_shards}, the number of "
-            "data shards (mesh axes data x fsdp)."
-        )
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:

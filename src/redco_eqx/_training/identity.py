@@ -5,13 +5,9 @@ compared again when a run goes on.
 """
 
 import contextlib
-import functools
-import gc
-import random
-import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -57,7 +53,7 @@ def identify(
     """The identity of the run that begins with `state`, the same on every process. A collective call.
 
     Costs a pass over the model and two readings of at most 32 examples; on several processes also two calls of
-    `collate_fn` on 8. Random generators are left as they were.
+    `collate_fn` on 8.
 
     **Arguments:**
 
@@ -73,9 +69,8 @@ def identify(
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
     sample, rows, batch, changing = {}, {}, None, []
     if examples is not None:
-        with _generators_untouched():
-            collate = collate_fn if is_shared(mesh) else None
-            (sample, rows, batch), (others, other_rows, _) = (_look(examples, collate) for _ in range(2))
+        collate = collate_fn if is_shared(mesh) else None
+        (sample, rows, batch), (others, other_rows, _) = (_look(examples, collate) for _ in range(2))
         if sample != others:
             sample, changing = {}, ["train_examples"]
         if rows != other_rows:
@@ -200,27 +195,6 @@ def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, i
             batch = collate_fn([examples[int(i)] for i in list(sample)[:_NUM_COLLATED]])
             rows = {path: checksum(x) for path, x in leaves_with_paths(batch)}
     return sample, rows, batch
-
-
-@contextlib.contextmanager
-def _generators_untouched() -> Iterator[None]:
-    """Puts the random generators of NumPy and Python, whoever holds them, and torch's own back on leaving."""
-    restore: list[Callable[[], Any]] = []
-    for x in gc.get_objects():
-        if issubclass(type(x), np.random.BitGenerator):
-            restore.append(functools.partial(setattr, x, "state", x.state))
-        elif issubclass(type(x), np.random.RandomState):  # it keeps a number of its own
-            restore.append(functools.partial(x.set_state, x.get_state()))
-        elif type(x) is random.Random:
-            restore.append(functools.partial(x.setstate, x.getstate()))
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        restore.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))
-    try:
-        yield
-    finally:
-        for put_back in restore:
-            put_back()
 
 
 def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Array, "n"]:

@@ -152,7 +152,7 @@ class Training:
                 self._step(batch, place)
             (stop,) = vote(self.interrupt.signal) or (0,)
             what = functools.partial(due, self.plan, is_end=place.is_end)
-            now, is_best = what(self.run, stop=stop != 0), False
+            now = what(self.run, stop=stop != 0)
             if now.log:
                 self._log(place, None if stop else self.hook)
                 now = what(self.run, stop=stop != 0)  # the hook may have ended the run
@@ -161,8 +161,7 @@ class Training:
             if self.evaluation is not None and now.evaluate:
                 stop = 0 if self._evaluate(self.evaluation) else self.interrupt.signal
                 now = what(self.run, stop=stop != 0)
-                is_best = self.saver is not None and self.saver.is_best(self.run)
-            if self.saver is not None and (now.save or is_best):
+            if self.saver is not None and (now.save or self.saver.is_best(self.run)):
                 self._save(self.saver, finished=now.finish and not stop)
             elif self.saver is not None:
                 self.saver.check()
@@ -285,7 +284,7 @@ class Training:
 
         try:
             with self.reporter.paused():
-                row = evaluation.watched(self.state, watch)
+                row = evaluation(self.state, watch=watch)
         except _StoppedError:
             return False
         self.reporter.row(self.run.step, row)
@@ -315,9 +314,9 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
         """Saves the state if an error ends the run, and gives it to the error, and the history."""
-        if not isinstance(error, Exception):
+        if kind is None or not issubclass(kind, Exception):
             return
         is_good, where = not isinstance(error, NonFiniteError), ""
         # Not on many processes: the others know nothing of the error, and would not take part.
@@ -326,17 +325,16 @@ class Training:
             with contextlib.suppress(Exception):  # rows of steps that were on their way
                 self._catch_up()
         is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
-        if is_good and is_alone and self.saver is not None and not isinstance(error, CheckpointError):
+        if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
             try:
                 self._save(self.saver, finished=False)
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
-        attributes = {"history": self.history, **({"state": self.state} if is_good else {})}
         with contextlib.suppress(AttributeError):  # it takes none
-            for name, x in attributes.items():
-                setattr(error, name, x)
+            error.history = self.history
             if is_good:
+                error.state = self.state
                 error.add_note(f"fit: the state after step {self.run.step} is in this error's `state`{where}.")
 
 

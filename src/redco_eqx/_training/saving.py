@@ -1,7 +1,6 @@
 """When `fit` saves, what it keeps, and where it goes on."""
 
 import dataclasses
-import math
 import os
 import pathlib
 import warnings
@@ -12,8 +11,7 @@ import jax
 from redco_eqx._base.protocols import Batch
 from redco_eqx._base.tree import first_few
 from redco_eqx._checkpoint.arrays import digests, storable, to_names
-from redco_eqx._checkpoint.checkpoints import Checkpoints
-from redco_eqx._checkpoint.owner import new_id
+from redco_eqx._checkpoint.checkpoints import Checkpoints, best_of
 from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, read_record, versions
 from redco_eqx._checkpoint.restore import first_good, read, select
 from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
@@ -65,12 +63,9 @@ class Saver:
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
             owner: Any = self._writer.owner  # there is one on process 0
-            identity = run.identity or {}
-
-            def is_same(before: dict[str, Any]) -> bool:
-                return not what_differs(before.get("identity"), identity)
-
-            run_id, self.began_before = from_first(lambda: owner.begin(run.begin, is_same, identity=identity))
+            run_id, self.began_before = from_first(
+                lambda: owner.begin(run.begin, run.identity or {}, what_differs)
+            )
             return state, dataclasses.replace(run, id=run_id)
         self.began_before = True
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -93,7 +88,6 @@ class Saver:
             # With other numbers the same part of the epoch counts as done.
             "batch": -(-before.batch * before.batch_size // run.batch_size),
             "identity": {**(run.identity or {}), **began},
-            "id": before.id or from_first(new_id),  # an older version wrote none
             **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
         }
         return restored, dataclasses.replace(before, **changes)
@@ -113,16 +107,10 @@ class Saver:
 
     def is_best(self, run: RunRecord) -> bool:
         """True if the last evaluation is better than all before, by one of the metrics; process 0 decides."""
-        best = self.config.keep_best
-        if not best or not run.is_evaluated:
+        metrics, rows = self.config.keep_best.items(), run.evaluations
+        if not metrics or not run.is_evaluated:
             return False
-
-        def improves(name: str, mode: str) -> bool:
-            sign = 1 if mode == "min" else -1
-            *before, last = (sign * row.get(name, math.nan) for row in run.evaluations)
-            return last < min((x for x in before if not math.isnan(x)), default=math.inf)
-
-        return from_first(lambda: any(improves(name, mode) for name, mode in best.items()))
+        return from_first(lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics))
 
     def save(self, state: TrainState, run: RunRecord) -> None:
         """Saves in the background, unless this very moment is saved already, with as much in it.
@@ -133,10 +121,9 @@ class Saver:
         compare_states(state, f"That was so at step {run.step}")
         if self._saved == _saved(run):
             return
-        extras = self.config.extras() if callable(self.config.extras) else self.config.extras
         last = run.evaluations[-1] if run.is_evaluated else {}
         metrics = {name: x for name, x in last.items() if name != "step"}
-        self.path = self._writer.save(state, metrics=metrics, extras=extras, run=run)
+        self.path = self._writer.save(state, metrics=metrics, run=run)
         self._saved = _saved(run)
 
     def check(self) -> None:
