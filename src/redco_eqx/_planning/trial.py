@@ -32,9 +32,8 @@ class Candidate:
     - `num_microbatches`: as for `train_step`.
     - `state`: of a run, with no number in it, laid out on the mesh.
     - `state_bytes`: of parameters and optimizer state on one device: a step needs more.
-    - `flops`: products on one device, recomputed ones included, if all devices have the same to do.
-    - `sent_bytes`: what a device sends in a step.
-    - `seconds`: `flops` and `sent_bytes` at the speeds of the chip, one after the other. For ranks only.
+    - `seconds`: for the products of one device, recomputed ones included, if all devices have the same to do,
+        and then for what it sends in a step, at the speeds of the chip. For ranks only.
     """
 
     mesh: Mesh
@@ -42,8 +41,6 @@ class Candidate:
     num_microbatches: int
     state: TrainState
     state_bytes: int
-    flops: float
-    sent_bytes: float
     seconds: float
 
     def __str__(self) -> str:

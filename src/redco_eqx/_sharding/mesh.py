@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from redco_eqx._base.protocols import check_positive, check_whole
 from redco_eqx._base.tree import is_key
 
 # Threads for the virtual devices of a CPU.
@@ -108,12 +109,8 @@ def make_mesh(
         raise ValueError(f"make_mesh: names={names!r} are those of the axes of mesh=, which is missing.")
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
-    for name, size in (("tensor", tensor), ("fsdp", fsdp), ("data", data)):
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"make_mesh: {name}={size!r} must be a whole number of devices.")
-        if size < 1 and (name, size) != ("data", -1):
-            least = "must be positive, or -1 for all devices" if name == "data" else "has at least one device"
-            raise ValueError(f"make_mesh: {name}={size}, but a mesh axis {least}.")
+    check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
+    check_positive("make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data)
     inner = fsdp * tensor
     found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
     if inner * max(data, 1) > len(devices):
@@ -279,7 +276,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.jit(lambda x: x, out_shardings=sharding)(x)
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # of keys `jax.device_put` takes none
     if isinstance(x, jax.Array) and is_key(x):
         data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
