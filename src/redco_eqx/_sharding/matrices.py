@@ -82,9 +82,7 @@ class Matrix:
     out_dim: int
     parts: int = 1  # several fused matrices, kept apart by a dim before `out_dim`
     bias: Node | None = None
-    lora: tuple[
-        tuple[Node, int], ...
-    ] = ()  # its factors: the array, and its dim that is the base's in (or out) dim
+    lora: tuple[tuple[Node, int], ...] = ()  # its factors, and of each the dim that is the base's in or out dim
 
     @property
     def in_size(self) -> int:
