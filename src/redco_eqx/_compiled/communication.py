@@ -225,15 +225,17 @@ def _collective(
 
 
 def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str) -> dict[str, Any]:
-    lines, shapes, told = program.computations[computation], hlo.arrays(shape), x
+    lines, told = program.computations[computation], x
+    shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))  # without their layouts in memory
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = hlo.instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
+    frame = re.search(r"\bstack_frame_id=(\d+)", told.line)
     return {
         "shapes": shapes,
         "result_bytes": sum(map(hlo.shape_bytes, shapes)),
         "operation": name[1] if name else x.name,
-        "source": program.source(told),
+        "source": program.sources.get(int(frame[1]), "") if frame else "",
     }
 
 

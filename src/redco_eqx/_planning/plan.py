@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -21,7 +20,7 @@ from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
 from redco_eqx._planning.trial import Candidate, Option, Trial, attempt, meshes, search, variants
-from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
+from redco_eqx._sharding.mesh import AXES, axes_of, axis_size, context_of, for_use, make_mesh
 from redco_eqx._sharding.rules import Decision, analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
@@ -280,7 +279,6 @@ def _num_rows(batch: Batch) -> int:
 
 def _share_split(decisions: Mapping[str, Decision], mesh: Mesh) -> float:
     """Return the part of the model's bytes that `tensor` splits for use: of the work about the same."""
-    shards = {path: math.prod(mesh.shape[axis] for axis in axes_of(d.spec)) for path, d in decisions.items()}
-    whole = {path: d.bytes_per_device * shards[path] for path, d in decisions.items()}
+    whole = {path: d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for path, d in decisions.items()}
     split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
     return split / max(1, sum(whole.values()))

@@ -175,12 +175,14 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
+def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
     """Number of shards that a spec's entry makes; an axis that the mesh does not have is of size 1."""
-    if axes is None:
-        return 1
-    names = (axes,) if isinstance(axes, str) else axes
-    return math.prod(mesh.shape.get(name, 1) for name in names)
+    return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -202,7 +204,7 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def axes_of(spec: PartitionSpec) -> list[str]:
     """Every axis that a spec names."""
-    return [name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry)]
+    return [name for entry in spec for name in axes_in(entry)]
 
 
 STORED = ("fsdp", "tensor")
@@ -232,24 +234,17 @@ def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -
 def for_use(spec: PartitionSpec) -> PartitionSpec:
     """The spec of an array that is gathered over its `stored_axes`."""
     stored = stored_axes(spec)
-
-    def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if isinstance(entry, tuple):
-            return tuple(axis for axis in entry if axis not in stored) or None
-        return None if entry in stored else entry
-
-    return PartitionSpec(*map(left, spec))
+    return PartitionSpec(*(tuple(axis for axis in axes_in(entry) if axis not in stored) for entry in spec))
 
 
 def tensor_dim(spec: PartitionSpec) -> int | None:
     """The dim that `tensor` splits for use; `None` if it splits none."""
-    is_split = ["tensor" in (entry if isinstance(entry, tuple) else (entry,)) for entry in for_use(spec)]
-    return is_split.index(True) if any(is_split) else None
+    return next((dim for dim, entry in enumerate(for_use(spec)) if "tensor" in axes_in(entry)), None)
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    """The one spelling of a spec: compiled programs return it with `None`s at the end."""
+    entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
