@@ -18,7 +18,7 @@ STATE = rx.init_state(eqx.nn.Linear(1, 1, key=jax.random.key(0)), optax.sgd(0.1)
 
 
 def candidate(seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1) -> Candidate:
-    return Candidate(MESH, {"remat": remat}, microbatches, STATE, state, seconds)
+    return Candidate(MESH, {"remat": remat}, microbatches, STATE, state, 0.0, 0.0, seconds)
 
 
 class Compiler:

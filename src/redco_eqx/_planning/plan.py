@@ -243,7 +243,7 @@ def plan(
                     in_all = sent * (count if fsdp > 1 else 1)
                     seconds = own / on.chip.flops + in_all / on.chip.bandwidth
                     held = memory.parameters + memory.optimizer_state
-                    yield Candidate(mesh, values, count, state, held, seconds)
+                    yield Candidate(mesh, values, count, state, held, own, in_all, seconds)
 
     candidates = [found for values in variants(options or {}) for found in ways(values)]
     if not candidates:

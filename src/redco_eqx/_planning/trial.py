@@ -32,8 +32,9 @@ class Candidate:
     - `num_microbatches`: as for `train_step`.
     - `state`: of a run, with no number in it, laid out on the mesh.
     - `state_bytes`: of parameters and optimizer state on one device: a step needs more.
-    - `seconds`: for the products of one device, recomputed ones included, if all devices have the same to do,
-        and then for what it sends in a step, at the speeds of the chip. For ranks only.
+    - `flops`: products on one device, recomputed ones included, if all devices have the same to do.
+    - `sent_bytes`: what a device sends in a step.
+    - `seconds`: `flops` and `sent_bytes` at the speeds of the chip, one after the other. For ranks only.
     """
 
     mesh: Mesh
@@ -41,6 +42,8 @@ class Candidate:
     num_microbatches: int
     state: TrainState
     state_bytes: int
+    flops: float
+    sent_bytes: float
     seconds: float
 
     def __str__(self) -> str:
