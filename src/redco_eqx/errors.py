@@ -1,13 +1,7 @@
 """Errors and warnings that are raised by name."""
 
-from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError
-from redco_eqx._sharding.mesh import ShardingWarning
-from redco_eqx._training.course import NonFiniteError, TrainingInterrupted
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointFormatError",
-    "NonFiniteError",
-    "ShardingWarning",
-    "TrainingInterrupted",
-]
+from redco_eqx._checkpoint.runs import CheckpointError as CheckpointError
+from redco_eqx._checkpoint.runs import CheckpointFormatError as CheckpointFormatError
+from redco_eqx._sharding.mesh import ShardingWarning as ShardingWarning
+from redco_eqx._training.course import NonFiniteError as NonFiniteError
+from redco_eqx._training.course import TrainingInterrupted as TrainingInterrupted

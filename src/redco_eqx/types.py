@@ -1,48 +1,23 @@
 """Types that results and annotations have: what is taken and returned, but not made by name."""
 
-from redco_eqx._base.protocols import (
-    Batch,
-    CollateFn,
-    Examples,
-    Key,
-    Logger,
-    LossFn,
-    Metrics,
-    OutputFn,
-    PredictFn,
-)
-from redco_eqx._checkpoint.checkpoints import CheckpointWriter
-from redco_eqx._checkpoint.record import CheckpointInfo
-from redco_eqx._checkpoint.runs import RunRecord
-from redco_eqx._data.batches import Batches
-from redco_eqx._planning.plan import MeshPlan
-from redco_eqx._sharding.rules import Decision, Explanation
-from redco_eqx._step.steps import JittedStep
-from redco_eqx._step.window import StepFn
-from redco_eqx._training.course import Hook
-from redco_eqx._training.evaluation import MetricFn
-from redco_eqx._training.loggers import History
-
-__all__ = [
-    "Batch",
-    "Batches",
-    "CheckpointInfo",
-    "CheckpointWriter",
-    "CollateFn",
-    "Decision",
-    "Examples",
-    "Explanation",
-    "History",
-    "Hook",
-    "JittedStep",
-    "Key",
-    "Logger",
-    "LossFn",
-    "MeshPlan",
-    "MetricFn",
-    "Metrics",
-    "OutputFn",
-    "PredictFn",
-    "RunRecord",
-    "StepFn",
-]
+from redco_eqx._base.protocols import Batch as Batch
+from redco_eqx._base.protocols import CollateFn as CollateFn
+from redco_eqx._base.protocols import Examples as Examples
+from redco_eqx._base.protocols import Key as Key
+from redco_eqx._base.protocols import Logger as Logger
+from redco_eqx._base.protocols import LossFn as LossFn
+from redco_eqx._base.protocols import Metrics as Metrics
+from redco_eqx._base.protocols import OutputFn as OutputFn
+from redco_eqx._base.protocols import PredictFn as PredictFn
+from redco_eqx._checkpoint.checkpoints import CheckpointWriter as CheckpointWriter
+from redco_eqx._checkpoint.record import CheckpointInfo as CheckpointInfo
+from redco_eqx._checkpoint.runs import RunRecord as RunRecord
+from redco_eqx._data.batches import Batches as Batches
+from redco_eqx._planning.plan import MeshPlan as MeshPlan
+from redco_eqx._sharding.rules import Decision as Decision
+from redco_eqx._sharding.rules import Explanation as Explanation
+from redco_eqx._step.steps import JittedStep as JittedStep
+from redco_eqx._step.window import StepFn as StepFn
+from redco_eqx._training.course import Hook as Hook
+from redco_eqx._training.evaluation import MetricFn as MetricFn
+from redco_eqx._training.loggers import History as History

@@ -122,9 +122,7 @@ def _state_name(marker: object, default: str) -> str:
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Every leaf with its path, in JAX's order."""
     found = []
-    for keypath, leaf in jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)
-    )[0]:
+    for keypath, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, eqx.nn.State)):
         if isinstance(leaf, eqx.nn.State):
             for name, child in children(leaf):
                 found += [(join(path_of(keypath), name, path), x) for path, x in leaves_with_paths(child)]

@@ -26,8 +26,7 @@ _LIST = r"\{(?:\{[\d,]*\}[,\s]*)*\}"
 _IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
 _AXIS = r"'[^']*'|[\w.\-]+"
 _MESH = rf"mesh\[([^\]]*)\](?:, device_ids=\(({_IOTA}|[\d,]+)\))? \{{([^}}]*)\}}"
-GROUPS = re.compile(rf"replica_groups=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})")
-PAIRS = re.compile(rf"source_target_pairs=({_LIST})")
+_GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+\]<={_IOTA}|{_MESH})")
 
 
 @lru_cache(maxsize=1024)
@@ -57,7 +56,7 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
     # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
     # 4 of 'b' that come after its outer 2. The axes are of XLA's own making.
     found = re.fullmatch(_MESH, printed)
-    assert found is not None  # by GROUPS
+    assert found is not None  # by _GROUPS
     sizes, listed, grouped = found.groups()
     axes, num_devices = {}, 1  # of each its size, and how far its neighbours lie apart
     for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
@@ -209,7 +208,7 @@ def _collective(
 ) -> Iterator[Collective]:
     kind = x.opcode.removesuffix("-start")
     is_permute = kind == "collective-permute"
-    printed = (PAIRS if is_permute else GROUPS).search(x.attributes)
+    printed = _GROUPS.search(x.attributes)
     if printed is None:
         raise ValueError(f"communication: the groups of this are not understood: {x.line.strip()[:300]}")
     axes, is_whole, group_size = group_axes(printed[1], mesh)
@@ -226,15 +225,17 @@ def _collective(
 
 
 def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, shape: str) -> dict[str, Any]:
-    lines, shapes, told = program.computations[computation], hlo.arrays(shape), x
+    lines, told = program.computations[computation], x
+    shapes = tuple(re.findall(r"\w+\[[^\]]*\]", shape))  # without their layouts in memory
     while 'op_name="' not in told.line and told.operands and told.operands[0] in lines:
         told = hlo.instruction(lines[told.operands[0]])
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', told.line)
+    frame = re.search(r"\bstack_frame_id=(\d+)", told.line)
     return {
         "shapes": shapes,
         "result_bytes": sum(map(hlo.shape_bytes, shapes)),
         "operation": name[1] if name else x.name,
-        "source": program.source(told),
+        "source": program.sources.get(int(frame[1]), "") if frame else "",
     }
 
 

@@ -69,11 +69,6 @@ class HloModule:
     num_devices: int | None  # None if the text has no header
     sources: dict[int, str]  # id of a stack frame -> "file.py:12"
 
-    def source(self, x: Instruction) -> str:
-        """The line that an instruction was compiled from; empty where the text does not tell."""
-        frame = re.search(r"\bstack_frame_id=(\d+)", x.line)
-        return self.sources.get(int(frame[1]), "") if frame else ""
-
 
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _DEFINITION = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
@@ -143,13 +138,7 @@ def split_commas(text: str) -> list[str]:
 # Shapes as HLO prints them: `"f32[8,128]"`.
 
 
-_ARRAY = re.compile(r"\w+\[[^\]]*\]")
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
-
-
-def arrays(shape: str) -> tuple[str, ...]:
-    """The arrays in a shape or a tuple of them, without their memory layouts."""
-    return tuple(_ARRAY.findall(shape))
 
 
 def num_elements(array: str) -> int:

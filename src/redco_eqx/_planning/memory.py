@@ -33,37 +33,24 @@ def _of(equation: JaxprEqn) -> float:
         return max(inside)
     if name == "scan":
         return sum(inside) * params["length"]
-    depth = _DEPTHS.get(name)
-    if depth is None:
-        return sum(inside, 0.0)
-    return 2.0 * math.prod(shape_of(equation.outvars[0])) * depth(equation)
+    depth = _depth(equation)
+    return sum(inside, 2.0 * math.prod(shape_of(equation.outvars[0])) * depth if depth else 0.0)
 
 
-def _of_dot(equation: JaxprEqn) -> float:
-    (lhs, _), _ = equation.params["dimension_numbers"]
-    return float(math.prod(shape_of(equation.invars[0])[dim] for dim in lhs))
-
-
-def _of_ragged_dot(equation: JaxprEqn) -> float:
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
+def _depth(equation: JaxprEqn) -> float:
+    """Count the products that each number of the result is the sum of: 0 where it is no sum of them."""
+    name, params = equation.primitive.name, equation.params
+    if name == "conv_general_dilated":
+        kernel = shape_of(equation.invars[1])
+        return math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+    if name not in ("dot_general", "ragged_dot_general"):
+        return 0.0
+    ragged = params.get("ragged_dot_dimension_numbers")
+    (contracted, _), _ = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
     # What is summed within each group has the groups as the first dim of the result.
-    is_by_group = set(numbers.lhs_ragged_dimensions) & set(contracted)
+    is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted)
     return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
-
-
-def _of_convolution(equation: JaxprEqn) -> float:
-    kernel = shape_of(equation.invars[1])
-    return math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-
-
-_DEPTHS = {
-    "dot_general": _of_dot,
-    "ragged_dot_general": _of_ragged_dot,
-    "conv_general_dilated": _of_convolution,
-}
-"""How many products each number of the result is the sum of."""
 
 
 # What a device holds while it takes a step.

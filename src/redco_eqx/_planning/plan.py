@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,16 +19,8 @@ from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.tracing import trace_step
 from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
-from redco_eqx._planning.trial import (
-    Candidate,
-    Option,
-    Trial,
-    attempt,
-    meshes,
-    search,
-    variants,
-)
-from redco_eqx._sharding.mesh import AXES, axes_of, context_of, for_use, make_mesh
+from redco_eqx._planning.trial import Candidate, Option, Trial, attempt, meshes, search, variants
+from redco_eqx._sharding.mesh import AXES, axes_of, axis_size, context_of, for_use, make_mesh
 from redco_eqx._sharding.rules import Decision, analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
@@ -226,12 +217,35 @@ def plan(
     on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
     if any(each.size != len(on.devices) for each in on_meshes):
         raise ValueError(f"plan: mesh={mesh} is of other than the target's {len(on.devices)} devices.")
-    made_by = {"loss_fn": loss_fn, "optimizer": optimizer, "batch": batch, "trainable": trainable}
-    candidates = [
-        found
-        for values in variants(options or {})
-        for found in _candidates(model, values, counts, on_meshes, on, **made_by)
-    ]
+
+    def ways(values: Mapping[str, Option]) -> Iterator[Candidate]:
+        """To train a model with these values of its options, which is traced once."""
+        make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
+        shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+        traced = trace_step(loss_fn, shapes, batch)
+        flops = num_flops(traced.jaxpr)
+
+        @functools.cache  # the sizes of other axes change nothing in it
+        def analysis(tensor: int) -> Analysis:
+            return analyse(traced, shapes, make_mesh(tensor=tensor, devices=on.devices))
+
+        for mesh in on_meshes:
+            data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
+            explained = explain_by(analysis(tensor), shapes, mesh)
+            placed = jax.tree.map(_placed, shapes, explained.shardings)
+            state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)
+            memory, share = memory_of(state, {}), _share_split(explained.decisions, mesh)
+            own = flops / (data * fsdp) * (share / tensor + 1 - share)
+            sent = 0.0 if explained.communication is None else explained.communication.num_bytes
+            for count in counts:
+                if rows % (data * fsdp * count) == 0:
+                    # Weights that are stored split are gathered for each microbatch.
+                    in_all = sent * (count if fsdp > 1 else 1)
+                    seconds = own / on.chip.flops + in_all / on.chip.bandwidth
+                    held = memory.parameters + memory.optimizer_state
+                    yield Candidate(mesh, values, count, state, held, own, in_all, seconds)
+
+    candidates = [found for values in variants(options or {}) for found in ways(values)]
     if not candidates:
         raise ValueError(
             f"plan: no mesh of {len(on.devices)} devices splits a batch of {rows} evenly into "
@@ -246,45 +260,6 @@ def plan(
         return attempt(candidate, step, batch, capacity, on.compiler_options)
 
     return MeshPlan(on, capacity, search(candidates, compile, capacity, max_compilations))
-
-
-def _candidates(
-    model: PyTree | MakeModel,
-    values: Mapping[str, Option],
-    counts: Sequence[int],
-    on_meshes: Sequence[Mesh],
-    on: Target,
-    *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    batch: Batch,
-    trainable: PyTree,
-) -> Iterator[Candidate]:
-    """Yield the ways to train a model with these values of its options, which is traced once."""
-    make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
-    shapes = eqx.filter_eval_shape(make, jax.random.key(0))
-    traced = trace_step(loss_fn, shapes, batch)
-    flops, rows = num_flops(traced.jaxpr), _num_rows(batch)
-
-    @functools.cache  # the sizes of other axes change nothing in it
-    def analysis(tensor: int) -> Analysis:
-        return analyse(traced, shapes, make_mesh(tensor=tensor, devices=on.devices))
-
-    for mesh in on_meshes:
-        data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
-        explained = explain_by(analysis(tensor), shapes, mesh)
-        placed = jax.tree.map(_placed, shapes, explained.shardings)
-        state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)
-        memory, share = memory_of(state, {}), _share_split(explained.decisions, mesh)
-        own = flops / (data * fsdp) * (share / tensor + 1 - share)
-        sent = 0.0 if explained.communication is None else explained.communication.num_bytes
-        for count in counts:
-            if rows % (data * fsdp * count) == 0:
-                # Weights that are stored split are gathered for each microbatch.
-                in_all = sent * (count if fsdp > 1 else 1)
-                seconds = own / on.chip.flops + in_all / on.chip.bandwidth
-                held = memory.parameters + memory.optimizer_state
-                yield Candidate(mesh, values, count, state, held, own, in_all, seconds)
 
 
 def _is_model(model: PyTree | MakeModel) -> bool:
@@ -304,7 +279,6 @@ def _num_rows(batch: Batch) -> int:
 
 def _share_split(decisions: Mapping[str, Decision], mesh: Mesh) -> float:
     """Return the part of the model's bytes that `tensor` splits for use: of the work about the same."""
-    shards = {path: math.prod(mesh.shape[axis] for axis in axes_of(d.spec)) for path, d in decisions.items()}
-    whole = {path: d.bytes_per_device * shards[path] for path, d in decisions.items()}
+    whole = {path: d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for path, d in decisions.items()}
     split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
     return split / max(1, sum(whole.values()))

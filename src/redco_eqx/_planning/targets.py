@@ -40,20 +40,15 @@ class Chip:
 
 
 class Architecture(NamedTuple):
-    """The kind of a GPU.
-
-    - `capability`: of CUDA. `clock`: GHz. `cache`: of the second level, in bytes.
-    - `units`, `threads`, `shared`: of a core, for float32, the most at a time, and bytes of memory; of these a
-        block may have `shared_by_block`.
-    """
+    """The kind of a GPU: its `capability` in CUDA, and fields of XLA's `GpuDeviceInfoProto` (bytes, GHz)."""
 
     capability: tuple[int, int]
-    units: int
-    threads: int
-    shared: int
-    shared_by_block: int
-    cache: int
-    clock: float
+    fpus_per_core: int
+    threads_per_core_limit: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    l2_cache_size: int
+    clock_rate_ghz: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,25 +67,19 @@ class GPU(Chip):
     @property
     def description(self) -> str:
         """A `stream_executor.GpuTargetConfigProto`, as text."""
-        kind = self.kind
-        major, minor = kind.capability
-        limits = {
+        limits = self.kind._asdict()
+        major, minor = limits.pop("capability")
+        limits |= {
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": kind.shared,
-            "shared_memory_per_block_optin": kind.shared_by_block,
-            "threads_per_core_limit": kind.threads,
             "core_count": self.num_cores,
-            "fpus_per_core": kind.units,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 2**16 - 1,
             "block_dim_limit_z": 2**16 - 1,
             "registers_per_core_limit": 2**16,
             "registers_per_block_limit": 2**16,
             "memory_bandwidth": int(self.memory_bandwidth),
-            "l2_cache_size": kind.cache,
-            "clock_rate_ghz": kind.clock,
             "device_memory_size": self.memory,
         }
         fields = " ".join(f"{name}: {value}" for name, value in limits.items())

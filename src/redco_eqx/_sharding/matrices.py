@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -83,7 +82,7 @@ class Matrix:
     out_dim: int
     parts: int = 1  # several fused matrices, kept apart by a dim before `out_dim`
     bias: Node | None = None
-    lora: "tuple[Branch, ...]" = ()  # (in -> rank, rank -> out)
+    lora: tuple[tuple[Node, int], ...] = ()  # its factors, and of each the dim that is the base's in or out dim
 
     @property
     def in_size(self) -> int:
@@ -105,20 +104,13 @@ class Matrix:
         }
         if self.bias is not None:
             dims[self.bias] = self.bias_dim if is_column else None
-        for branch, is_cut in zip(self.lora, (is_row, is_column)):
-            dims[branch.weight] = branch.dim if is_cut else None
+        for (factor, dim), is_cut in zip(self.lora, (is_row, is_column)):
+            dims[factor] = dim if is_cut else None
         return dims
 
     def name_in(self, scope: Node) -> list[str]:
         """The parts of its path below `scope`, in small letters."""
         return self.node.path.removeprefix(scope.path).strip(".").lower().split(".")
-
-
-class Branch(NamedTuple):
-    """One factor of a LoRA branch: the array, and its dim that is the base's in (or out) dim."""
-
-    weight: Node
-    dim: int
 
 
 def read_model(model: PyTree) -> Node:
@@ -220,7 +212,7 @@ def _attach_lora(node: Node) -> None:
     (base,) = bases
     if base.in_size in down.shape[-2:] and base.out_size in up.shape[-2:]:
         base.lora = tuple(
-            Branch(factor, node.stack + factor.shape[-2:].index(size))
+            (factor, node.stack + factor.shape[-2:].index(size))
             for factor, size in ((down, base.in_size), (up, base.out_size))
         )
         base.node, node.matrix = node, base

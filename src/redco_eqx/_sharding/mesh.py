@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from redco_eqx._base.protocols import check_positive, check_whole
 from redco_eqx._base.tree import is_key
 
 # Threads for the virtual devices of a CPU.
@@ -108,12 +109,8 @@ def make_mesh(
         raise ValueError(f"make_mesh: names={names!r} are those of the axes of mesh=, which is missing.")
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
-    for name, size in (("tensor", tensor), ("fsdp", fsdp), ("data", data)):
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"make_mesh: {name}={size!r} must be a whole number of devices.")
-        if size < 1 and (name, size) != ("data", -1):
-            least = "must be positive, or -1 for all devices" if name == "data" else "has at least one device"
-            raise ValueError(f"make_mesh: {name}={size}, but a mesh axis {least}.")
+    check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
+    check_positive("make_mesh", tensor=tensor, fsdp=fsdp, data=None if data == -1 else data)
     inner = fsdp * tensor
     found = f"there are {len(devices)} ({devices[0].platform})" if devices else "there are none"
     if inner * max(data, 1) > len(devices):
@@ -178,12 +175,14 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
+def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
     """Number of shards that a spec's entry makes; an axis that the mesh does not have is of size 1."""
-    if axes is None:
-        return 1
-    names = (axes,) if isinstance(axes, str) else axes
-    return math.prod(mesh.shape.get(name, 1) for name in names)
+    return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -205,7 +204,7 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def axes_of(spec: PartitionSpec) -> list[str]:
     """Every axis that a spec names."""
-    return [name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry)]
+    return [name for entry in spec for name in axes_in(entry)]
 
 
 STORED = ("fsdp", "tensor")
@@ -235,24 +234,17 @@ def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -
 def for_use(spec: PartitionSpec) -> PartitionSpec:
     """The spec of an array that is gathered over its `stored_axes`."""
     stored = stored_axes(spec)
-
-    def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if isinstance(entry, tuple):
-            return tuple(axis for axis in entry if axis not in stored) or None
-        return None if entry in stored else entry
-
-    return PartitionSpec(*map(left, spec))
+    return PartitionSpec(*(tuple(axis for axis in axes_in(entry) if axis not in stored) for entry in spec))
 
 
 def tensor_dim(spec: PartitionSpec) -> int | None:
     """The dim that `tensor` splits for use; `None` if it splits none."""
-    is_split = ["tensor" in (entry if isinstance(entry, tuple) else (entry,)) for entry in for_use(spec)]
-    return is_split.index(True) if any(is_split) else None
+    return next((dim for dim, entry in enumerate(for_use(spec)) if "tensor" in axes_in(entry)), None)
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """The one spelling of a spec: compiled programs return it with `None`s at the end, or axes in tuples."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    """The one spelling of a spec: compiled programs return it with `None`s at the end."""
+    entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -279,7 +271,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.jit(lambda x: x, out_shardings=sharding)(x)
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # of keys `jax.device_put` takes none
     if isinstance(x, jax.Array) and is_key(x):
         data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -9,7 +9,7 @@ what is left to its parent, up to the block.
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -41,14 +41,9 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
     return _Resolver(read_model(model), size).resolve()
 
 
-class Attention(NamedTuple):
-    """Query, key and value, as three matrices or as one; the projection they end in; numbers of heads."""
-
-    inputs: list[Matrix]
-    output: Matrix
-    heads: int | None
-    kv_heads: int | None
-
+Attention: TypeAlias = tuple[list[Matrix], Matrix, int | None, int | None]
+"""Query, key and value, as three matrices or as one; the projection they end in; numbers of heads, of the query
+and of key and value."""
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
@@ -72,7 +67,7 @@ def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
     for output in matrices:
         says_so = any(named("o|out|output|dense|proj", name) for name in output.name_in(scope)[-2:])
         if says_so and output.in_size == width and output not in inputs:
-            return Attention(inputs, output, *_head_counts(scope, query, key))
+            return inputs, output, *_head_counts(scope, query, key)
     return None
 
 

@@ -25,6 +25,7 @@ from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, size_t
 from redco_eqx._sharding.mesh import (
     STORED,
     ShardingWarning,
+    axes_in,
     axes_of,
     axis_size,
     check_mesh,
@@ -121,8 +122,9 @@ class Explanation:
         rows = [("path", "shape", "spec", "role", "per device", "reason")]
         for path, count, d in _collapse(self.decisions):
             size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
-            entries = (*d.spec, *[None] * (len(d.shape) - len(d.spec)))
-            rows.append((path, describe(d), f"({', '.join(map(_entry, entries))})", d.role, size, d.reason))
+            entries = ["+".join(axes_in(entry)) or "-" for entry in d.spec]
+            entries += ["-"] * (len(d.shape) - len(d.spec))
+            rows.append((path, describe(d), f"({', '.join(entries)})", d.role, size, d.reason))
         is_gathered = any("fsdp" in axes_of(d.spec) for d in self.decisions.values())
         sent = [] if self.communication is None else [str(self.communication)]
         return "\n".join([*table(rows), self._total, *([_GATHERS] if is_gathered else []), *sent])
@@ -141,10 +143,6 @@ _GATHERS = (
     "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
     "layers one layer at a time, and again for its gradient"
 )
-
-
-def _entry(entry: str | tuple[str, ...] | None) -> str:
-    return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
@@ -402,8 +400,7 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
 
 
 def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    shards = math.prod(axis_size(mesh, entry) for entry in spec)
-    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) // shards
+    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) // axis_size(mesh, axes_of(spec))
 
 
 def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
