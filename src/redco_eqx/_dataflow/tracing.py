@@ -93,9 +93,12 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         return jax.make_jaxpr(function)(arrays, rows, key)
 
     try:
-        closed = trace(lambda *arguments: run(*arguments)[1])
-        if is_loss:  # what a prediction does may have no gradient
+        try:
             closed = trace(step)
+        except Exception:
+            closed = trace(lambda *arguments: run(*arguments)[1])
+            if is_loss:  # and not a prediction, which has no gradient
+                raise
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(
