@@ -101,8 +101,7 @@ class Values:
         self._pending: set[int] = set()
         self._spoiled: set[int] = {id(x) for x in (*parameters, *rows)}
         self._batch_dims: dict[int, frozenset[int]] = {}
-        for value in (*parameters, *rows):
-            self._know(value)
+        self._know(*parameters, *rows)
         for before, after in walk.carried:
             self._join(before, after, [(i, i) for i in range(len(before.dims))])
             self._spoiled |= {id(before), id(after)}
@@ -116,8 +115,8 @@ class Values:
                 self.operations.append(Operation(None, [parameter, gradient], [], (1, 1), options))
         self._find_states()
 
-    def _know(self, value: Value) -> None:
-        self.values.setdefault(id(value), value)
+    def _know(self, *values: Value) -> None:
+        self.values |= {id(value): value for value in values}
 
     # What a value may be.
 
@@ -148,8 +147,7 @@ class Values:
 
     def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
         """Make one group of two values whose dims correspond so; False if their dims in it do otherwise."""
-        self._know(one)
-        self._know(other)
+        self._know(one, other)
         pairs = [((id(one), i), (id(other), j)) for i, j in dims if one.dims[i]]
         find = self.slots.find
         is_joined = self.groups.find(id(one)) == self.groups.find(id(other))
@@ -170,8 +168,7 @@ class Values:
 
     def _add(self, step: Step) -> None:
         operands = [x for x in step.operands if any(x.dims)]
-        for value in (*operands, *step.results):
-            self._know(value)
+        self._know(*operands, *step.results)
         if not operands and not any(any(x.dims) for x in step.results):
             return
         if step.handed:
@@ -247,9 +244,7 @@ class Values:
 
     def _operation(self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         batch: set[Atom] = set()
-        for value, own in zip(step.operands, inputs):
-            batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
-        for value, own in zip(step.results, outputs):
+        for value, own in (*zip(step.operands, inputs), *zip(step.results, outputs)):
             batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
 
         def key_of(dim: Dim) -> tuple[Atom, ...] | None:
@@ -276,7 +271,6 @@ class Values:
         of_operands = [places(x, own) for x, own in operands]
         of_results = [places(x, own) for x, own in zip(step.results, outputs)]
         events = [([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e) for e in local.events]
-        sums = [(keys, e) for keys, _, e in events if e.kind in ("sum", "lookup")]
         name = step.equation.primitive.name
         work = _work(step, inputs) / (self.num_shards if any(map(self.batch_dims, step.operands)) else 1)
         strategies = [Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)]
@@ -297,7 +291,7 @@ class Values:
                 continue
             is_late = bool(hit) and key[0] not in batch and not self.scatters
             strategies.append(Strategy(takes, gives, work / self.tensor, is_late))
-        if any(e for _, e in sums) and name in ADDITIVE:
+        if any(e.kind in ("sum", "lookup") for e in local.events) and name in ADDITIVE:
             self._pending |= {id(x) for x in step.results}
         is_sum = name in ("add", "add_any", "sub") and len(operands) == 2
         passes = (is_sum and self.scatters) or (name in LINEAR and len(operands) == 1)

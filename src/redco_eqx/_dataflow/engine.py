@@ -142,7 +142,6 @@ class Analysis:
 
     - `parameters`, `gradients`: its arrays, as the walk left them.
     - `layout`: the split of each parameter that is split, by numbers.
-    - `is_given`: whether that is the layout which was given to compare with, because it is better.
     """
 
     traced: TracedStep
@@ -151,7 +150,6 @@ class Analysis:
     gradients: list[Value | None]
     costs: Costs
     layout: SplitOfEach
-    is_given: bool = False
 
     def sent(self, layout: SplitOfEach) -> Sent:
         """Simulate what a device sends in a step, if parameters are split so."""
@@ -159,9 +157,7 @@ class Analysis:
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The same with a layout that splits these dims, by path; `None` if what that sends is not known."""
-        numbers = {path: i for i, path in enumerate(self.traced.paths)}
-        known = {numbers[path]: dim for path, dim in dims.items() if path in numbers}
-        layout = as_layout(self.costs, {leaf: dim for leaf, dim in known.items() if dim is not None})
+        layout = as_layout(self.costs, self.traced.by_leaf(dims))
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
     def score(self, layout: SplitOfEach) -> float:
@@ -271,9 +267,8 @@ def choose_layout(
     costs, paths = analysis.costs, analysis.traced.paths
     total = sum(costs.held(leaf, None) for leaf in range(len(paths)))
     least_freed = 0.0 if max_bytes is None else max(0.0, total - max_bytes)
-    numbers = {path: leaf for leaf, path in enumerate(paths)}
-    decided = {numbers[path]: dim for path, dim in fixed.items() if path in numbers}
-    split_so = as_layout(costs, {leaf: dim for leaf, dim in decided.items() if dim is not None}) or {}
+    decided = analysis.traced.by_leaf(fixed)
+    split_so = as_layout(costs, decided) or {}
 
     def judge(layout: SplitOfEach) -> float:
         fits = freed_bytes(costs, layout) >= least_freed
@@ -307,6 +302,4 @@ def choose_layout(
     other = analysis.laid_out({**given, **fixed})
     if other is not None:
         layout = graft(layout, other.layout, paths, num_steps, decided, judge)
-        if judge(other.layout) > judge(layout):
-            return dataclasses.replace(other, is_given=True)
     return dataclasses.replace(analysis, layout=layout)

@@ -134,22 +134,18 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         walk.event("whole", [stack.dims[0]], stack, equation)
     is_data = any(x.is_data for x in operands)
     is_learned = any(x.is_learned for x in operands)
-    carry = [
-        Value(x.dims, x.num_bytes, (), x.is_data or is_data, is_learned)
-        for x in operands[num_consts:][:num_carry]
-    ]
+    before = operands[num_consts:][:num_carry]
+    carry = [Value(x.dims, x.num_bytes, (), is_data, is_learned) for x in before]
     slices = [
         Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data, x.is_learned) for x in stacks
     ]
     # Layers have weights of their own; what goes through a sequence by the same ones waits at each step.
     waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
-    walk.hand_on(equation, operands[num_consts:][:num_carry], carry)
+    walk.hand_on(equation, before, carry)
     walk.hand_on(equation, stacks, slices, (1, length))
     with walk.loop(length, waits):
         results = walk.run(body(equation.params["jaxpr"]), [*consts, *carry, *slices])
-        for before, after in zip(carry, results):
-            walk.same(before.dims, after.dims, after, equation)
-            walk.carried.append((before, after))
+        walk.carry(carry, results, equation)
     stacked = [
         result(var.aval, [over, *x.dims], [x])
         for var, x in zip(equation.outvars[num_carry:], results[num_carry:])
@@ -166,9 +162,7 @@ def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
     walk.hand_on(equation, operands[first + second :], carry)
     walk.run(body(params["cond_jaxpr"]), [*operands[:first], *carry])
     results = walk.run(body(params["body_jaxpr"]), [*operands[first : first + second], *carry])
-    for before, after in zip(carry, results):
-        walk.same(before.dims, after.dims, after, equation)
-        walk.carried.append((before, after))
+    walk.carry(carry, results, equation)
     return carry
 
 
@@ -199,7 +193,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": convolution,
     "transpose": shapes.transpose,
     "reshape": shapes.reshape,
-    "squeeze": shapes.squeeze,
+    "squeeze": shapes.reshape,
     "broadcast_in_dim": shapes.broadcast_in_dim,
     "slice": shapes.slice_,
     "split": shapes.split,
@@ -217,13 +211,12 @@ RULES: dict[str, Rule] = {
     "custom_linear_solve": linear_solve,
     "add": shapes.add,
     "add_any": shapes.add,
-    "convert_element_type": shapes.convert,
+    "convert_element_type": shapes.add,
     "copy": shapes.copy,
     "fft": shapes.fft,
-    "optimization_barrier": shapes.each_alone,
+    "optimization_barrier": shapes.copy,
     "top_k": shapes.last_dims(1),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), shapes.scatter),
-    **dict.fromkeys(("scatter_add", "scatter_mul", "scatter_min", "scatter_max"), shapes.scatter),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_mul", "scatter_min", "scatter_max"), shapes.scatter),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce"), shapes.reduce),
     **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), shapes.reduce),
     **dict.fromkeys(("psum", "pmax", "pmin"), shapes.reduce),
@@ -243,7 +236,7 @@ RULES: dict[str, Rule] = {
 def rule_of(equation: JaxprEqn) -> Rule:
     """The rule of an operation; a call is entered, and what is not known is looked at."""
     name = equation.primitive.name
-    rule = RULES.get(name)
+    rule = RULES.get(name.replace("-", "_"))  # `scatter-add` has a hyphen in some versions of JAX
     if rule is not None:
         return rule
     is_call = name not in NOT_ELEMENTWISE and called(equation) is not None

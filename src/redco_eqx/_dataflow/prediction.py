@@ -121,14 +121,14 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
     array, whole, which is counted among the sums over the batch axes; and over other axes in parts. A block
     that knows better gathers once (several of them the same), and hands each device its part of the gradient.
     """
-    total, numbers = 0.0, {path: leaf for leaf, path in enumerate(analysis.traced.paths)}
+    total, paths = 0.0, analysis.traced.paths
     users: dict[int, dict[str, None]] = {}
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
             for leaf in (leaf for x in step.operands for leaf in x.weights):
                 users.setdefault(leaf, {})[step.block] = None
     for path, array in stored.items():
-        leaf = numbers.get(path)
+        leaf = paths.index(path) if path in paths else None
         part = array.num_bytes / array.num_parts
         blocks = [] if leaf is None else list(users.get(leaf, ()))
         is_trained = leaf is not None and analysis.gradients[leaf] is not None
@@ -162,20 +162,27 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     for split in splits:
         name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
-    lines = [(over_batch, f"{size_text(over_batch)} over the batch axes, gradients before all")]
-    lines += [(_total(group), _line(group, analysis)) for group in groups.values()]
+    sizes = {"over the batch axes, gradients before all": over_batch}
+    sizes |= {_line(group, analysis): _total(group) for group in groups.values()}
     gathered, gathered_unmerged = (over_fsdp(analysis, stored, merged=flag) for flag in (True, False))
-    lines += [(gathered, f"{size_text(gathered)} over fsdp: weights gathered, and parts of their gradients")]
-    lines = [line for line in lines if line[0] > 0]
-    lines.sort(key=lambda line: -line[0])
+    sizes[OVER_FSDP] = gathered
     return Prediction(
         num_bytes=merged + gathered,
         num_bytes_unmerged=unmerged + gathered_unmerged,
         at_least=min(least, merged) + gathered if least > 0 else 0.0,
-        lines=tuple(text for _, text in lines),
+        lines=lines_of(sizes),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=opaque_of(analysis),
     )
+
+
+OVER_FSDP = "over fsdp: weights gathered, and parts of their gradients"
+
+
+def lines_of(sizes: Mapping[str, float]) -> tuple[str, ...]:
+    """Lines for a reader, most bytes first."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return tuple(f"{size_text(size)} {name}" for name, size in ordered if size > 0)
 
 
 def _total(group: Sequence[Split]) -> float:
@@ -190,7 +197,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     name += f", and {others} more" if others else ""
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
-    return f"{size_text(_total(group))} for {name}: {largest_sends(sent)}"
+    return f"for {name}: {largest_sends(sent)}"
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:

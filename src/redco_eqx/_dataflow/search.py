@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -68,31 +68,44 @@ def best_set(
         return []
     if not numbers:
         raise ValueError("no splits")
+    place = {n: i for i, n in enumerate(numbers)}
+    groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
+    rows: list[Row] = [([(place[n], 1.0) for n in group], -np.inf, 1.0) for group in groups if len(group) > 1]
+    if least_freed > 0:
+        rows.append(([(place[n], freed[n] / least_freed) for n in numbers], 1.0, np.inf))
+    largest = max(1e-30, *(abs(worths[n]) for n in numbers))
+    found = cheapest([-worths[n] / largest for n in numbers], rows, [True] * len(numbers))
+    return [n for n, x in zip(numbers, found) if x > 0.5]
+
+
+Row: TypeAlias = tuple[Sequence[tuple[int, float]], float, float]
+"""Variables with factors, whose sum is at least the one number and at most the other."""
+
+
+def cheapest(
+    costs: Sequence[float], rows: Sequence[Row], integer: Sequence[bool], **options: int | float
+) -> np.ndarray:
+    """The numbers between 0 and 1 that cost least, of which some are `integer`.
+
+    Raises `ValueError` if none fit; `options` are those of `scipy.optimize.milp`.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    place = {n: i for i, n in enumerate(numbers)}
-    groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
-    groups = [group for group in groups if len(group) > 1]
-    pairs = [(row, place[n]) for row, group in enumerate(groups) for n in group]
-    constraints = []
-    if pairs:
-        shape = (len(groups), len(numbers))
-        at_most_one = csr_array((np.ones(len(pairs)), tuple(zip(*pairs))), shape=shape)
-        constraints.append(LinearConstraint(at_most_one, ub=1))
-    if least_freed > 0:
-        share = np.array([freed[n] for n in numbers]) / least_freed
-        constraints.append(LinearConstraint(share[None], lb=1))
-    weights = np.array([worths[n] for n in numbers])
-    solved = milp(
-        -weights / max(abs(weights).max(), 1e-30),
-        integrality=np.ones(len(numbers)),
+    places = np.array([(i, j, x) for i, (terms, _, _) in enumerate(rows) for j, x in terms]).reshape(-1, 3)
+    numbers = places[:, :2].astype(int).T
+    matrix: Any = csr_array((places[:, 2], tuple(numbers)), shape=(len(rows), len(costs)))
+    low, high = (np.array([row[i] for row in rows]) for i in (1, 2))
+    solved: Any = milp(
+        np.array(costs),
+        constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
+        integrality=np.array(integer, int),
         bounds=Bounds(0, 1),
-        constraints=constraints,
+        options=options,
     )
     if solved.x is None:
-        raise ValueError("no set of splits frees enough")
-    return [n for n, x in zip(numbers, solved.x) if x > 0.5]
+        raise ValueError(f"no layout fits: {solved.message}")
+    return solved.x
 
 
 # What any layout sends: the program gone through once, each array split as its operands are.
@@ -138,9 +151,6 @@ def simulate(
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
     run = _Run(costs, {id(parameters[leaf]): number for leaf, number in layout.items()}, wanted)
     run.cut = _cut(costs, steps, parameters, wanted)
-    for leaf, number in layout.items():
-        if number in costs.leads.doubled(parameters[leaf].dims):
-            run.places[id(parameters[leaf])] = costs.splits[number].leaves[leaf]
     for step in steps:
         run.step(step)
     for leaf, gradient in enumerate(gradients):
@@ -171,7 +181,6 @@ class _Run:
         self.costs, self.leads = costs, costs.leads
         self.splits, self.wanted = splits, wanted
         self.partial: dict[int, int] = {}  # what some of a split's atoms split
-        self.places: dict[int, int] = {}  # which dim is split, of arrays in which a split leads two
         self.events: list[tuple[Event, float]] = []
         self.cut: set[tuple[int, int]] = set()  # as `_cut` has it
         self.gathered: set[tuple[int, bool]] = set()  # what was gathered, as `_copy` has it
@@ -212,7 +221,6 @@ class _Run:
         for value in step.results:
             if not is_partial and number in self.leads.splitting(value.dims):
                 self.splits[id(value)] = number
-                self._follow(step, value)
             elif number in self.leads.of(value.dims):
                 self.partial[id(value)] = number
 
@@ -259,7 +267,7 @@ class _Run:
 
     def _length(self, value: Value, number: int) -> int:
         """Elements along the dim that is split so."""
-        return math.prod(atom.size for i in self._places(value, number)[:1] for atom in value.dims[i])
+        return math.prod(atom.size for i in self._places(value, number) for atom in value.dims[i])
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
         """Price an event, as operands are split: an operand may be gathered instead."""
@@ -286,18 +294,10 @@ class _Run:
         return [(gathered, whole)]
 
     def _places(self, value: Value, number: int) -> list[int]:
-        """The dims of an array that are split so."""
+        """The dim of an array that is split so, if one is."""
         if self.split_of(value) != number:
             return []
-        found = [i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])]
-        return found if len(found) < 2 else [self.places.get(id(value), found[0])]
-
-    def _follow(self, step: Step, value: Value) -> None:
-        """Notes which dim of a result is split, if that of an operand is known."""
-        for operand in step.operands:
-            if (place := self.places.get(id(operand))) is not None:
-                kept = [i for i, dim in enumerate(value.dims) if dim is operand.dims[place]]
-                self.places |= {id(value): i for i in kept[:1]}
+        return [i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])][:1]
 
     def _shards(self, value: Value) -> int:
         return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
@@ -311,7 +311,8 @@ class _Run:
 SplitOfEach = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
 
-Change: TypeAlias = Callable[[SplitOfEach], SplitOfEach]
+Change: TypeAlias = Mapping[int, int | None]
+"""Of some parameters, the number of the split to have, or `None`."""
 
 MAX_STEPS = 50_000
 """So many operations are gone through at most, for layouts that leave single parameters whole."""
@@ -320,14 +321,15 @@ MAX_STEPS_GRAFTED = 4 * MAX_STEPS
 """And so many for layouts that take single splits from another one, which few programs have to."""
 
 
-def as_layout(costs: Costs, dims: Mapping[int, int]) -> SplitOfEach | None:
+def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:
     """The layout that splits these dims of parameters; of several such splits, those that split most of them.
 
     `None` if it splits a dim whose factors do not divide: what that sends is not known.
     """
-    fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in dims.items()) for split in costs.splits]
+    chosen = [(leaf, dim) for leaf, dim in dims.items() if dim is not None]
+    fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in chosen) for split in costs.splits]
     found: SplitOfEach = {}
-    for leaf, dim in dims.items():
+    for leaf, dim in chosen:
         numbers = [split.number for split in costs.splits if split.leaves.get(leaf) == dim]
         if not numbers:
             return None
@@ -359,16 +361,12 @@ def relax(
 
     Parameters that differ only in the numbers of their paths are tried together; those in `fixed` stay.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, dict[int, None]] = {}
     for leaf in (leaf for leaf in layout if leaf not in fixed):
-        groups.setdefault(_without_numbers(paths[leaf]), []).append(leaf)
+        groups.setdefault(_without_numbers(paths[leaf]), {})[leaf] = None
     if len(groups) * num_steps > MAX_STEPS:
         return layout
-
-    def without(leaves: Container[int]) -> Change:
-        return lambda layout: {leaf: number for leaf, number in layout.items() if leaf not in leaves}
-
-    return _climb(layout, [without(leaves) for leaves in groups.values()], judge)
+    return _climb(layout, list(groups.values()), judge)
 
 
 def graft(
@@ -379,7 +377,7 @@ def graft(
     fixed: Container[int],
     judge: Callable[[SplitOfEach], float],
 ) -> SplitOfEach:
-    """`layout` with the splits of `other` that are better: it may be right in one place, and wrong elsewhere.
+    """`layout` with the splits of `other` that are better: it may be right in one place, or in all.
 
     What one split has in it is taken together, and of layers that differ only in their numbers; what is in
     `fixed` stays.
@@ -391,13 +389,9 @@ def graft(
     groups: dict[frozenset[str], SplitOfEach] = {}
     for part in differing.values():
         groups.setdefault(frozenset(_without_numbers(paths[leaf]) for leaf in part), {}).update(part)
-    if len(groups) * num_steps > MAX_STEPS_GRAFTED:
-        return layout
-
-    def taking(part: SplitOfEach) -> Change:
-        return lambda layout: layout | part
-
-    return _climb(layout, [taking(part) for part in groups.values()], judge)
+    all_of_it = {leaf: other.get(leaf) for leaf in layout | other}
+    is_long = len(groups) * num_steps > MAX_STEPS_GRAFTED
+    return _climb(layout, [*([] if is_long else groups.values()), all_of_it], judge)
 
 
 def _climb(
@@ -406,7 +400,7 @@ def _climb(
     """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:
-        changed = change(layout)
+        changed = {leaf: n for leaf, n in {**layout, **change}.items() if n is not None}
         found = judge(changed)
         if found > best + 1e-3 * abs(best):
             layout, best = changed, found

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -22,34 +23,25 @@ def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Valu
     fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
     if name in NOT_ELEMENTWISE or not fits or all(shape_of(v) != largest for v in equation.outvars):
         return walk.opaque_results(equation, operands)
-    return _elementwise(walk, equation, operands, largest)
-
-
-def _elementwise(walk: Walk, equation: JaxprEqn, operands: list[Value], shape: tuple[int, ...]) -> list[Value]:
-    """Dims of size 1, and scalars, are stretched."""
-    dims: list[Dim] = [()] * len(shape)
-    if len(operands) == 1:
-        dims = list(operands[0].dims)
-    else:
-        for var, operand in zip(equation.invars, operands):
-            own = shape_of(var)
-            for i, dim in enumerate(operand.dims):
-                if own[i] != shape[i]:
-                    continue
-                if dims[i]:
-                    walk.same([dims[i]], [dim], operand, equation)
-                else:
-                    dims[i] = dim
-    missing = new_dims(shape)
-    full = [dim or new for dim, new in zip(dims, missing)]
+    dims: list[Dim] = [()] * len(largest)
+    for var, operand in zip(equation.invars, operands):
+        own = shape_of(var)
+        for i, dim in enumerate(operand.dims):
+            if own[i] != largest[i]:
+                continue  # of size 1: it is stretched
+            if dims[i]:
+                walk.same([dims[i]], [dim], operand, equation)
+            else:
+                dims[i] = dim
+    full = [dim or new for dim, new in zip(dims, new_dims(largest))]
     return [
-        result(var.aval, full if shape_of(var) == shape else new_dims(shape_of(var)), operands)
+        result(var.aval, full if shape_of(var) == largest else new_dims(shape_of(var)), operands)
         for var in equation.outvars
     ]
 
 
 def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """The sum of sums over devices is one sum; a bias may be added after it."""
+    """The sum of sums over devices is one sum, also in another dtype; a bias may be added after it."""
     (out,) = unlisted(walk, equation, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
@@ -61,21 +53,10 @@ def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [out]
 
 
-def convert(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    (out,) = unlisted(walk, equation, operands)
-    out.sums = operands[0].sums
-    return [out]
-
-
 def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """A boundary of layers: the library's blocks keep what flows between them whole, all but its rows."""
+    """Arrays as they are. Between layers, the library's blocks keep what flows whole, all but its rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0], equation)
-    return operands
-
-
-def each_alone(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Several arrays at once, each as it is."""
     return list(operands)
 
 
@@ -87,11 +68,9 @@ def unrelated(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Val
 def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Cumulative sums, sorts, reversals: they need this dim whole."""
     params = equation.params
-    named = params.get("dimensions", params.get("dimension", params.get("axis")))
+    named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
-    along = (
-        list(named) if isinstance(named, tuple | list) else [len(first.dims) - 1 if named is None else named]
-    )
+    along = named if isinstance(named, tuple | list) else [named]
     for operand in operands:
         walk.event("whole", [operand.dims[i] for i in along], operand, equation)
         walk.same(first.dims, operand.dims, operand, equation)
@@ -106,16 +85,12 @@ def last_dims(num_dims: int) -> Rule:
     """A rule for what works on the last dims, for each entry of the others: decompositions, top-k."""
 
     def rule(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-        batch: list[Dim] | None = None
-        for operand in operands:
+        fitting = [x for x in operands if len(x.dims) >= num_dims]
+        batch = fitting[0].dims[: len(fitting[0].dims) - num_dims]
+        for operand in fitting:
             rest = len(operand.dims) - num_dims
-            if rest < 0:
-                continue
             walk.event("whole", operand.dims[rest:], operand, equation)
-            if batch is None:
-                batch = list(operand.dims[:rest])
             walk.same(batch, operand.dims[:rest], operand, equation)
-        batch = batch or []
         found = []
         for var in equation.outvars:
             inner = new_dims(shape_of(var)[len(batch) :])
@@ -245,12 +220,6 @@ def reshape(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
     return [_moved(equation, dims, operand)]
 
 
-def squeeze(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    gone = equation.params["dimensions"]
-    dims = [dim for i, dim in enumerate(operands[0].dims) if i not in gone]
-    return [_moved(equation, dims, operands[0])]
-
-
 def broadcast_in_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     dims = list(new_dims(aval.shape))
@@ -319,17 +288,12 @@ def unstack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
 def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     axis, aval = equation.params["dimension"], type_of(equation.outvars[0])
     first = operands[0]
-    others = [i for i in range(len(aval.shape)) if i != axis]
+    is_even = len({shape_of(var)[axis] for var in equation.invars}) == 1
+    alike = [i for i in range(len(aval.shape)) if i != axis or is_even]
     for operand in operands[1:]:
-        walk.same([first.dims[i] for i in others], [operand.dims[i] for i in others], operand, equation)
+        walk.same([first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand, equation)
     dims = list(first.dims)
-    sizes = {shape_of(var)[axis] for var in equation.invars}
-    if len(sizes) == 1:
-        for operand in operands[1:]:
-            walk.same([first.dims[axis]], [operand.dims[axis]], operand, equation)
-        dims[axis] = (*new_dim(len(operands)), *first.dims[axis])
-    else:
-        dims[axis] = new_dim(aval.shape[axis])
+    dims[axis] = (*new_dim(len(operands)), *first.dims[axis]) if is_even else new_dim(aval.shape[axis])
     out = result(aval, dims, operands)
     for operand in operands:
         walk.event("reshard", [operand.dims[axis]], operand, equation, unless=[dims[axis]])
@@ -376,15 +340,13 @@ def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
 def window(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Pooling, and its gradients: dims that the window goes along are needed whole."""
     sizes = equation.params["window_dimensions"]
-    results = []
+    first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:
-        if len(operand.dims) == len(sizes):
+        if len(operand.dims) == len(sizes):  # and not what a reduction begins with
             walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand, equation)
+            walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand, equation)
+    results = []
     for var in equation.outvars:
-        dims = [d if n == 1 else new_dim(m) for d, n, m in zip(operands[0].dims, sizes, shape_of(var))]
-        for operand in operands[1:]:
-            if len(operand.dims) == len(sizes):
-                kept = [i for i, n in enumerate(sizes) if n == 1]
-                walk.same([dims[i] for i in kept], [operand.dims[i] for i in kept], operand, equation)
+        dims = [d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape_of(var))]
         results.append(result(var.aval, dims, operands))
     return results

@@ -4,12 +4,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from redco_eqx._dataflow.choice import PENDING, WHOLE, Operation, State, Strategy, Values
-from redco_eqx._dataflow.search import WORK
+from redco_eqx._dataflow.search import WORK, Row, cheapest
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import depth_of
 
@@ -19,18 +19,21 @@ less. Work is weighed as for layouts of parameters alone."""
 
 
 class Solution(NamedTuple):
-    """The states of groups, the strategies of operations, the cost, and the least that any choice costs."""
+    """The states of groups, and the strategies of operations."""
 
+    values: Values
     states: dict[int, State]
     strategies: list[Strategy]
-    cost: float
-    bound: float
+
+    def state(self, value: Value) -> State:
+        """The state of the group of a value."""
+        return self.states[self.values.groups.find(id(value))]
 
 
 def solve(
     values: Values,
     *,
-    fixed: Mapping[int, State],
+    fixed: Mapping[int, int | None],
     max_bytes: float | None = None,
     held: Callable[[int, int | None], float] | None = None,
 ) -> Solution:
@@ -38,7 +41,7 @@ def solve(
 
     **Arguments:**
 
-    - `fixed`: of some parameters, by number, the state.
+    - `fixed`: of some parameters, by number, the dim that is split, or `None`.
     - `max_bytes`: of parameters on one device, at most.
     - `held`: bytes of a parameter on one device, if `tensor` splits this dim of it, or none.
 
@@ -61,16 +64,14 @@ class _Search:
         self.values, self.depth = values, depth_of(values.walk)
         self.cost: list[float] = []
         self.integer: list[bool] = []
-        self.rows: list[tuple[Sequence[tuple[int, float]], float, float]] = []
+        self.rows: list[Row] = []
         self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
         self.strategies: list[dict[int, int]] = []
         self.changes: dict[tuple[int, State, State], list[tuple[int, float]]] = defaultdict(list)
-        self.constant = 0.0
         for group, states in values.states.items():
-            made = MADE * sum(values.local_bytes(x) for x in values.members[group])
             if len(states) == 1:
-                self.constant += made
                 continue
+            made = MADE * sum(values.local_bytes(x) for x in values.members[group])
             shares = {s: 1.0 if s in (WHOLE, PENDING) else 1 / values.tensor for s in states}
             self.states[group] = {s: self.variable(made * share, True) for s, share in shares.items()}
             self.one_of(list(self.states[group].values()))
@@ -91,13 +92,13 @@ class _Search:
     def states_of(self, value: Value) -> dict[State, int]:
         return self.states.get(self.values.groups.find(id(value)), {})
 
-    def fix(self, fixed: Mapping[int, State]) -> None:
+    def fix(self, fixed: Mapping[int, int | None]) -> None:
         """Decides the states of some parameters. Raises `ValueError` for one that they cannot have."""
-        for leaf, state in fixed.items():
+        for leaf, dim in fixed.items():
             value = self.values.parameters[leaf]
-            wanted = self.values.slot(value, state)
+            wanted = WHOLE if dim is None else self.values.slot(value, dim)
             if wanted not in self.values.states[self.values.groups.find(id(value))]:
-                raise ValueError(f"dim {state} of parameter {leaf} cannot be split where it is used")
+                raise ValueError(f"dim {dim} of parameter {leaf} cannot be split where it is used")
             if of := self.states_of(value):
                 self.one_of([of[wanted]])
 
@@ -181,46 +182,32 @@ class _Search:
 
     def solved(self) -> Solution:
         """The solution. Raises `ValueError` if there is none."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
         for several in self.changes.values():  # a change that several operations want is made once
             once = self.variable(max(price for _, price in several))
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
-        places = [(i, j, x) for i, (terms, _, _) in enumerate(self.rows) for j, x in terms]
-        rows, columns, factors = zip(*places)
-        matrix: Any = csr_array((factors, (rows, columns)), shape=(len(self.rows), len(self.cost)))
-        low, high = (np.array([row[i] for row in self.rows]) for i in (1, 2))
-        solved: Any = milp(
-            np.array(self.cost),
-            constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
-            integrality=np.array(self.integer, int),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 1e-3, "node_limit": 200},
-        )
-        if solved.x is None:
-            raise ValueError(f"no layout fits: {solved.message}")
-        states = {g: max(of, key=lambda s: solved.x[of[s]]) for g, of in self.states.items()}
+        found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)
+        states = {g: max(of, key=lambda s: found[of[s]]) for g, of in self.states.items()}
         every = {g: states.get(g, WHOLE) for g in self.values.states}
-        best = [max(numbers, key=lambda i: solved.x[numbers[i]]) for numbers in self.strategies]
+        best = [max(numbers, key=lambda i: found[numbers[i]]) for numbers in self.strategies]
         strategies = [o.strategies[i] for o, i in zip(self.values.operations, best)]
-        return Solution(every, strategies, solved.fun + self.constant, solved.mip_dual_bound + self.constant)
+        return Solution(self.values, every, strategies)
 
 
-def sent(values: Values, solution: Solution) -> dict[str, float]:
+def sent(solution: Solution) -> dict[str, float]:
     """Bytes that a device sends by a ring, by kind."""
+    values = solution.values
     total: dict[str, float] = defaultdict(float)
     once: dict[tuple[int, State], float] = {}
     for operation, strategy in zip(values.operations, solution.strategies):
         for value, state in zip(operation.operands, strategy.takes):
-            own = solution.states[values.groups.find(id(value))]
+            own = solution.state(value)
             wanted = values.slot(value, state)
             price = operation.times[0] * values.change(value, own, wanted)
             before = once.get((id(value), wanted), 0.0)
             once[id(value), wanted] = max(before, price)
             total[kind(own, wanted)] += max(price - before, 0.0)
         for value, state in zip(operation.results, strategy.gives):
-            own = solution.states[values.groups.find(id(value))]
+            own = solution.state(value)
             given = values.slot(value, state)
             total[kind(given, own)] += operation.times[1] * values.change(value, given, own)
             if operation.over_batch:

@@ -1,8 +1,8 @@
 """The program that a layout is for: the loss and its gradient, or a prediction, traced on abstract arrays."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from redco_eqx._base.jaxprs import body
 from redco_eqx._base.protocols import Mean
 from redco_eqx._base.tree import is_array, leaves_with_paths
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,10 @@ class TracedStep:
     trained: list[int | None]
     num_batch: int
 
+    def by_leaf(self, of_paths: Mapping[str, T]) -> dict[int, T]:
+        """The entries of paths that the program takes, by the number of the array."""
+        return {i: of_paths[path] for i, path in enumerate(self.paths) if path in of_paths}
+
 
 def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedStep:
     """Traces `function(model, batch, key)`, and its gradient if it returns a loss.
@@ -44,7 +50,8 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
     treedef = jax.tree.structure(dynamic)
     numbers = jax.tree.unflatten(treedef, range(len(arrays)))
     paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
-    fixed = [_why_fixed(x, in_state) for x, in_state in zip(arrays, jax.tree.leaves(_in_state(dynamic)))]
+    in_state = jax.tree.broadcast(jax.tree.map(_is_state, dynamic, is_leaf=_is_state), dynamic)
+    fixed = [_why_fixed(x, flag) for x, flag in zip(arrays, jax.tree.leaves(in_state))]
     batch_arrays, batch_static = eqx.partition(batch, is_array)
     rows = [_abstract(x) for x in jax.tree.leaves(batch_arrays)]
     if not rows or any(not x.shape for x in rows):
@@ -78,8 +85,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
             own = list(arrays)
             for i, x in zip(chosen, variables):
                 own[i] = x
-            loss, results = run(own, rows, key)
-            return (jnp.zeros(()) if loss is None else loss), results
+            return run(own, rows, key)
 
         return jax.value_and_grad(loss_of, has_aux=True)([arrays[i] for i in chosen])
 
@@ -90,13 +96,9 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         try:
             closed = trace(step)
         except Exception:
-            forward = trace(lambda *arguments: run(*arguments)[1])
-            if is_loss:
+            closed = trace(lambda *arguments: run(*arguments)[1])
+            if is_loss:  # and not a prediction, which has no gradient
                 raise
-            closed = forward  # what a prediction does may have no gradient
-        else:
-            if not is_loss:
-                closed = trace(lambda *arguments: run(*arguments)[1])
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -115,14 +117,8 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
     return TracedStep(jaxpr, paths, arrays, fixed, trained, len(rows))
 
 
-def _in_state(tree: Any) -> Any:
-    """Mark each leaf that is in an `eqx.nn.State`."""
-
-    def one(x: Any) -> Any:
-        is_state = isinstance(x, eqx.nn.State)
-        return jax.tree.map(lambda _: True, x) if is_state else False
-
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, eqx.nn.State))
+def _is_state(x: Any) -> bool:
+    return isinstance(x, eqx.nn.State)
 
 
 def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:

@@ -7,7 +7,7 @@ atoms of parameter dims that can lie over an axis together.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
@@ -78,21 +78,12 @@ def new_dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
 
 def resolve(dim: Dim) -> Dim:
     """The atoms that `dim` consists of by now."""
-    for atom in dim:
-        if atom.parts:
-            break
-    else:
+    if not any(atom.parts for atom in dim):
         return dim
     found: list[Atom] = []
     left = list(dim[::-1])
-    while left:
-        atom = left.pop()
-        if not atom.parts:
-            found.append(atom)
-            continue
-        if len(atom.parts) == 1 and atom.parts[0].parts:
-            atom.parts = atom.parts[0].parts  # next time the way is half as long
-        left.extend(atom.parts[::-1])
+    while (atom := _next(left)) is not None:
+        found.append(atom)
     return tuple(found)
 
 
@@ -130,6 +121,8 @@ def _next(stack: list[Atom]) -> Atom | None:
         atom = stack.pop()
         if not atom.parts:
             return atom
+        if len(atom.parts) == 1 and atom.parts[0].parts:
+            atom.parts = atom.parts[0].parts  # next time the way is half as long
         stack.extend(atom.parts[::-1])
     return None
 
@@ -226,7 +219,7 @@ class Use:
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
     """An operation: its operands and results, how often it is done, and what happens there if they are
-    split. `block` as of an [`Event`][]."""
+    split. `block` as of an [`Event`][]; `bodies` are those of its programs that were walked."""
 
     equation: JaxprEqn
     times: int
@@ -235,6 +228,15 @@ class Step:
     events: list[Event]
     block: str = ""
     handed: tuple[int, int] | None = None
+    bodies: "list[Body]" = dataclasses.field(default_factory=list)
+
+
+class Body(NamedTuple):
+    """A program that was walked: what it was given, what came out, and its operations."""
+
+    arguments: Sequence[Value]
+    results: list[Value]
+    steps: list[Step]
 
 
 # Splits: the leading atoms of parameter dims that can be split over an axis.
@@ -333,11 +335,11 @@ class Leads:
 
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
-        self._of_atom: dict[Atom, list[int]] = {}
+        self.of_atom: dict[Atom, list[int]] = {}
         self._of_border: dict[tuple[Atom, Atom], list[int]] = {}
         for split in splits:
             for atom in split.atoms:
-                self._of_atom.setdefault(atom, []).append(split.number)
+                self.of_atom.setdefault(atom, []).append(split.number)
             for border in split.borders:
                 self._of_border.setdefault((border, split.atoms[0]), []).append(split.number)
         leading = [leading_atoms(row.dims[0], num_shards, pinned=True) or () for row in rows]
@@ -349,7 +351,7 @@ class Leads:
         for dim in dims:
             atoms = resolve(dim)
             if atoms:
-                found |= dict.fromkeys(self._of_atom.get(atoms[0], ()))
+                found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
             if len(atoms) > 1:
                 found |= dict.fromkeys(self._of_border.get((atoms[0], atoms[1]), ()))
         return list(found)
@@ -386,7 +388,5 @@ class Leads:
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
         """The splits that lead two dims by one atom."""
         firsts = [resolve(dim)[0] for dim in dims if dim]
-        if len(set(firsts)) == len(firsts):
-            return []
         twice = dict.fromkeys(atom for i, atom in enumerate(firsts) if atom in firsts[:i])
-        return [number for atom in twice for number in self._of_atom.get(atom, ())]
+        return [number for atom in twice for number in self.of_atom.get(atom, ())]

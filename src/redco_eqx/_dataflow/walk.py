@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from redco_eqx._base.jaxprs import Atom, num_bytes, shape_of, used
 from redco_eqx._dataflow.values import (
+    Body,
     Dim,
     Event,
     Leads,
@@ -28,27 +29,6 @@ from redco_eqx._dataflow.values import (
 
 Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
 """What an operation does to the dims of its operands: `(walk, equation, operands) -> results`."""
-
-
-class Visit(NamedTuple):
-    """An operation as the walk came to it: `bodies` are those of its programs that were walked.
-
-    `step` is `None` of an operation that has such.
-    """
-
-    equation: JaxprEqn
-    operands: list[Value]
-    results: list[Value]
-    step: Step | None
-    bodies: "list[Body]"
-
-
-class Body(NamedTuple):
-    """A program that was walked: what it was given, what came out, and its operations."""
-
-    arguments: Sequence[Value]
-    results: list[Value]
-    visits: list[Visit]
 
 
 class Walk:
@@ -77,7 +57,7 @@ class Walk:
         values: dict[Atom, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, wanted or [True] * len(program.outvars))
-        visits: list[Visit] = []
+        done: list[Step] = []
 
         def read(atom: Atom) -> Value:
             if isinstance(atom, Literal):
@@ -92,16 +72,15 @@ class Walk:
             outer, self.block = self.block, block_of(equation) or self.block
             bodies, self.bodies = self.bodies, []
             results = self._results(equation, operands)
-            step = None
+            own = self.events[num_events:]
+            step = Step(equation, self.times, operands, results, own, self.block, bodies=self.bodies)
             if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
-                own = self.events[num_events:]
-                step = Step(equation, self.times, operands, results, own, self.block)
                 self.steps.append(step)
-            visits.append(Visit(equation, operands, results, step, self.bodies))
+            done.append(step)
             self.block, self.bodies = outer, bodies
             values.update(zip(equation.outvars, results))
         found = [read(atom) for atom in program.outvars]
-        self.bodies.append(Body(arguments, found, visits))
+        self.bodies.append(Body(arguments, found, done))
         return found
 
     def _results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -169,6 +148,12 @@ class Walk:
         for one, other in zip(first, second):
             if not unify(one, other):
                 self.event("reshard", (one, other), value, equation)
+
+    def carry(self, before: Sequence[Value], after: Sequence[Value], equation: JaxprEqn) -> None:
+        """Notes that a loop hands on what is `after` one trip as what is `before` the next."""
+        for one, other in zip(before, after):
+            self.same(one.dims, other.dims, other, equation)
+            self.carried.append((one, other))
 
     def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
         """Notes the use of a weight on data, if that is what the two operands are."""
@@ -287,7 +272,7 @@ def count(
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
         split.freed = sum((costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0)
-    costs.clashes.extend(_clashes(walk, parameters, splits, leads))
+    costs.clashes.extend(_clashes(walk, parameters, leads))
     return costs
 
 
@@ -314,18 +299,12 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
                 costs.splits[number].sent.append((event, smallest.num_bytes * step.times / shards))
 
 
-def _clashes(
-    walk: Walk, parameters: Sequence[Value], splits: Sequence[Split], leads: Leads
-) -> Iterable[tuple[int, ...]]:
+def _clashes(walk: Walk, parameters: Sequence[Value], leads: Leads) -> Iterable[tuple[int, ...]]:
     found: dict[tuple[int, ...], None] = {}
     for value in (*parameters, *(value for step in walk.steps for value in step.results)):
         if len(value.dims) > 1:
             numbers = tuple(sorted(leads.splitting(value.dims)))
             if len(numbers) > 1:
                 found[numbers] = None
-    of_atom: dict[int, list[int]] = {}
-    for split in splits:
-        for atom in split.atoms:
-            of_atom.setdefault(id(atom), []).append(split.number)
-    found |= {tuple(numbers): None for numbers in of_atom.values() if len(numbers) > 1}
+    found |= {tuple(numbers): None for numbers in leads.of_atom.values() if len(numbers) > 1}
     return found

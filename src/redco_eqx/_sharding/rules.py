@@ -352,7 +352,7 @@ def explain_by(
     by the paths.
     """
     arrays = to_arrays(model)
-    if analysis is None or analysis.is_given:
+    if analysis is None:
         roles = tensor_roles(model, axis_size(mesh, "tensor"))
     else:
         roles = dict.fromkeys(arrays, Role("buffer", "a NumPy array: a constant of the program"))
@@ -360,8 +360,6 @@ def explain_by(
     decisions = {}
     for path, x in arrays.items():
         spec, role, reason = _spec(x, roles[path], mesh)
-        if analysis is not None and analysis.is_given:
-            reason = f"the path rules' layout sends less: {reason}"
         if path in chosen:
             pattern, spec = chosen[path]
             role, reason = "override", f"override {pattern!r}"

@@ -1,7 +1,7 @@
 """A chosen layout of values put into the program, as sharding constraints where the choice changes."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,7 @@ from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values, scatters
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
-from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import Body, Visit
+from redco_eqx._dataflow.values import Body, Step, Value
 from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num_batch_shards
 
 
@@ -25,27 +24,24 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
     values = Values(
         walk, parameters, gradients, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh)
     )
-    fixed = {i: WHOLE if dims.get(path) is None else dims[path] for i, path in enumerate(traced.paths)}
     try:
-        solution = solve(values, fixed=fixed)
+        solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
     except ValueError as error:
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)
         return traced.jaxpr
-    return _Constraints(values, solution, mesh).program(traced.jaxpr, walk.bodies[-1])
+    return _Constraints(solution, mesh).program(traced.jaxpr, walk.bodies[-1])
 
 
 class _Constraints:
     """Puts a solution into a program."""
 
-    def __init__(self, values: Values, solution: Solution, mesh: Mesh | AbstractMesh):
-        self.values, self.solution, self.mesh = values, solution, mesh
-        pairs = list(zip(values.operations, solution.strategies))
-        self._of_step = {id(o.step): s for o, s in pairs if o.step and not o.step.handed}
-        self._handed = {(id(o.operands[0]), id(o.results[0])): s for o, s in pairs if o.step and o.step.handed}
+    def __init__(self, solution: Solution, mesh: Mesh | AbstractMesh):
+        self.values, self.state, self.mesh = solution.values, solution.state, mesh
+        pairs = [(o.step, s) for o, s in zip(self.values.operations, solution.strategies) if o.step]
+        self._of_step = {id(step): s for step, s in pairs if not step.handed}
+        # What is handed into a body or out of it, by the operation that has the body.
+        self._handed = {(id(step.equation), id(step.operands[0])): s for step, s in pairs if step.handed}
         self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
-
-    def state(self, value: Value) -> State:
-        return self.solution.states[self.values.groups.find(id(value))]
 
     def spec(self, value: Value, state: State) -> PartitionSpec:
         """The layout of a value; `state` is that of its group."""
@@ -60,7 +56,7 @@ class _Constraints:
         other = PartitionSpec.UNCONSTRAINED if is_free else None
         return PartitionSpec(*(e[0] if len(e) == 1 else e or other for e in entries))
 
-    def program(self, jaxpr: Jaxpr, found: Body, *, around: Visit | None = None) -> Jaxpr:
+    def program(self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None) -> Jaxpr:
         """A program with what the walk found of it; `around`: the operation that it is the body of."""
         names: dict[Var, Atom] = {}
         changed: dict[tuple[Var, State], Atom] = {}
@@ -90,26 +86,36 @@ class _Constraints:
                 changed[key] = put(now, value, wanted)
             return changed[key]
 
+        def hand(around: Step | None, atoms: Sequence[Atom], values: Sequence[Value]) -> list[Atom]:
+            """What goes into the bodies of an operation, or out of one of them, as it is taken there."""
+            handed = [read(atom) for atom in atoms]
+            for i, (atom, value) in enumerate(zip(atoms, values)):
+                strategy = None if around is None else self._handed.get((id(around.equation), id(value)))
+                if strategy is not None:
+                    handed[i] = take(atom, value, strategy.takes[0])
+            return handed
+
         outside = [x for x in found.arguments if not x.is_data] if around is None else around.operands
         known = {id(x) for x in outside}  # laid out already
         for var, value in zip(jaxpr.invars, found.arguments):
             if id(value) not in known and any(value.dims):
                 names[var] = put(var, value, self.state(value))
-        for visit in found.visits:
+        for visit in found.steps:
             operands = [read(atom) for atom in visit.equation.invars]
             gives: Sequence[State] = [None] * len(visit.results)
             equation = visit.equation
-            if visit.step is not None and id(visit.step) in self._of_step:
-                strategy = self._of_step[id(visit.step)]
+            if id(visit) in self._of_step:
+                strategy = self._of_step[id(visit)]
                 taken = iter(strategy.takes)
                 for i, (atom, value) in enumerate(zip(visit.equation.invars, visit.operands)):
                     if any(value.dims):
                         operands[i] = take(atom, value, next(taken))
                 gives = strategy.gives
             elif visit.bodies:
-                equation, operands = self._inside(visit, take, operands)
+                operands = hand(visit, equation.invars, visit.operands)
+                equation = self._inside(visit)
             equations.append(equation.replace(invars=operands))
-            if visit.step is None and visit.equation.primitive.name not in ("scan", "while", "cond"):
+            if visit.bodies and visit.equation.primitive.name not in ("scan", "while", "cond"):
                 continue  # of a call its body has done it
             for var, value, given in zip(visit.equation.outvars, visit.results, gives):
                 if not any(value.dims):
@@ -119,40 +125,24 @@ class _Constraints:
                 # Constrained to another split at once, the partitioner would change the operands instead.
                 if given is not None and given != own and own != PENDING:
                     out = put(out, value, WHOLE if given == PENDING else given)
-                is_stored = (
-                    "fsdp" in self._axes and not value.is_data
-                )  # a weight that is not gathered yet, perhaps
+                # A weight that is not gathered yet, perhaps.
+                is_stored = "fsdp" in self._axes and not value.is_data
                 names[var] = out if is_stored else put(out, value, own)
-        outputs = [read(atom) for atom in jaxpr.outvars]
-        if around is not None:
-            outer = around.results
-            for i, (atom, value) in enumerate(zip(jaxpr.outvars, found.results)):
-                for result in outer[i : i + 1]:
-                    strategy = self._handed.get((id(value), id(result)))
-                    if strategy is not None:
-                        outputs[i] = take(atom, value, strategy.takes[0])
-        return jaxpr.replace(eqns=equations, outvars=outputs)
+        return jaxpr.replace(eqns=equations, outvars=hand(around, jaxpr.outvars, found.results))
 
-    def _inside(
-        self, visit: Visit, take: Callable[..., Atom], operands: list[Atom]
-    ) -> tuple[JaxprEqn, list[Atom]]:
-        """The operation with its bodies constrained, and its operands."""
+    def _inside(self, visit: Step) -> JaxprEqn:
+        """The operation with its bodies constrained."""
         equation = visit.equation
         if equation.primitive.name == "custom_linear_solve":
-            return equation, operands
-        for i, (atom, value) in enumerate(zip(equation.invars, visit.operands)):
-            for argument in {id(x): x for one in visit.bodies for x in one.arguments}.values():
-                strategy = self._handed.get((id(value), id(argument)))
-                if strategy is not None:
-                    operands[i] = take(atom, value, strategy.takes[0])
+            return equation
         params, bodies = dict(equation.params), list(visit.bodies)
         for key, value in equation.params.items():
             if bodies and isinstance(value, Jaxpr | ClosedJaxpr):
                 params[key] = self._body(value, bodies.pop(0), visit)
             elif bodies and isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
                 params[key] = tuple(self._body(x, bodies.pop(0), visit) for x in value)
-        return equation.replace(params=params), operands
+        return equation.replace(params=params)
 
-    def _body(self, program: Any, found: Body, around: Visit) -> Any:
+    def _body(self, program: Any, found: Body, around: Step) -> Any:
         inner = self.program(body(program), found, around=around)
         return program.replace(jaxpr=inner) if isinstance(program, ClosedJaxpr) else inner
