@@ -166,7 +166,7 @@ def test_only_one_file_knows_what_jax_keeps_private():
 
 
 CORE = [path for path in FILES if path.parts[0] != "models"]
-CEILINGS = {"code lines": 10_210, "files": 77, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+CEILINGS = {"code lines": 9_850, "files": 77, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
 
 
@@ -217,20 +217,42 @@ def test_no_name_of_the_core_means_two_things():
     homes: dict[str, set[pathlib.Path]] = {}
     for path in CORE:
         tree = ast.parse((PACKAGE / path).read_text())
-        names = {
-            n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"
+        names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        names |= {
+            n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
         }
-        for name in names | ({path.name} if path.name != "__init__.py" else set()):
+        for name in {name for name in names if name[0] != "_"} | (
+            {path.name} if path.name != "__init__.py" else set()
+        ):
             homes.setdefault(name, set()).add(path)
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_docstrings_of_the_core_begin_with_a_verb_or_the_thing():
+def test_docstrings_begin_with_a_verb_or_the_thing():
     relative = [
         f"{path}: {text.splitlines()[0]}"
-        for path in CORE
+        for path in FILES
         for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
         if re.match(r"(What|Whether|How|Which|Where|Who|Of)\b", text := ast.get_docstring(node) or "")
     ]
     assert relative == []
+
+
+def test_pages_and_docstrings_are_in_plain_words():
+    root = pathlib.Path(__file__).parents[1]
+    files = [
+        *root.glob("*.md"),
+        *root.glob("docs/**/*.md"),
+        *root.glob("examples/**/*.md"),
+        *PACKAGE.rglob("*.py"),
+    ]
+    strange = re.compile(r"one's own|belongs? into|all that is yours|whoever (likes|wants)", re.IGNORECASE)
+    # CONTRIBUTING quotes one of them.
+    found = [
+        f"{x}: {m[0]}"
+        for x in files
+        if x.name != "CONTRIBUTING.md"
+        for m in strange.finditer(x.read_text("utf-8"))
+    ]
+    assert found == []

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from redco_eqx._base.jaxprs import (
     CALLS,
     ELEMENTWISE,
-    Atom,
+    Operand,
     body,
     called,
     dtype_of,
@@ -39,7 +39,7 @@ from redco_eqx._step.state import is_pair
 # with the leaf's sharding, each shard where it lies. The rest is computed on one device.
 
 
-Value: TypeAlias = jax.Array | np.ndarray
+Concrete: TypeAlias = jax.Array | np.ndarray
 """What a variable stands for when the program runs."""
 
 # Up to this many elements a value is small.
@@ -61,25 +61,25 @@ class Birth:
     program: Jaxpr
 
 
-def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Value]]:
+def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Concrete]]:
     """Plan how each result of `closed` is made of `key`; and compute what is small, and known by then."""
     jaxpr = closed.jaxpr
     consts = [_on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts]
-    values: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
+    values: dict[Var, Concrete] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
     equations: list[JaxprEqn] = []
 
-    def known(value: Value, aval: Any) -> Var:
+    def known(value: Concrete, aval: Any) -> Var:
         var = Var(aval)
         values[var] = value
         return var
 
-    def lift(atom: Atom) -> Var:
+    def lift(atom: Operand) -> Var:
         return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
 
     def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
         """Goes through a program whose inputs have these names; its results."""
 
-        def read(atom: Atom) -> Var:
+        def read(atom: Operand) -> Var:
             # Numbers are operands, as they are when Python runs the program, so layers that differ in one alone
             # still have equal programs: keys[0], keys[1], ... too.
             return lift(atom) if isinstance(atom, Literal) else names.get(atom, atom)
@@ -148,12 +148,12 @@ def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
     return found
 
 
-def _those_of(found: set[Var], atoms: Sequence[Atom], names: Sequence[Var]) -> set[Var]:
+def _those_of(found: set[Var], atoms: Sequence[Operand], names: Sequence[Var]) -> set[Var]:
     """The `names` on the other side of a call of those `atoms` that are found, or are literals."""
     return {name for name, atom in zip(names, atoms) if isinstance(atom, Literal) or atom in found}
 
 
-def _variables(atoms: Sequence[Atom]) -> list[Var]:
+def _variables(atoms: Sequence[Operand]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -293,7 +293,7 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
     return layout, jax.tree.map(lambda _: replicated(mesh), model_state)
 
 
-def _check_apart(arrays: PyTree, outputs: Sequence[Atom]) -> None:
+def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
     """Raises `ValueError` if one array is two leaves."""
     pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
     check_apart("init_model", [(var, path) for var, path in pairs if isinstance(var, Var)])
@@ -307,7 +307,7 @@ def _on_this_process(key: Key) -> Key:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-def make(birth: Birth, values: dict[Var, Value], sharding: NamedSharding) -> Array:
+def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> Array:
     """The array of one leaf, in its place."""
     if birth.way == "given":
         return put_global(values[birth.leaf], sharding)

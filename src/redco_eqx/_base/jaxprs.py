@@ -46,21 +46,21 @@ NOT_ELEMENTWISE = frozenset(_NOT_ELEMENTWISE.split())
 
 # Values.
 
-Atom: TypeAlias = Var | Literal
+Operand: TypeAlias = Var | Literal
 """What an operation reads or writes."""
 
 
-def type_of(atom: Atom) -> ShapedArray:
+def type_of(atom: Operand) -> ShapedArray:
     """Shape, dtype and sharding of a variable or literal."""
     return atom.aval  # pyright: ignore[reportReturnType] (declared as any type that JAX has)
 
 
-def shape_of(atom: Atom) -> tuple[int, ...]:
+def shape_of(atom: Operand) -> tuple[int, ...]:
     """The shape of a variable or literal; `()` of what has none, such as a token."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def dtype_of(atom: Atom) -> Any:
+def dtype_of(atom: Operand) -> Any:
     """The dtype of a variable or literal: one of NumPy, or that of PRNG keys."""
     return type_of(atom).dtype
 
@@ -174,13 +174,13 @@ def program_digest(closed: ClosedJaxpr) -> str:
 # Operations that are replaced.
 
 
-Rule: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
+Rewrite: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
 """What is to be computed in place of an operation, from the same operands; `None` leaves it as it is."""
 
 _REPLACED = "redco_eqx_replaced"  # by this name it is known again, and left as it is
 
 
-def rewrite(jaxpr: Jaxpr, rule: Rule) -> Jaxpr:
+def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
     """`jaxpr` with each operation replaced for which `rule` has something, also inside loops and calls.
 
     A program, or a part of one, in which nothing is replaced is returned as it is, the same object.
@@ -191,7 +191,7 @@ def rewrite(jaxpr: Jaxpr, rule: Rule) -> Jaxpr:
     return jaxpr.replace(eqns=equations) if changed else jaxpr
 
 
-def _rewritten(equation: JaxprEqn, rule: Rule) -> JaxprEqn:
+def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
     if equation.params.get("name") == _REPLACED:
         return equation
     new = rule(equation)
@@ -213,7 +213,7 @@ def _rewritten(equation: JaxprEqn, rule: Rule) -> JaxprEqn:
     return equation.replace(params=jax.tree.unflatten(structure, inner))
 
 
-def _rewritten_program(x: Any, rule: Rule) -> Any:
+def _rewritten_program(x: Any, rule: Rewrite) -> Any:
     if isinstance(x, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
         return rewrite(x, rule)
     if isinstance(x, ClosedJaxpr):

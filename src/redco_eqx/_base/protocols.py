@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -24,13 +24,6 @@ Batch: TypeAlias = PyTree
 
 Examples: TypeAlias = Any
 """Anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face dataset."""
-
-
-# For a type checker an array; at run time, all that may stand for one (abstract values, say).
-if TYPE_CHECKING:
-    AnyArray: TypeAlias = Array
-else:
-    AnyArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 class Mean(eqx.Module):

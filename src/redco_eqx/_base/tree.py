@@ -6,7 +6,7 @@ and errors.
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,8 +20,11 @@ from jaxtyping import PyTree
 T = TypeVar("T")
 
 
-AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-"""An array of JAX (also a tracer), of NumPy, or an abstract one."""
+# For a type checker an array; at run time, all that may stand for one.
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = jax.Array
+else:
+    AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def is_array(x: object) -> bool:

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped, UInt32
 
-from redco_eqx._base.protocols import AnyArray
-from redco_eqx._base.tree import from_arrays, is_key, to_arrays
+from redco_eqx._base.tree import AnyArray, from_arrays, is_key, to_arrays
 from redco_eqx._checkpoint.record import ArrayInfo
 from redco_eqx._sharding.mesh import axes_of, one_device_mesh, put_global, replicated
 from redco_eqx._step.state import TrainState

@@ -12,8 +12,7 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from redco_eqx._base.protocols import AnyArray
-from redco_eqx._base.tree import first_few, is_key, lack_of_value
+from redco_eqx._base.tree import AnyArray, first_few, is_key, lack_of_value
 from redco_eqx._checkpoint.arrays import MODEL, digests, from_names, info_of, to_names
 from redco_eqx._checkpoint.record import CheckpointInfo, entries, local, orbax_checkpoint, read_record
 from redco_eqx._checkpoint.runs import CheckpointError

@@ -35,7 +35,7 @@ class Data:
     - `num_workers`: how many threads collate, each another batch; as many are made ahead at least. Order and
         errors stay as they are with one. `examples` and `collate_fn` must then allow calls at the same time.
         Threads speed up what waits (a disk, a network) or leaves Python's lock (most of NumPy); what computes
-        in Python itself belongs into the processes of Grain or of a `DataLoader`, read as a [`Stream`][].
+        in Python itself belongs in the processes of Grain or of a `DataLoader`, read as a [`Stream`][].
 
     Raises `ValueError` for values that cannot be used together.
     """

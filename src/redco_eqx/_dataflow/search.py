@@ -70,7 +70,9 @@ def best_set(
         raise ValueError("no splits")
     place = {n: i for i, n in enumerate(numbers)}
     groups = list(dict.fromkeys(tuple(n for n in group if n in place) for group in groups))
-    rows: list[Row] = [([(place[n], 1.0) for n in group], -np.inf, 1.0) for group in groups if len(group) > 1]
+    rows: list[Constraint] = [
+        ([(place[n], 1.0) for n in group], -np.inf, 1.0) for group in groups if len(group) > 1
+    ]
     if least_freed > 0:
         rows.append(([(place[n], freed[n] / least_freed) for n in numbers], 1.0, np.inf))
     largest = max(1e-30, *(abs(worths[n]) for n in numbers))
@@ -78,12 +80,12 @@ def best_set(
     return [n for n, x in zip(numbers, found) if x > 0.5]
 
 
-Row: TypeAlias = tuple[Sequence[tuple[int, float]], float, float]
+Constraint: TypeAlias = tuple[Sequence[tuple[int, float]], float, float]
 """Variables with factors, whose sum is at least the one number and at most the other."""
 
 
 def cheapest(
-    costs: Sequence[float], rows: Sequence[Row], integer: Sequence[bool], **options: int | float
+    costs: Sequence[float], rows: Sequence[Constraint], integer: Sequence[bool], **options: int | float
 ) -> np.ndarray:
     """The numbers between 0 and 1 that cost least, of which some are `integer`.
 
@@ -311,7 +313,7 @@ class _Run:
 SplitOfEach = dict[int, int]
 """Of each parameter that is split, by number, the number of its split."""
 
-Change: TypeAlias = Mapping[int, int | None]
+SplitChange: TypeAlias = Mapping[int, int | None]
 """Of some parameters, the number of the split to have, or `None`."""
 
 MAX_STEPS = 50_000
@@ -395,7 +397,7 @@ def graft(
 
 
 def _climb(
-    layout: SplitOfEach, changes: Sequence[Change], judge: Callable[[SplitOfEach], float]
+    layout: SplitOfEach, changes: Sequence[SplitChange], judge: Callable[[SplitOfEach], float]
 ) -> SplitOfEach:
     """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0

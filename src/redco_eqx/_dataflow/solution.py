@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from redco_eqx._dataflow.choice import PENDING, WHOLE, Operation, State, Strategy, Values
-from redco_eqx._dataflow.search import WORK, Row, cheapest
+from redco_eqx._dataflow.search import WORK, Constraint, cheapest
 from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import depth_of
 
@@ -64,7 +64,7 @@ class _Search:
         self.values, self.depth = values, depth_of(values.walk)
         self.cost: list[float] = []
         self.integer: list[bool] = []
-        self.rows: list[Row] = []
+        self.rows: list[Constraint] = []
         self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
         self.strategies: list[dict[int, int]] = []
         self.changes: dict[tuple[int, State, State], list[tuple[int, float]]] = defaultdict(list)

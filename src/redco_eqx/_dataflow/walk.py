@@ -8,7 +8,7 @@ from typing import TypeAlias
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from redco_eqx._base.jaxprs import Atom, num_bytes, shape_of, used
+from redco_eqx._base.jaxprs import Operand, num_bytes, shape_of, used
 from redco_eqx._dataflow.values import (
     Body,
     Dim,
@@ -54,12 +54,12 @@ class Walk:
         self, program: Jaxpr, arguments: Sequence[Value], wanted: Sequence[bool] | None = None
     ) -> list[Value]:
         """The results of a program without constants; those that are not `wanted` may know nothing."""
-        values: dict[Atom, Value] = dict(zip(program.invars, arguments))
+        values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, wanted or [True] * len(program.outvars))
         done: list[Step] = []
 
-        def read(atom: Atom) -> Value:
+        def read(atom: Operand) -> Value:
             if isinstance(atom, Literal):
                 return unknown(atom.aval)
             return values[atom] if atom in values else unknown(atom.aval)

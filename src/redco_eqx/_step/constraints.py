@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from redco_eqx._base.jaxprs import Atom, abstract, body, dtype_of, shape_of, type_of
+from redco_eqx._base.jaxprs import Operand, abstract, body, dtype_of, shape_of, type_of
 from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values, scatters
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
@@ -58,14 +58,14 @@ class _Constraints:
 
     def program(self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None) -> Jaxpr:
         """A program with what the walk found of it; `around`: the operation that it is the body of."""
-        names: dict[Var, Atom] = {}
-        changed: dict[tuple[Var, State], Atom] = {}
+        names: dict[Var, Operand] = {}
+        changed: dict[tuple[Var, State], Operand] = {}
         equations: list[JaxprEqn] = []
 
-        def read(atom: Atom) -> Atom:
+        def read(atom: Operand) -> Operand:
             return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-        def put(atom: Atom, value: Value, state: State) -> Atom:
+        def put(atom: Operand, value: Value, state: State) -> Operand:
             if isinstance(atom, Literal) or state == PENDING or not any(shape_of(atom)):
                 return atom
             if jnp.issubdtype(dtype_of(atom), jax.dtypes.extended):
@@ -77,7 +77,7 @@ class _Constraints:
             equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
             return one.jaxpr.outvars[0]
 
-        def take(atom: Atom, value: Value, taken: State) -> Atom:
+        def take(atom: Operand, value: Value, taken: State) -> Operand:
             now, wanted = read(atom), self.values.slot(value, taken)
             if isinstance(atom, Literal) or wanted in (self.state(value), PENDING):
                 return now
@@ -86,8 +86,8 @@ class _Constraints:
                 changed[key] = put(now, value, wanted)
             return changed[key]
 
-        def hand(around: Step | None, atoms: Sequence[Atom], values: Sequence[Value]) -> list[Atom]:
-            """What goes into the bodies of an operation, or out of one of them, as it is taken there."""
+        def hand(around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]) -> list[Operand]:
+            """The atoms that go into the bodies of an operation, or out of one, as they are taken there."""
             handed = [read(atom) for atom in atoms]
             for i, (atom, value) in enumerate(zip(atoms, values)):
                 strategy = None if around is None else self._handed.get((id(around.equation), id(value)))

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     ELEMENTWISE,
-    Atom,
+    Operand,
     Program,
     abstract,
     body,
@@ -63,11 +63,11 @@ def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
     return gathered(x)
 
 
-Layout: TypeAlias = Sequence[NamedSharding | None]
+Shardings: TypeAlias = Sequence[NamedSharding | None]
 """For each of some arrays, if it is a weight, how it is split where it is stored."""
 
 
-def gather_where_used(program: Program, layout: Layout) -> tuple[Program, bool]:
+def gather_where_used(program: Program, layout: Shardings) -> tuple[Program, bool]:
     """`program` with its inputs gathered that `layout` splits where they are stored. No number changes.
 
     What reads a weight number by number, such as a cast, reads it split, and so does a sum to a scalar.
@@ -92,7 +92,7 @@ class _Taken:
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
-    outputs: Layout = ()
+    outputs: Shardings = ()
 
 
 class _Walk:
@@ -103,19 +103,21 @@ class _Walk:
 
     has_checkpoint = False
 
-    def program(self, jaxpr: Jaxpr, weights: Layout, *, whole_outputs: bool = False) -> tuple[Jaxpr, Layout]:
+    def program(
+        self, jaxpr: Jaxpr, weights: Shardings, *, whole_outputs: bool = False
+    ) -> tuple[Jaxpr, Shardings]:
         """A program of these `weights` and other inputs, and what weights come out: some are handed on.
 
         Where nothing is gathered it is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
-        gathered: dict[Var, Atom] = {}
+        gathered: dict[Var, Operand] = {}
         equations: list[JaxprEqn] = []
 
-        def layout_of(atoms: Sequence[Atom]) -> Layout:
+        def layout_of(atoms: Sequence[Operand]) -> Shardings:
             return [None if isinstance(atom, Literal) else pending.get(atom) for atom in atoms]
 
-        def whole(atom: Atom) -> Atom:
+        def whole(atom: Operand) -> Operand:
             (sharding,) = layout_of([atom])
             if isinstance(atom, Literal) or sharding is None or not is_split(sharding):
                 return atom
@@ -137,7 +139,7 @@ class _Walk:
             jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
         return jaxpr, layout_of(outvars)
 
-    def take(self, equation: JaxprEqn, inputs: Layout) -> _Taken:
+    def take(self, equation: JaxprEqn, inputs: Shardings) -> _Taken:
         """Choose the operands that `equation` can take as they are; by default none."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
@@ -163,10 +165,10 @@ def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     return equation.replace(params={**equation.params, "jaxpr": new})
 
 
-def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
+def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
     """The layout of one layer of each stack; `None` for what goes through all steps of the scan alike."""
 
-    def one(sharding: NamedSharding | None, outer: Atom, inner: Atom) -> NamedSharding | None:
+    def one(sharding: NamedSharding | None, outer: Operand, inner: Operand) -> NamedSharding | None:
         is_stack = len(shape_of(inner)) < len(shape_of(outer))
         if sharding is None or not is_stack or any(sharding.spec[:1]):
             return None
@@ -178,7 +180,7 @@ def _in_one_step(scan: JaxprEqn, inputs: Layout) -> Layout:
 # Operations that leave a weight split.
 
 
-def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:
+def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
     """If all arrays among the operands are split alike, so is what comes out."""
     arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
@@ -188,7 +190,7 @@ def _number_by_number(equation: JaxprEqn, inputs: Layout) -> _Taken:
     return _Taken(equation, arrays, [*specs] * len(equation.outvars))
 
 
-def _part_of_it(equation: JaxprEqn, inputs: Layout) -> _Taken:
+def _part_of_it(equation: JaxprEqn, inputs: Shardings) -> _Taken:
     """A slice, if the dims that are split are not cut; or what is left without dims of size 1."""
     sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     if sharding is None:
@@ -201,7 +203,7 @@ def _part_of_it(equation: JaxprEqn, inputs: Layout) -> _Taken:
     return _Taken(equation, [0], [NamedSharding(sharding.mesh, part)])
 
 
-_THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
+_THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
     **dict.fromkeys((*ELEMENTWISE, "name"), _number_by_number),
     **dict.fromkeys(("slice", "dynamic_slice", "squeeze"), _part_of_it),
 }
@@ -210,7 +212,7 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Layout], _Taken]] = {
 # In the body of a shard_map a constraint would say nothing: there a gather is written out.
 
 
-def _take_in_shard_map(equation: JaxprEqn, inputs: Layout) -> _Taken:
+def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings) -> _Taken:
     """A `shard_map` takes an operand as it is split if its body first casts it to vary along `fsdp`.
 
     Such a body sums the operand's gradient over `fsdp`, where it casts. A gather in place of the cast hands

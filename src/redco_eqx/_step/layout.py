@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from redco_eqx._base.jaxprs import Atom, Program, trace
+from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import first_few, leaves_with_paths, to_paths
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
@@ -222,7 +222,7 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
-    def is_zero(atom: Atom) -> bool:
+    def is_zero(atom: Operand) -> bool:
         if not isinstance(atom, Literal) and atom in made and made[atom].primitive.name == "broadcast_in_dim":
             (atom,) = made[atom].invars
         return isinstance(atom, Literal) and bool(atom.val == 0)

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int, PyTree
 
-from redco_eqx._base.protocols import AnyArray, Key
+from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import (
+    AnyArray,
     children,
     describe,
     is_array,

@@ -14,7 +14,6 @@ from jaxtyping import Array, Int, PyTree
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._base.protocols import (
     RESERVED_METRICS,
-    AnyArray,
     Batch,
     Key,
     LossFn,
@@ -25,7 +24,7 @@ from redco_eqx._base.protocols import (
     as_mean,
     check_function,
 )
-from redco_eqx._base.tree import describe, is_array, join, leaves_with_paths, to_arrays
+from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with_paths, to_arrays
 from redco_eqx._parallel.linear import traced_mesh
 from redco_eqx._sharding.mesh import context_of, in_own_context
 from redco_eqx._step.layout import (

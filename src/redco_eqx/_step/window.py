@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx._base.protocols import AnyArray, Batch, Mean, Metrics, as_mean
+from redco_eqx._base.protocols import Batch, Mean, Metrics, as_mean
+from redco_eqx._base.tree import AnyArray
 from redco_eqx._step.state import TrainState, first_change
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
@@ -21,7 +22,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     """A step that leaves out what is not finite: then only the number in the state advances.
 
     Its metrics have a `"skipped"` besides, a mean of 0 and 1. It is pure, and costs no synchronisation: for a
-    loop of one's own, where [`fit`][] would end the run by `NonFiniteError`.
+    loop of your own, where [`fit`][] would end the run by `NonFiniteError`.
 
     ```python
     train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)

@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
-from redco_eqx._base.protocols import AnyArray
-from redco_eqx._base.tree import lack_of_value
+from redco_eqx._base.tree import AnyArray, lack_of_value
 from redco_eqx.models._files.names import Entry
 from redco_eqx.models._files.safetensors import NAMES, Record
 
