@@ -226,6 +226,11 @@ def test_what_was_decided_stays() -> None:
     assert least.bytes_per_device <= total // 3
     with pytest.raises(ValueError, match="no layout"):
         rx.explain(model, mesh, loss_fn=split, batch=batch, max_bytes_per_device=10)
+    constant = np.ones(total // 16, np.float32)  # of NumPy, so whole on each device
+    pair_loss = rx.split_activations(lambda pair, batch, key: loss_fn(pair[0], batch + pair[1][0], key))
+    limit = total // 4 + constant.nbytes + 112
+    both = rx.explain((model, constant), mesh, loss_fn=pair_loss, batch=batch, max_bytes_per_device=limit)
+    assert both.bytes_per_device <= limit
 
 
 def test_without_a_tensor_axis_or_a_layout_the_program_is_the_same() -> None:

@@ -268,8 +268,10 @@ def explain(
     from redco_eqx._dataflow.activations import choose_with_activations
 
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
-    most = None if max_bytes_per_device is None else float(max_bytes_per_device)
-    return explain_by(choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=most), model, mesh, chosen)
+    budget = _budget(model, max_bytes_per_device)
+    return explain_by(
+        choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget), model, mesh, chosen
+    )
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
@@ -333,13 +335,20 @@ def analyse(
         spec = chosen[path][1] if path in chosen else _spec(x, role, mesh)[0]
         return float(_shard_bytes(x, spec, mesh))
 
-    constants = sum(x.nbytes for x in arrays.values() if isinstance(x, np.ndarray | np.generic))
     return choose_layout(
         weigh(traced, tensor=tensor, num_shards=num_batch_shards(mesh), held=held),
         given={path: role.dim for path, role in tensor_roles(model, tensor).items() if role.dim is not None},
         fixed={path: tensor_dim(spec) for path, (_, spec) in chosen.items()},
-        max_bytes=None if max_bytes_per_device is None else float(max_bytes_per_device - constants),
+        max_bytes=_budget(model, max_bytes_per_device),
     )
+
+
+def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:
+    """Bytes left on a device for arrays that can be split: constants of NumPy are whole."""
+    if max_bytes_per_device is None:
+        return None
+    arrays = to_arrays(model).values()
+    return float(max_bytes_per_device - sum(x.nbytes for x in arrays if isinstance(x, np.ndarray | np.generic)))
 
 
 def explain_by(
