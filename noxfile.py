@@ -2,7 +2,6 @@
 faults, hosts, aot, docs, build, lint, types, bench, mutants, peers, gpu."""
 
 import pathlib
-import platform
 import shutil
 
 import nox
@@ -40,25 +39,11 @@ def quickstart(session: nox.Session) -> None:
     session.run("python", "examples/quickstart.py", *session.posargs)
 
 
-def compile_cache(session: nox.Session) -> dict[str, str | None]:
-    """Environment variables by which processes share what they compile, and later runs on this machine too."""
-    if "JAX_COMPILATION_CACHE_DIR" in session.env:
-        return {}
-    # JAX keys entries by its versions, but not by the processor that XLA compiled for.
-    name = f"jax-{platform.node()}-{platform.machine()}"
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(session.cache_dir.resolve() / name),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests, on two processes that share what they compile."""
     session.install("-e", ".[log]", *group("tests"))
-    options = ("-n", "2", "--dist", "worksteal", "--durations", "10")
-    session.run("pytest", *options, *session.posargs, env=compile_cache(session))
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
 
 
 @nox.session
