@@ -384,7 +384,7 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
-    # Many integers are packed or quantised weights; few are indices.
+    # If there are many integers, they are packed or quantised weights; otherwise they are indices.
     is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
     can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
