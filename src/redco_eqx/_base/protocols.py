@@ -74,7 +74,7 @@ class Mean(eqx.Module):
         return repr(self) if is_traced else format(float(self), spec)
 
     def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        # NumPy, because under `jax.set_mesh` of another mesh JAX refuses to compute with the results of a step.
+        # Use NumPy: under `jax.set_mesh` of another mesh JAX refuses to compute with the results of a step.
         total, weight = np.asarray(self.total), np.asarray(self.weight)
         empty = weight == 0
         value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
@@ -120,7 +120,7 @@ class PredictFn(Protocol):
 
 @runtime_checkable
 class OutputFn(Protocol):
-    """`(example, prediction) -> anything`: makes the prediction for one example readable for a person."""
+    """`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable for a person."""
 
     def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
 

@@ -72,7 +72,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[
 
 
 def lack_of_value(x: object) -> str | None:
-    """The reason, for messages, why an array has no numbers (`is abstract`, ...); `None` if it has them."""
+    """Says why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); else `None`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():

@@ -57,8 +57,10 @@ def solve(
 
 
 class _Search:
-    """An integer program: a state for each group, a strategy for each operation, and flows between states and
-    strategies that meet. With flows the relaxation is almost exact."""
+    """An integer program: a state for each group, a strategy for each operation, and flows between these.
+
+    Flows join the states and strategies that meet. With flows the relaxation is almost exact.
+    """
 
     def __init__(self, values: Values):
         self.values, self.depth = values, depth_of(values.walk)

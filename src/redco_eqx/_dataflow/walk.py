@@ -55,7 +55,7 @@ class Walk:
     ) -> list[Value]:
         """Walks through a program without constants, and returns its results.
 
-        Of results that are not `wanted` nothing may be known.
+        Nothing may be known of results that are not `wanted`.
         """
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
@@ -287,8 +287,10 @@ def depth_of(walk: Walk) -> float:
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
-    """Adds the cost of one index along two dims of an array (`x @ x.T`): only one of the two is split, so an
-    operand is gathered."""
+    """Adds the cost of one index along two dims of an array (`x @ x.T`).
+
+    Only one of the two dims is split, so an operand is gathered.
+    """
     leads = costs.leads
     for step in walk.steps:
         for value in step.results:

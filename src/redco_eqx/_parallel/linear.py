@@ -230,8 +230,7 @@ def row(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> Inexact[Array, "*batch out"]:
-    """The projection that closes a column split. It is split over its inputs, and sums its output over the
-    shards.
+    """Closes a column split: a projection that is split over its inputs and sums its output over the shards.
 
     Forward the sum is one all-reduce of the size of the output; backward nothing is communicated. The output is
     named `row_out`, so that the rematerialisation policy of that name (see [`scan_layers`][]) keeps it:

@@ -92,7 +92,7 @@ def make_mesh(
     - `fsdp`: the number of devices over which parameters and optimizer state are split; they are gathered for
         use (ZeRO). Each of these devices takes a different part of the batch.
     - `data`: number of replicas; -1 takes all devices that are left.
-    - `devices`: the devices to use, by default `jax.devices()`. When `data` is given and fewer devices
+    - `devices`: the devices to use, by default `jax.devices()`. When `data` is set and fewer devices
         are needed, the first ones are taken (on one process only).
     - `mesh`: a mesh with any names and axis types, in place of all these arguments.
     - `names`: the new name of each axis of `mesh`, in order; by default the axes keep their names. Axes with
@@ -225,7 +225,7 @@ def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Spells the spec of an array that a program returned so that it says what `tensor` splits the array for.
+    """Restores the spec of an array that a program returned, with the entry that says what `tensor` splits for.
 
     With more than one device along `fsdp`, the spec already says this.
     """

@@ -67,7 +67,7 @@ def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[
     Once the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state
     or the metrics. So the last good state is still there when the metrics are read late.
 
-    Raises `ValueError` while tracing if the metrics are not what a `StepFn` returns, or if the step changes the
+    Raises `ValueError` while tracing if the metrics are not those of a `StepFn`, or if the step changes the
     structure, a shape or a dtype of the state.
     """
 
