@@ -1,4 +1,4 @@
-"""Sharded birth of a model: of its traced program, what makes a leaf is compiled with the leaf's sharding."""
+"""Sharded birth of a model: the part of its program that makes a leaf is compiled with the leaf's sharding."""
 
 import dataclasses
 import functools
@@ -33,14 +33,14 @@ from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.init import check_apart
 from redco_eqx._step.state import is_pair
 
-# A traced program: what is small is computed as it comes, the rest leaf by leaf.
+# A traced program: small values are computed in the program's order, and the rest leaf by leaf.
 #
-# Small values (keys, scalars) are computed on one device. What is made of them element by element is computed
-# with the leaf's sharding, each shard where it lies. The rest is computed on one device.
+# Small values (keys, scalars) are computed on one device. Arrays made from these element by element are
+# computed with the leaf's sharding, each shard where it lies. The rest is computed on one device.
 
 
 Concrete: TypeAlias = jax.Array | np.ndarray
-"""What a variable stands for when the program runs."""
+"""The value of a variable when the program runs."""
 
 # Up to this many elements a value is small.
 SMALL = 1024
@@ -50,10 +50,10 @@ SMALL = 1024
 class Birth:
     """The making of one array of the model.
 
-    - `leaf`: its variable in the traced program.
-    - `way`: `"given"`: it is known, being small. `"spread"`: by a program that makes each shard where it lies.
-        `"whole"`: by a program on one device.
-    - `program`: makes `leaf` of values that are known, its inputs.
+    - `leaf`: the variable of the array in the traced program.
+    - `way`: `"given"` if the value is already known, because it is small. `"spread"` if a program makes each
+        shard where it lies. `"whole"` if a program makes the array on one device.
+    - `program`: makes `leaf` from known values, which are the inputs.
     """
 
     leaf: Var
@@ -62,7 +62,7 @@ class Birth:
 
 
 def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Concrete]]:
-    """Plan how each result of `closed` is made of `key`; and compute what is small, and known by then."""
+    """Plan how each result of `closed` is made from `key`, and compute the small values on the way."""
     jaxpr = closed.jaxpr
     consts = [_on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts]
     values: dict[Var, Concrete] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
@@ -77,18 +77,18 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
 
     def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
-        """Goes through a program whose inputs have these names; its results."""
+        """Goes through a program whose inputs have these names, and returns the results."""
 
         def read(atom: Operand) -> Var:
-            # Numbers are operands, as they are when Python runs the program, so layers that differ in one alone
-            # still have equal programs: keys[0], keys[1], ... too.
+            # Numbers become operands, as when Python runs the program. So layers that differ only in a number,
+            # such as the index in keys[0], keys[1], ..., still have equal programs.
             return lift(atom) if isinstance(atom, Literal) else names.get(atom, atom)
 
         for equation in jaxpr.eqns:
             inputs: list[Any] = [read(atom) for atom in equation.invars]
             outputs: list[Any] = [Var(x.aval) for x in equation.outvars]
             inner = called(equation) if equation.primitive.name in CALLS and len(outputs) > 1 else None
-            if inner is not None and not inner.constvars:  # several arrays of the model, each made by itself
+            if inner is not None and not inner.constvars:  # several arrays of the model: make each alone
                 names.update(zip(equation.outvars, compute(inner, dict(zip(inner.invars, inputs)))))
                 continue
             names.update(zip(equation.outvars, outputs))
@@ -126,14 +126,14 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
 
 
 def _computed(template: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:
-    """The results of an equation without literals, of these values."""
+    """Computes the results of an equation without literals from these values."""
     inputs = _variables(equation.invars)
     alone = template.replace(constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation])
     return dict(zip(equation.outvars, jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs])))
 
 
 def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
-    """The values of which a device can make its own shard alone, of those that are `given`."""
+    """The values whose shards each device can make alone, from the `given` values."""
     found = set(given)
     for equation in equations:
         inputs = _variables(equation.invars)
@@ -149,7 +149,7 @@ def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
 
 
 def _those_of(found: set[Var], atoms: Sequence[Operand], names: Sequence[Var]) -> set[Var]:
-    """The `names` on the other side of a call of those `atoms` that are found, or are literals."""
+    """The `names`, on the other side of a call, of those `atoms` that are in `found` or are literals."""
     return {name for name, atom in zip(names, atoms) if isinstance(atom, Literal) or atom in found}
 
 
@@ -158,16 +158,16 @@ def _variables(atoms: Sequence[Operand]) -> list[Var]:
 
 
 def is_small(var: Var) -> bool:
-    """True of a value that is computed as it comes, on one device."""
+    """True for a value that is computed on one device, in the program's order."""
     return is_key(type_of(var)) or math.prod(shape_of(var)) <= SMALL
 
 
 def _is_elementwise(equation: JaxprEqn) -> bool:
-    """True if a shard of the result is made of the same shard of the operands, or of none."""
+    """True if a shard of the result needs only the same shard of the operands, or no operand."""
     name, result = equation.primitive.name, equation.outvars[0]
     if name == "random_bits":
         config: Any = jax.config
-        # The bits of a threefry key depend on the key and their place alone.
+        # The bits of a threefry key depend only on the key and on their place.
         threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
         return dtype_of(equation.invars[0]) == threefry.dtype and config.jax_threefry_partitionable
     if name == "reshape":
@@ -191,24 +191,31 @@ def init_model(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> M:
-    """`make_model(key)`, born on `mesh` in the layout of `shard_rules`.
+    """Makes the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
 
-    Each array is computed where it lies: a device makes its own shard of it and nothing larger, also of a
-    stack of layers (`eqx.filter_vmap` over keys). This holds for the usual initialisers: constants, and draws
-    from threefry keys (JAX's default) that are changed element by element (uniform, normal, truncated normal,
-    and their scaled forms).
+    Each array is computed where it lies: a device makes its shard of the array and nothing larger. This also
+    holds for a stack of layers (`eqx.filter_vmap` over keys). It holds for the usual initialisers: constants,
+    and draws from threefry keys (JAX's default) that are changed element by element (uniform, normal, truncated
+    normal, and their scaled forms).
 
-    Other arrays are made whole on one device, one at a time, and then placed; so is a stack of them, all
-    layers at once (a list of layers takes less: there each is made for itself). They are: orthogonal matrices
-    and other decompositions; sorts and permutations; what is normalised by a sum over the array; a part of a
-    larger draw, or what is put together of several (slice, concatenation, reshape, `.at[...].set`); what a loop
-    draws (`jax.random.gamma`); draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable`
-    off; and what is computed from a large array outside of `make_model`. If anything in `make_model` has an
-    effect (`jax.debug.print`), all of it is made on one device, one operation at a time, and then placed.
+    Other arrays are made whole on one device, one at a time, and then placed. A stack of them is made with all
+    layers at once (a list of layers takes less memory, because each layer is made alone). These arrays are:
+
+    - orthogonal matrices and other decompositions;
+    - sorts and permutations;
+    - arrays that are normalised by a sum over the array;
+    - a part of a larger draw, or an array put together from several (slice, concatenation, reshape,
+        `.at[...].set`);
+    - draws from a loop (`jax.random.gamma`);
+    - draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable` off;
+    - arrays that are computed from a large array outside of `make_model`.
+
+    If anything in `make_model` has an effect (`jax.debug.print`), the whole model is made on one device, one
+    operation at a time, and then placed.
 
     The values do not depend on the mesh. They are those of `make_model(key)` up to the last bit of a fused
-    operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that
-    are made alike share their compiled programs, so depth does not add to the compilation.
+    operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that are
+    made alike share their compiled programs, so depth does not add to the compilation.
 
     ```python
     def make_model(key):
@@ -219,20 +226,20 @@ def init_model(
 
     **Arguments:**
 
-    - `make_model`: makes the model from a key. Its arrays must not depend on anything outside.
+    - `make_model`: makes the model from a key. The model's arrays must not depend on anything outside.
     - `mesh`, `overrides`, `loss_fn`, `batch`, `max_bytes_per_device`: as for `shard_rules`.
     - `key`: a PRNG key.
 
     **Returns:**
 
-    The model, or what else `make_model` returns (the pair of `eqx.nn.make_with_state`, say).
+    The model, or any other result of `make_model` (the pair of `eqx.nn.make_with_state`, say).
 
     **Raises:**
 
     `ValueError` as `shard_rules` does, before anything is computed.
     """
     check_mesh(mesh)
-    if any(map(is_array, jax.tree.leaves(make_model))):  # what `eqx.filter_jit` makes has none
+    if any(map(is_array, jax.tree.leaves(make_model))):  # a function from `eqx.filter_jit` has none
         raise TypeError(
             f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
             "lambda key: ... that makes the model; one that is made already is placed by "
@@ -241,7 +248,7 @@ def init_model(
     check_function("init_model", "make_model", make_model, "key")
     key = _on_this_process(as_key("init_model", key))
     closed, arrays, static = trace_arrays(make_model, key)
-    if is_shared(mesh):  # where each process makes other parts of an array, nothing later would tell
+    if is_shared(mesh):  # each process makes other parts of an array, so nothing later would show a difference
         facts = {
             "key": str(jax.random.key_data(key)),
             "the checksum of make_model's program": program_digest(closed),
@@ -253,7 +260,7 @@ def init_model(
     )
     is_made = jax.tree.map(lambda x: isinstance(x, jax.ShapeDtypeStruct), abstract)
     shardings = jax.tree.leaves(eqx.filter(layout, is_made))
-    if closed.effects:  # in order
+    if closed.effects:  # they must happen in order
         _check_apart(arrays, closed.jaxpr.outvars)
         made = [put_global(x, sharding) for x, sharding in zip(jaxpr_as_fun(closed)(key), shardings)]
     else:
@@ -264,10 +271,10 @@ def init_model(
 
 
 def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJaxpr, PyTree, PyTree]:
-    """The program of `make_model`, its results as abstract arrays, and the rest of what it returns.
+    """The program of `make_model`, its results as abstract arrays, and everything else that it returns.
 
-    NumPy arrays are of the rest (`eqx.filter_make_jaxpr` counts them among the results): constants, which stay
-    as they are.
+    NumPy arrays belong to everything else (`eqx.filter_make_jaxpr` would trace them as results): they are
+    constants, which stay as they are.
     """
     rest = []
 
@@ -281,13 +288,13 @@ def trace_arrays(make_model: Callable[[Key], PyTree], key: Key) -> tuple[ClosedJ
 
 
 def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: Any) -> PyTree:
-    """`shard_rules` of a model, or of the pair of one and its state, which every device has whole."""
+    """`shard_rules` for a model, or for the pair of a model and its state. Every device has the state whole."""
     if not is_pair(abstract):
         return shard_rules(abstract, mesh, overrides=overrides, **decided_by)
     model, model_state = abstract
     if decided_by["loss_fn"] is None and decided_by["batch"] is None:
         layout = shard_rules(model, mesh, overrides=overrides, **decided_by)
-    else:  # a loss takes the pair, whose first is the model
+    else:  # a loss takes the pair, whose first part is the model
         of_pair = [(f"0.{pattern}", spec) for pattern, spec in overrides]
         layout, _ = shard_rules(abstract, mesh, overrides=of_pair, **decided_by)
     return layout, jax.tree.map(lambda _: replicated(mesh), model_state)
@@ -300,7 +307,7 @@ def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
 
 
 def _on_this_process(key: Key) -> Key:
-    """A copy of `key` on the default device, wherever it lies."""
+    """A copy of `key` on the default device, wherever `key` lies."""
     if not is_key(key):
         return jnp.asarray(np.array(key))
     data = jnp.asarray(np.array(jax.random.key_data(key)))
@@ -308,18 +315,18 @@ def _on_this_process(key: Key) -> Key:
 
 
 def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> Array:
-    """The array of one leaf, in its place."""
+    """Makes the array of one leaf, in its place."""
     if birth.way == "given":
         return put_global(values[birth.leaf], sharding)
     value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
     if birth.way == "spread":
         return value
-    # Waited for, or the next would be made, whole, beside this one.
+    # Wait for this array, or the next would be made, whole, beside it.
     return jax.block_until_ready(put_global(value, sharding))
 
 
 def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
-    """The program of a leaf under `jit`, the same for all leaves whose programs and shardings are equal."""
+    """The jitted program of a leaf. All leaves with equal programs and shardings share it."""
     program = birth.program
     canonical = Canonical(program, str(program), tuple(_constants(program)))
     return _jit(canonical, sharding if birth.way == "spread" else None)
@@ -327,8 +334,11 @@ def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Canonical:
-    """A jaxpr that equals every other which computes the same, whatever their variables are called: by its
-    text, and the `id` of each constant in it, which nothing else takes while the jaxpr keeps it alive."""
+    """A jaxpr that equals every other with the same computation, for any names of variables.
+
+    It compares by text, and by the `id` of each constant in it. No other object can have this `id` while the
+    jaxpr keeps the constant alive.
+    """
 
     jaxpr: Jaxpr = dataclasses.field(compare=False)
     text: str
@@ -344,7 +354,7 @@ def _constants(jaxpr: Jaxpr) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=128)
 def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Array]:
-    """A program of arrays that are the same for every process, and committed to no device."""
+    """Jits a program of arrays that are the same on every process, and committed to no device."""
 
     def run(*operands: Array) -> Array:
         values = dict(zip(program.jaxpr.invars, operands))
@@ -357,7 +367,7 @@ def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Ar
 
 
 def _rounded(x: Array) -> Array:
-    """Rounds as between operations of Python: within a program XLA computes in more bits than bfloat16 has."""
+    """Rounds as operations do when Python runs them: inside a program XLA uses more bits than bfloat16 has."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     info = jnp.finfo(x.dtype)

@@ -1,1 +1,1 @@
-"""The terms of all rooms: leaves by path, the three functions, programs that were traced."""
+"""The terms that every room uses: leaves by path, the three functions, traced programs."""

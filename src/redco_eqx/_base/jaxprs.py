@@ -1,4 +1,4 @@
-"""The one reader of traced programs; and programs that are run, changed, compared."""
+"""The one reader of traced programs, and functions that run, change and compare them."""
 
 import dataclasses
 import hashlib
@@ -20,12 +20,12 @@ from redco_eqx._base.tree import is_key
 # Kinds of operations.
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
-"""The names that JAX has had for `jax.checkpoint`."""
+"""The names that versions of JAX give to `jax.checkpoint`."""
 
 CALLS = (*CHECKPOINTS, "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
-"""Operations that run a body once, on their operands, for their results."""
+"""Operations that run a body once: the body takes their operands and gives their results."""
 
-# Each element of the result depends on the elements of the operands at its own place alone.
+# Each element of the result depends only on the elements of the operands at the same place.
 _ELEMENTWISE = """
     abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
     cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq
@@ -36,7 +36,7 @@ _ELEMENTWISE = """
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 
-# Shapes would fit, but every number may depend on every other.
+# The shapes are those of an elementwise operation, but every number may depend on every other.
 _NOT_ELEMENTWISE = """
     custom_call custom_partitioning debug_callback ffi_call io_callback mosaic_gpu pallas_call pure_callback
     shard_map tpu_custom_call
@@ -47,7 +47,7 @@ NOT_ELEMENTWISE = frozenset(_NOT_ELEMENTWISE.split())
 # Values.
 
 Operand: TypeAlias = Var | Literal
-"""What an operation reads or writes."""
+"""A variable or literal that an operation reads or writes."""
 
 
 def type_of(atom: Operand) -> ShapedArray:
@@ -56,17 +56,17 @@ def type_of(atom: Operand) -> ShapedArray:
 
 
 def shape_of(atom: Operand) -> tuple[int, ...]:
-    """The shape of a variable or literal; `()` of what has none, such as a token."""
+    """The shape of a variable or literal; `()` for a value without a shape, such as a token."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def dtype_of(atom: Operand) -> Any:
-    """The dtype of a variable or literal: one of NumPy, or that of PRNG keys."""
+    """The dtype of a variable or literal: a NumPy dtype, or the dtype of PRNG keys."""
     return type_of(atom).dtype
 
 
 def num_bytes(aval: Any) -> int:
-    """Bytes of an array of this type; 0 of what has no dtype, such as a token."""
+    """Bytes of an array of this type; 0 for a type without a dtype, such as a token."""
     dtype = getattr(aval, "dtype", None)
     return 0 if dtype is None else math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 4)
 
@@ -80,7 +80,7 @@ def body(program: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
-    """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...), or None of what is no call."""
+    """Return the body of a call (`jit`, `checkpoint`, `custom_jvp_call`, ...); None for other operations."""
     for inner in jaxprs_in_params(equation.params):
         fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
         return inner if fits else None
@@ -88,7 +88,7 @@ def called(equation: JaxprEqn) -> Jaxpr | None:
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Count the constants and the carried values of a scan. From shapes: 0.11 does not write them down."""
+    """Count the constants and the carried values of a scan, from shapes: JAX 0.11 does not record them."""
     inner = body(equation.params["jaxpr"])
     pairs = zip(equation.invars, inner.invars)
     num_xs = sum(len(shape_of(outer)) > len(shape_of(one)) for outer, one in pairs)
@@ -98,7 +98,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Mark the operations, and the inputs, that the wanted `results` of a program depend on."""
+    """Mark the operations and the inputs that the wanted `results` of a program depend on."""
     wanted = {var for var, is_wanted in zip(program.outvars, results) if is_wanted and isinstance(var, Var)}
     flags = []
     for equation in reversed(program.eqns):
@@ -113,7 +113,7 @@ def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool
 
 
 def source_line(equation: JaxprEqn) -> str:
-    """`file.py:12 (function)`: where the user's code asked for an operation."""
+    """`file.py:12 (function)`: the line of the user's code that an operation comes from."""
     traceback = getattr(equation.source_info, "traceback", None)
     own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
     for frame in traceback.frames if traceback else ():
@@ -122,14 +122,14 @@ def source_line(equation: JaxprEqn) -> str:
     return "an operation of unknown origin"
 
 
-# A function of arrays as a program: traced once, looked at, changed, and run or differentiated.
+# Programs: functions of arrays that are traced once, then read, changed, and run or differentiated.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function of PyTrees of arrays. To call it adds its operations to the trace around it.
+    """A traced function of PyTrees of arrays. A call adds the operations of the program to the trace around it.
 
-    - `closed`: its operations; inputs and outputs are the leaves of arguments and result.
+    - `closed`: the operations; inputs and outputs are the leaves of the arguments and of the result.
     - `results`: the structure of the result.
     """
 
@@ -143,48 +143,48 @@ class Program:
         return jax.tree.unflatten(self.results, arrays)
 
     def replace(self, jaxpr: Jaxpr) -> "Program":
-        """The same, of other operations."""
+        """Returns this program with other operations."""
         return dataclasses.replace(self, closed=self.closed.replace(jaxpr=jaxpr))
 
 
 def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
-    """`function` as it is for arguments of these shapes and dtypes, which may be abstract."""
+    """Traces `function` for arguments of these shapes and dtypes. The arguments may be abstract."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return Program(closed, jax.tree.structure(shapes))
 
 
 def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
-    """Make an abstract array of this type; it keeps the mesh that arrays inside a trace know."""
+    """Make an abstract array of this type; it keeps the mesh that the type has inside a trace."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def program_digest(closed: ClosedJaxpr) -> str:
-    """A digest of a traced program, the same in each process: of its text, and of the arrays that it captured.
+    """A digest of a traced program, from its text and the arrays that it captured; the same in each process.
 
-    The names of functions do not count, nor does a backward pass that is written by hand.
+    The names of functions do not count. Nor does a backward pass that is written by hand.
     """
     text = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode())
     for x in closed.consts:
-        if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:  # what is read in no time
+        if getattr(x, "is_fully_addressable", True) and np.size(x) < 2**20:  # reading it takes no time
             text.update(np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes())
     return text.hexdigest()[:16]
 
 
-# Operations that are replaced.
+# Replacing operations.
 
 
 Rewrite: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
-"""What is to be computed in place of an operation, from the same operands; `None` leaves it as it is."""
+"""Gives the function to compute in place of an operation, from the same operands; `None` leaves it as it is."""
 
-_REPLACED = "redco_eqx_replaced"  # by this name it is known again, and left as it is
+_REPLACED = "redco_eqx_replaced"  # marks a replacement, so that it is not replaced again
 
 
 def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
-    """`jaxpr` with each operation replaced for which `rule` has something, also inside loops and calls.
+    """Replaces each operation of `jaxpr` for which `rule` gives a function, also inside loops and calls.
 
-    A program, or a part of one, in which nothing is replaced is returned as it is, the same object.
-    What a `custom_jvp` or `custom_vjp` that is not differentiated yet would do later is not reached.
+    A program, or a part of one, in which nothing is replaced comes back as the same object. The later
+    derivative of a `custom_jvp` or `custom_vjp` that is not yet differentiated is not reached.
     """
     equations = [_rewritten(equation, rule) for equation in jaxpr.eqns]
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns))
@@ -205,7 +205,7 @@ def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
         replaced.__name__ = _REPLACED
         (call,) = jax.make_jaxpr(jax.jit(replaced))(*operands).jaxpr.eqns
         return call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
-    # Of a conditional or a linear solve the programs are in a tuple.
+    # A conditional or a linear solve has its programs in a tuple.
     old, structure = jax.tree.flatten(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
     inner = [_rewritten_program(x, rule) for x in old]
     if all(new is x for new, x in zip(inner, old)):
@@ -214,7 +214,7 @@ def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
 
 
 def _rewritten_program(x: Any, rule: Rewrite) -> Any:
-    if isinstance(x, Jaxpr):  # since JAX 0.11 also a closed one, which keeps its constants
+    if isinstance(x, Jaxpr):  # since JAX 0.11 it may also be a closed one, which keeps its constants
         return rewrite(x, rule)
     if isinstance(x, ClosedJaxpr):
         inner = rewrite(x.jaxpr, rule)

@@ -27,14 +27,14 @@ Examples: TypeAlias = Any
 
 
 class Mean(eqx.Module):
-    """A weighted mean that can still be added to: the sum and the weight it is over.
+    """A weighted mean that can still be added to: a weighted sum, and the sum of the weights.
 
     Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a
     batch is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`.
-    A term that is not weighted by `n` joins a loss that is as `Mean(cross_entropy + auxiliary * n, n)`.
+    To add a term that is not weighted by `n` to a loss that is, write `Mean(cross_entropy + auxiliary * n, n)`.
 
-    `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` are of its value; all metrics of a step are text by
-    `json.dumps(metrics, default=float)`.
+    `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` use the value of the mean.
+    `json.dumps(metrics, default=float)` makes text of all metrics of a step.
 
     ```python
     total = rx.Mean(6.0, 3.0) + rx.Mean(2.0, 1.0)      # 8 over 4 tokens, wherever they were: 2.0
@@ -69,12 +69,12 @@ class Mean(eqx.Module):
         return float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
-        """That of the number; under a trace, where there is none, that of the pair."""
+        """Formats the value; under a trace, where there is no number, formats the pair instead."""
         is_traced = isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
         return repr(self) if is_traced else format(float(self), spec)
 
     def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        # By NumPy: under `jax.set_mesh` of another mesh JAX does not compute with what a step gave.
+        # Use NumPy: under `jax.set_mesh` of another mesh JAX refuses to compute with the results of a step.
         total, weight = np.asarray(self.total), np.asarray(self.weight)
         empty = weight == 0
         value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
@@ -85,9 +85,9 @@ Loss: TypeAlias = Mean | ArrayLike
 """A scalar array or a `Mean`."""
 
 Metrics: TypeAlias = dict[str, Mean]
-"""What a step reports, by name. Means, so that they can be added over steps."""
+"""The metrics of a step, by name. They are means, so that they can be added over steps."""
 
-# How the docstring begins that `jax.value_and_grad` and `jax.grad` give to what they make.
+# The first words of the docstrings of functions that `jax.value_and_grad` and `jax.grad` make.
 _OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
 
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
@@ -120,21 +120,21 @@ class PredictFn(Protocol):
 
 @runtime_checkable
 class OutputFn(Protocol):
-    """`(example, prediction) -> anything`: what a person reads of what `predict_fn` gave for an example."""
+    """`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable for a person."""
 
     def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes a row of numbers at a step. Called on process 0 only."""
+    """Takes a row of numbers at a step. It is called only on process 0."""
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitActivations:
-    """A function of `(model, batch, key)` whose activations the steps lay out: see `split_activations`."""
+    """A function of `(model, batch, key)`. The steps lay out its activations: see `split_activations`."""
 
     function: Callable[..., PyTree]
 
@@ -143,12 +143,12 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """The same loss or predict function, with its activations split over `tensor` where that sends less.
+    """Marks a loss or predict function: its activations are split over `tensor` where that sends less.
 
-    By itself a layout says how parameters are split, and the compiler decides about all else. Given this
-    function, `shard_rules` and `explain` choose for each value of the traced gradient whether it is whole or
-    split along one of its dims, those of tokens, pixels and rows among them, together with the parameters; and
-    the steps put the choice into the program. Without `shardings=` a step leaves it to the compiler.
+    Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
+    `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
+    value stays whole or is split along one of its dims; dims of tokens, pixels and rows count too. The steps
+    put these choices into the program. Without `shardings=` a step leaves them to the compiler.
 
     ```python
     loss_fn = rx.split_activations(loss_fn)
@@ -162,11 +162,11 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
 
     **Returns:**
 
-    A function that returns the same.
+    A function that returns the same as `function`.
 
     **Raises:**
 
-    `TypeError` for what is no such function.
+    `TypeError` if `function` is no such function.
     """
     check_function("split_activations", "function", function, "model", "batch", "key")
     return SplitActivations(function)
@@ -183,9 +183,9 @@ _CALLED_WITH = {
 
 
 def as_key(where: str, key: Any) -> Any:
-    """One typed PRNG key; of raw words, such as `jax.random.PRNGKey` makes, the key that they are.
+    """Returns one typed PRNG key. Raw words, such as `jax.random.PRNGKey` makes, become a typed key.
 
-    Raises `TypeError` for anything else, `ValueError` for many keys.
+    Raises `TypeError` for anything else, `ValueError` for several keys.
     """
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)
@@ -197,7 +197,7 @@ def as_key(where: str, key: Any) -> Any:
 
 
 def check_whole(where: str, **counts: object) -> None:
-    """Raises `TypeError` for what is no whole number."""
+    """Raises `TypeError` for anything but a whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
             many = hasattr(x, "__len__") and not isinstance(x, str)
@@ -207,7 +207,7 @@ def check_whole(where: str, **counts: object) -> None:
 
 
 def check_positive(where: str, **counts: int | None) -> None:
-    """Raises `TypeError` for what is no whole number, `ValueError` for one below 1; `None` was not given."""
+    """Raises `TypeError` for anything but a whole number, `ValueError` for one below 1. Skips `None`."""
     for name, value in counts.items():
         if value is not None:
             check_whole(where, **{name: value})
@@ -216,13 +216,13 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Raises as `check_function` for functions by the names that they have everywhere."""
+    """Raises as `check_function` does. The name of each function says which arguments it takes."""
     for name, function in functions.items():
         check_function(where, name, function, *_CALLED_WITH[name])
 
 
 def check_function(where: str, name: str, function: object, *arguments: str) -> None:
-    """Raises `TypeError` for what is no function, or not one of so many positional arguments."""
+    """Raises `TypeError` for anything but a function that takes these positional arguments."""
     form = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
@@ -233,7 +233,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some of those written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -244,7 +244,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
 
 
 def _is_gradient(function: object) -> bool:
-    """True if JAX or Equinox has made it of another function, as its gradient."""
+    """True if JAX or Equinox made this function as the gradient of another."""
     while function is not None:
         of_jax = getattr(function, "__globals__", {}).get("__name__", "").startswith("jax.")
         if of_jax and (getattr(function, "__doc__", None) or "").startswith(_OF_GRADIENTS):
@@ -261,9 +261,9 @@ def _short(x: object) -> str:
 
 
 def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
-    """`x` as a `Mean` in float32 or wider: as it is, or a scalar with the given weight.
+    """Returns `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a `Mean` keeps its weight.
 
-    Raises `ValueError` naming `what` if it is not a scalar.
+    Raises `ValueError` naming `what` if `x` is not a scalar.
     """
     if isinstance(x, Mapping):
         raise TypeError(

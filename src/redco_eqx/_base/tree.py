@@ -1,7 +1,7 @@
 """Leaves by name: paths, array predicates, and a tree as a flat `{path: array}`.
 
-A leaf's path (`layers.0.attention.query.weight`) is its one name everywhere: in rules, checkpoints, files
-and errors.
+A leaf's path (`layers.0.attention.query.weight`) is its name everywhere: in rules, checkpoints, files and
+errors.
 """
 
 import re
@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 T = TypeVar("T")
 
 
-# For a type checker an array; at run time, all that may stand for one.
+# A type checker sees a JAX array. At run time it is everything that may stand for an array.
 if TYPE_CHECKING:
     AnyArray: TypeAlias = jax.Array
 else:
@@ -28,18 +28,18 @@ else:
 
 
 def is_array(x: object) -> bool:
-    """True of an array: of JAX, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
+    """True for an array: a JAX array, a NumPy array, or an abstract one (`jax.ShapeDtypeStruct`)."""
     return isinstance(x, AnyArray)
 
 
 def is_key(x: object) -> bool:
-    """True of an array of typed PRNG keys: concrete, abstract, or the type of one in a traced program."""
+    """True for an array of typed PRNG keys: concrete, abstract, or the type of one in a traced program."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_trainable(x: object) -> bool:
-    """True of a floating (or complex) JAX array, concrete or abstract.
+    """True for a floating (or complex) JAX array, concrete or abstract.
 
     NumPy arrays are constants: tables that weight decay must not shrink.
     """
@@ -47,7 +47,7 @@ def is_trainable(x: object) -> bool:
 
 
 def describe(x: Any, *, leading: str = "") -> str:
-    """An array's dtype and shape for messages, `float32[4,8]`; with a word for its first dim `float32[n,8]`."""
+    """An array's dtype and shape for messages: `float32[4,8]`, or `float32[n,8]` with `leading="n"`."""
     shape = (leading, *x.shape[1:]) if leading else x.shape
     return f"{x.dtype}[{','.join(map(str, shape))}]"
 
@@ -62,7 +62,7 @@ def size_text(num_bytes: int | float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
-    """Lines of columns as wide as they need to be, those of these numbers flush right."""
+    """Lines of a table. Each column is as wide as it needs to be; those numbered in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
@@ -72,7 +72,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[
 
 
 def lack_of_value(x: object) -> str | None:
-    """Why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); `None` if it has."""
+    """Says why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); else `None`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
@@ -81,7 +81,7 @@ def lack_of_value(x: object) -> str | None:
 
 
 def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:
-    """`a, b, c` for messages; of many names the first, and how many there are besides: `a, b, and 7 more`."""
+    """`a, b, c` for messages; if there are many names, the first ones and a count: `a, b, and 7 more`."""
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")
@@ -89,7 +89,7 @@ def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") ->
 
 
 def join(*parts: str) -> str:
-    """A path of these parts, of which some may be empty."""
+    """A path made from these parts. Empty parts are left out."""
     return ".".join(part for part in parts if part)
 
 
@@ -135,7 +135,7 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTree]:
-    """`{path: leaf}` of the leaves for which `is_leaf` holds.
+    """`{path: leaf}` for each leaf that `is_leaf` accepts.
 
     Raises `ValueError` if two leaves have the same path (as `{"a": {"b": x}, "a.b": y}` does).
     """
@@ -162,8 +162,10 @@ def to_arrays(tree: PyTree) -> dict[str, Any]:
 
 
 def buffer_paths(tree: PyTree) -> set[str]:
-    """Paths of arrays that are not trained because the class of a module has them in a tuple `buffers`, by
-    paths in that module. NumPy arrays need no such word, until something makes JAX arrays of them.
+    """Paths of arrays that are not trained because the class of a module names them.
+
+    The class lists their paths inside the module in a tuple `buffers`. NumPy arrays need no such entry, unless
+    something turns them into JAX arrays.
     """
     own = getattr(type(tree), "buffers", None) if isinstance(tree, eqx.Module) else None
     found = set(own) if isinstance(own, tuple) else set()
@@ -173,7 +175,7 @@ def buffer_paths(tree: PyTree) -> set[str]:
 
 
 def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
-    """`tree` with each of its arrays replaced by the one of the same path; the inverse of `to_arrays`.
+    """Replaces each array of `tree` by the array with the same path; the inverse of `to_arrays`.
 
     ```python
     arrays = rx.to_arrays(model)
@@ -183,7 +185,7 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
     **Raises:**
 
-    `ValueError` naming every path that is missing, unexpected, or has another shape or dtype.
+    `ValueError` naming every path that is missing or unexpected, or whose array has another shape or dtype.
     """
     own = to_arrays(tree)
     problems = [f"missing: {path} {describe(x)}" for path, x in own.items() if path not in arrays]
@@ -201,7 +203,7 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
 
 def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A mask, or labels, over a model, for optax, to which the parameters are a dict `{path: array}`.
+    """Turns a mask or labels over a model into a form for optax, which sees the parameters as `{path: array}`.
 
     ```python
     is_matrix = jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, model)
@@ -210,13 +212,13 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
     **Arguments:**
 
-    - `tree`: the mask or the labels, a tree like the model. A value in place of a part of it, such as a layer,
-        holds for all that is in there. What is not trained may be in it.
+    - `tree`: the mask or the labels, a tree like the model. A value in place of a whole part, such as a layer,
+        holds for everything in that part. The tree may also have values for leaves that are not trained.
 
     **Returns:**
 
-    A function of the parameters, as `optax.masked`, `optax.partition`, `mask=` and others take it. (optax calls
-    whatever can be called, and so most models.)
+    A function of the parameters, for `optax.masked`, `optax.partition`, `mask=` and others. (optax calls any
+    mask that is callable, and most models are.)
 
     **Raises:**
 
@@ -239,9 +241,9 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """The floating arrays of `tree` in `dtype`; integers, booleans, keys and non-arrays as they are.
+    """Casts the floating arrays of `tree` to `dtype`; integers, booleans, keys and non-arrays stay as they are.
 
-    For low-precision compute over float32 parameters, inside a loss or predict function:
+    Use it inside a loss or predict function to compute in low precision over float32 parameters:
     `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too: bfloat16 times float32 is
     float32.
 

@@ -1,1 +1,1 @@
-"""Layouts from the traced program: which dims are the same index, and what each split would send."""
+"""Layouts from the traced program: dims that are the same index, and the bytes that each split would send."""

@@ -13,18 +13,18 @@ from redco_eqx._dataflow.solution import Solution, sent, solve
 
 @dataclasses.dataclass(frozen=True)
 class ActivationLayout:
-    """The choice for each value, in the place of an `Analysis`, which says the rest."""
+    """A choice for each value. It stands in for an `Analysis`, which it asks for everything else."""
 
     analysis: Analysis
     solution: Solution
 
     def dim_of(self, leaf: int) -> int | None:
-        """The dim of a parameter that is split."""
+        """The dim of a parameter that is split, or `None`."""
         value = self.analysis.parameters[leaf]
         return self.solution.values.dim_of(value, self.solution.state(value))
 
     def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
-        """As `Analysis.roles`."""
+        """Returns the roles as `Analysis.roles` does."""
         return {path: self._role(i) for i, path in enumerate(self.analysis.traced.paths)}
 
     def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
@@ -38,7 +38,7 @@ class ActivationLayout:
         return role, reason, dim, stack
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "ActivationLayout | None":
-        """The same, if these dims of parameters are split, by path."""
+        """The layout with these dims of parameters split, by path; `None` if there is none."""
         fixed = self.analysis.traced.by_leaf(dims)
         if all(self.dim_of(leaf) == dim for leaf, dim in fixed.items()):
             return self
@@ -62,13 +62,14 @@ def choose_with_activations(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> ActivationLayout:
-    """The layout of all values that sends least.
+    """Chooses the layout of all values that sends least.
 
     **Arguments:**
 
-    - `analysis`: with the layout of parameters alone. Those of the new one take as much memory at most.
-    - `fixed`: of some arrays, by path, what is decided already: the dim that is split, or `None`.
-    - `max_bytes`: of parameters on one device, at most, in place of what `analysis` holds.
+    - `analysis`: an analysis with a layout of parameters alone. In the new layout the parameters take at most
+        as much memory.
+    - `fixed`: for some arrays, by path, a decision that stands: the dim that is split, or `None`.
+    - `max_bytes`: a limit on the bytes of parameters on one device, in place of the bytes in `analysis`.
 
     Raises `ValueError` if no layout fits.
     """

@@ -1,8 +1,9 @@
 """A layout for each value of a program: whole, split along one dim over `tensor`, or a sum still pending.
 
-Each operation has strategies: a factor of its dims is split in all operands and results that have it, and a
-result that is summed over it is pending. A change between what one operation gives and another takes sends
-bytes. The least sum of these is an integer program, whose relaxation by flows is all but exact.
+Each operation has strategies. A strategy splits a factor of the operation's dims in all operands and results
+that have it; a result that is summed over this factor is pending. If one operation gives a value in another
+layout than the next one takes, the change sends bytes. The least sum of these bytes is the solution of an
+integer program, whose relaxation by flows is almost exact.
 """
 
 import dataclasses
@@ -28,9 +29,10 @@ LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshap
 
 
 class Strategy(NamedTuple):
-    """One way to do an operation: the states that it takes and gives, and the operations that a device does.
+    """One way to do an operation: the states that it takes and gives, and the work of one device.
 
-    `is_late`: pending over `tensor` along another dim than the batch is summed along.
+    `is_late`: true if a result is pending over `tensor` along another dim than the one that the batch is summed
+    along.
     """
 
     takes: tuple[State, ...]
@@ -41,10 +43,10 @@ class Strategy(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An operation that is not contracted.
+    """An operation that is not contracted into a group.
 
-    - `step`: its place in the walk; `None` for the update of a parameter.
-    - `over_batch`: whether its results are summed over the batch axes.
+    - `step`: the operation's place in the walk; `None` for the update of a parameter.
+    - `over_batch`: true if the results are summed over the batch axes.
     """
 
     step: Step | None
@@ -56,7 +58,7 @@ class Operation:
 
 
 class Groups(dict[Any, Any]):
-    """Sets of things that are joined, each known by one of them."""
+    """Sets of things that are joined. One member stands for each set."""
 
     def find(self, x: Any) -> Any:
         while self.setdefault(x, x) != x:
@@ -70,7 +72,7 @@ class Groups(dict[Any, Any]):
 def scatters(mesh: Mesh | AbstractMesh) -> bool:
     """True if the compiler for these devices makes reduce-scatters, and adds pending sums before it sums them.
 
-    That for CPU does neither; nor is it expected of a mesh without devices.
+    The compiler for CPU does neither. For a mesh without devices neither is expected.
     """
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
     return any(x.platform != "cpu" for x in devices)
@@ -81,7 +83,7 @@ def size_of(dim: Dim) -> int:
 
 
 class Values:
-    """The values of a walk in groups that lie alike, and the operations between them."""
+    """The values of a walk, in groups with the same layout, and the operations between the groups."""
 
     def __init__(
         self,
@@ -118,10 +120,10 @@ class Values:
     def _know(self, *values: Value) -> None:
         self.values |= {id(value): value for value in values}
 
-    # What a value may be.
+    # The layouts that a value may have.
 
     def batch_dims(self, value: Value) -> frozenset[int]:
-        """The dims that the batch axes split."""
+        """The dims of a value that the batch axes split."""
         key = id(value)
         if key not in self._batch_dims:
             found = [i for i, dim in enumerate(value.dims) if dim and self._leads.has_batch([dim])]
@@ -129,11 +131,11 @@ class Values:
         return self._batch_dims[key]
 
     def local_bytes(self, value: Value) -> float:
-        """Bytes on a device, whole over `tensor`."""
+        """Bytes of a value on one device if it is whole over `tensor`."""
         return value.num_bytes / (self.num_shards if self.batch_dims(value) else 1)
 
     def splits(self, value: Value) -> list[int]:
-        """The dims that divide."""
+        """The dims of a value that `tensor` can split, because they divide."""
         batch = self.batch_dims(value)
         parts = [self.tensor * (self.num_shards if i in batch else 1) for i in range(len(value.dims))]
         sizes = [size_of(dim) for dim in value.dims]
@@ -146,7 +148,7 @@ class Values:
     # Groups.
 
     def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
-        """Make one group of two values whose dims correspond so; False if their dims in it do otherwise."""
+        """Join two values with these pairs of dims into one group; False if it pairs their dims otherwise."""
         self._know(one, other)
         pairs = [((id(one), i), (id(other), j)) for i, j in dims if one.dims[i]]
         find = self.slots.find
@@ -159,7 +161,7 @@ class Values:
         return True
 
     def slot(self, value: Value, state: State) -> State:
-        """The state of a value as that of its group."""
+        """Turns the state of a value into the state of its group."""
         return self.slots.find((id(value), state)) if isinstance(state, int) else state
 
     def dim_of(self, value: Value, state: State) -> int | None:
@@ -195,7 +197,7 @@ class Values:
         self._operation(step, local, inputs, outputs)
 
     def _contract(self, step: Step, inputs: Sequence[Value], output: Value) -> bool:
-        """Join operands and result if all of them have the same dims."""
+        """Join operands and result into a group if all of them have the same dims."""
         name = step.equation.primitive.name
         result = step.results[0]
         of_output = {resolve(dim): i for i, dim in enumerate(output.dims) if dim}
@@ -221,7 +223,7 @@ class Values:
     # Operations.
 
     def _hand_on(self, step: Step) -> None:
-        """Into a loop or out of it; a stack of layers has one dim more outside."""
+        """Adds a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
         (one,), (other,) = step.operands, step.results
         shift = len(other.dims) - len(one.dims)
         common = [(i, i + shift) for i in range(len(one.dims)) if 0 <= i + shift < len(other.dims)]
@@ -232,7 +234,7 @@ class Values:
             self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
 
     def _constraint(self, step: Step) -> None:
-        """A constraint in the program stands: of what it leaves open, each dim may be split."""
+        """Adds a constraint of the program, which stands. Each dim that it leaves open may be split."""
         value, result = step.operands[0], step.results[0]
         spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
         states: list[State] = [i for i in self.splits(value) if spec[i] == "tensor"]
@@ -323,7 +325,7 @@ class Values:
     # Prices.
 
     def change(self, value: Value, before: State, after: State) -> float:
-        """Bytes that a device sends, by a ring."""
+        """Bytes that a device sends by a ring, to change a value from one state to another."""
         n, size = self.tensor, self.local_bytes(value)
         if before in (after, WHOLE):
             return math.inf if after == PENDING and before != PENDING else 0.0
@@ -339,7 +341,7 @@ class Values:
 
 
 def _work(step: Step, inputs: Sequence[Value]) -> float:
-    """Bytes of the result of a product, times how many numbers each is the sum of."""
+    """Bytes of the result of a product, times the number of products that each number is the sum of."""
     name, params = step.equation.primitive.name, step.equation.params
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]

@@ -36,11 +36,11 @@ from redco_eqx._dataflow.values import (
 )
 from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
 
-# What a program says about a layout, in words and numbers for a reader.
+# The reasons for a layout that a program gives, in words and numbers.
 
 
 def factors(dim: Dim) -> str:
-    """`32 (8 x 4)`: the size of a dim, and the factors that it was found to have."""
+    """`32 (8 x 4)`: the size of a dim, and the factors that the walk found in it."""
     atoms = resolve(dim)
     size = math.prod(atom.size for atom in atoms)
     return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
@@ -113,7 +113,7 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [(paths[other], number) for other, number in layout.items() if number in clashing]
         if others:
-            # The nearest one, without the number of its layer: so alike layers have one reason.
+            # Name the nearest parameter without the number of its layer, so that alike layers share one reason.
             nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
             parts, shared = nearest.split("."), _num_shared(nearest, paths[leaf])
             if shared and not parts[shared - 1].isdigit():
@@ -132,16 +132,16 @@ def _num_shared(first: str, second: str) -> int:
 SCANNED = "scanned over"
 
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
-"""`(path, dim, stack, is_buffer) -> bytes` of an array that one device holds, if `tensor` splits this dim, or
-none. `stack` is how many leading dims number layers of a scan."""
+"""`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
+none. `stack` is the number of leading dims that number layers of a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The program's findings about the layout of its parameters.
+    """The results of a walk through a program, about the layout of its parameters.
 
-    - `parameters`, `gradients`: its arrays, as the walk left them.
-    - `layout`: the split of each parameter that is split, by numbers.
+    - `parameters`, `gradients`: the arrays of the program, as the walk left them.
+    - `layout`: the number of the split for each parameter that is split, by the parameter's number.
     """
 
     traced: TracedStep
@@ -152,11 +152,11 @@ class Analysis:
     layout: SplitOfEach
 
     def sent(self, layout: SplitOfEach) -> Sent:
-        """Simulate what a device sends in a step, if parameters are split so."""
+        """Simulate the bytes that a device sends in a step, if parameters are split by `layout`."""
         return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
-        """The same with a layout that splits these dims, by path; `None` if what that sends is not known."""
+        """The analysis with a layout that splits these dims, by path; `None` if its cost is not known."""
         layout = as_layout(self.costs, self.traced.by_leaf(dims))
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
@@ -166,8 +166,9 @@ class Analysis:
     def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
         """For each array that the program takes, by path: `(role, reason, dim, stack)`.
 
-        `role` is `column`, `row`, `vocabulary`, `expert` or `follows`, and `dim` is split by `tensor`; or it is
-        `whole`, `vector` or `buffer`. `stack` leading dims number layers of a scan: no axis may split them.
+        If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it
+        is `whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split
+        them.
         """
         return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
 
@@ -181,7 +182,7 @@ class Analysis:
         return self.name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, _num_scanned(value)
 
     def whole_role(self, leaf: int) -> tuple[str, str, None, int]:
-        """The role of an array that is not split, and why it is not."""
+        """The role of an array that is not split, and the reason why it is not."""
         value, shape = self.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
@@ -191,7 +192,7 @@ class Analysis:
         return name, reason, None, stack
 
     def name_of(self, leaf: int, dim: Dim) -> str:
-        """Name the split of `dim`, by the first operation that uses the parameter on data."""
+        """Name the split of `dim` after the first operation that uses the parameter on data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -202,7 +203,7 @@ class Analysis:
 
 
 def walk_through(traced: TracedStep) -> tuple[Walk, list[Value], list[Value | None]]:
-    """Walk through a program: the findings, its parameters, and their gradients."""
+    """Walk through a program. Returns the walk, the parameters, and their gradients."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
@@ -224,9 +225,9 @@ def walk_through(traced: TracedStep) -> tuple[Walk, list[Value], list[Value | No
 
 
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split over `tensor` devices, of a batch in `num_shards` parts.
+    """Walks through a program, and weighs every split over `tensor` devices of a batch in `num_shards` parts.
 
-    `held` (see [`HeldBytes`][]): by default `tensor` alone splits what lies on devices.
+    `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.
     """
     walk, parameters, gradients = walk_through(traced)
 
@@ -253,14 +254,14 @@ def choose_layout(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> Analysis:
-    """The same with the layout that is worth the most.
+    """The analysis with the layout that is worth the most.
 
     **Arguments:**
 
     - `given`: a layout to compare with: by path, the dim that is split.
-    - `fixed`: of some arrays, what is decided already: the dim that is split, or `None`. The others are chosen
-        to go with it.
-    - `max_bytes`: of parameters on one device, at most.
+    - `fixed`: for some arrays, a decision that stands: the dim that is split, or `None`. The others are chosen
+        to go with these.
+    - `max_bytes`: a limit on the bytes of parameters on one device.
 
     Raises `ValueError` if no layout fits into `max_bytes`.
     """
@@ -280,7 +281,7 @@ def choose_layout(
 
     whole = {leaf for leaf, dim in decided.items() if dim is None}
     options: list[dict[str, Collection[int]]] = [{}]
-    if decided:  # go along with what is decided, or keep away from it
+    if decided:  # follow the decided splits, or keep away from them
         options.append({"forced": set(split_so.values())})
         options.append({"barred": {s.number for s in costs.splits if whole.intersection(s.leaves)}})
     layouts: list[SplitOfEach] = []

@@ -1,4 +1,4 @@
-"""The table of rules, by kind of operation; and those of products, calls, loops and branches."""
+"""The table of rules, by kind of operation; and the rules of products, calls, loops and branches."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from redco_eqx._dataflow.walk import Rule, Walk, result
 
 
 Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
-"""Dims of the first operand, and those of the second that go with them."""
+"""Dims of the first operand, and the dims of the second that go with them."""
 
 
 def dot_general(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -24,9 +24,9 @@ def dot_general(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[V
 
 
 def ragged_dot(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Rows by the matrix of their group, `sizes` of them in each; or, for the gradient, summed by group.
+    """Multiplies rows by the matrix of their group, `sizes` of them in each; the gradient sums rows by group.
 
-    As compilers do it that have no kernel for it: by all groups, masked, and summed over the groups.
+    Compilers without a kernel for it multiply by the matrices of all groups, mask, and sum over the groups.
     """
     lhs, rhs, sizes = operands[:3]
     numbers = equation.params["ragged_dot_dimension_numbers"]
@@ -49,9 +49,9 @@ def _product(
     groups: Sequence[int] = (),
     by_group: Sequence[Dim] = (),
 ) -> Value:
-    """A product, of which `numbers` are summed over and shared.
+    """A product; `numbers` are the dims that are summed over and those that are shared.
 
-    - `groups`: dims of the second operand of which each row takes one entry.
+    - `groups`: dims of the second operand in which each row takes one entry.
     - `by_group`: leading dims of the result that neither operand has.
     """
     lhs, rhs = operands
@@ -73,7 +73,7 @@ def _product(
 
 
 def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Channels are like the features of a product. Along the window, a split is not understood."""
+    """A convolution. Channels are like a product's features; a split along the window is not understood."""
     lhs, rhs = operands
     params, aval = equation.params, type_of(equation.outvars[0])
     numbers = params["dimension_numbers"]
@@ -108,13 +108,13 @@ def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[V
 
 
 def _lead(walk: Walk, equation: JaxprEqn, group: Dim, rhs: Value, outputs: int, count: int) -> None:
-    """The outputs of a kernel are `count` groups, one after the other."""
+    """Makes `group` lead the outputs of a kernel, which are `count` groups, one after the other."""
     each = shape_of(equation.invars[1])[outputs] // count
     if not unify(rhs.dims[outputs], (*group, *new_dim(each))):
         walk.event("reshard", [rhs.dims[outputs]], rhs, equation)
 
 
-# Calls, loops, branches, solvers: their bodies are walked.
+# Calls, loops, branches, solvers: the walk enters their bodies.
 
 
 def call(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -139,7 +139,8 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     slices = [
         Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data, x.is_learned) for x in stacks
     ]
-    # Layers have weights of their own; what goes through a sequence by the same ones waits at each step.
+    # Layers have different weights; a loop that goes through a sequence with the same weights waits at each
+    # step.
     waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
     walk.hand_on(equation, before, carry)
     walk.hand_on(equation, stacks, slices, (1, length))
@@ -155,7 +156,7 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """A loop of unknown length: what is sent is counted once."""
+    """A loop of unknown length: the bytes that it sends count once."""
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = [Value(x.dims, x.num_bytes, (), True, True) for x in operands[first + second :]]
@@ -167,7 +168,7 @@ def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
 
 
 def cond(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """All branches are walked, and what they send is added."""
+    """Walks all branches, and adds up the bytes that they send."""
     first, *others = (walk.run(body(branch), operands[1:]) for branch in equation.params["branches"])
     for results in others:
         for one, other in zip(first, results):
@@ -178,13 +179,13 @@ def cond(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def linear_solve(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Its solver is run, on its constants and the right-hand sides; a gradient has a solve of its own."""
+    """Walks the solver, with its constants and the right-hand sides; a gradient is a separate solve."""
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     constants = operands[lengths.matvec + lengths.vecmat :][: lengths.solve]
     return walk.run(body(jaxprs.solve), [*constants, *operands[sum(lengths) :]])
 
 
-# The table: for each kind of operation, its rule.
+# The table: the rule for each kind of operation.
 
 
 RULES: dict[str, Rule] = {
@@ -234,7 +235,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(equation: JaxprEqn) -> Rule:
-    """The rule of an operation; a call is entered, and what is not known is looked at."""
+    """The rule of an operation. A call is entered; for an unlisted operation the shapes decide."""
     name = equation.primitive.name
     rule = RULES.get(name.replace("-", "_"))  # `scatter-add` has a hyphen in some versions of JAX
     if rule is not None:

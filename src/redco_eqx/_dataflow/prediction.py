@@ -10,17 +10,18 @@ from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
 from redco_eqx._dataflow.walk import Costs
 
-# The least that any layout of a stated class sends.
+# The least number of bytes that any layout of a stated class sends.
 
 
 def lower_bound(analysis: Analysis, *, merged: bool) -> float:
     """Bytes that a device sends at least in a step, in a layout that frees as much memory as the chosen one.
 
-    Of all layouts that split each parameter along at most one dim, arrays that share an index alike, and the
-    batch over the other axes. Counted is what cannot be avoided: sums over devices of products over a split
-    dim, lookups in a split table, and gradients. Changes of layout are taken to be free, and weights that are
-    split to be used so. `merged` as in [`total_bytes`][]. If the chosen layout is not of that kind itself,
-    only gradients are counted: what a device holds of a parameter, it is sent the gradient of in any layout.
+    The bound holds for all layouts that split each parameter along at most one dim, split arrays that share an
+    index alike, and split the batch over the other axes. Only unavoidable bytes count: sums over devices of
+    products over a split dim, lookups in a split table, and gradients. Changes of layout are assumed to be
+    free, and split weights to be used as they are split. `merged` is that of [`total_bytes`][]. If the chosen
+    layout is not of this kind, only gradients count: in any layout a device is sent the gradient of the part of
+    a parameter that it has.
     """
     costs, layout = analysis.costs, analysis.layout
     numbers = set(layout.values())
@@ -48,11 +49,11 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
 
 
 def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> float:
-    """Add up what a split sends in any case."""
+    """Add up the bytes that a split sends in any case."""
 
     def is_split(value: Value) -> bool:
-        # An activation may be whole where it could be split; a parameter that is split is split, but along one
-        # dim only, if two have the index.
+        # An activation may be whole where it could be split. A parameter of the split is always split, but
+        # along only one dim if two have the index.
         return bool(value.weights) and split.number not in costs.leads.doubled(value.dims)
 
     total = 0.0
@@ -60,7 +61,8 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
         weights = [x for x in event.arrays if is_split(x)]
         if event.kind in ("sum", "lookup") and weights:
             if not all(x.is_learned for x in event.arrays):
-                # Nothing splits what is given. A compiler may cut it, and sum; or gather the weight.
+                # Nothing splits a value that depends on no parameter. A compiler may cut it, and sum; or gather
+                # the weight.
                 size = min(size, *(float(x.num_bytes * event.times) for x in weights))
             total += size * shares[event]
     return total
@@ -68,18 +70,19 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes that one device sends in a step, predicted from the program; of collectives the size of the
-    results, with split activations what a ring sends.
+    """Bytes that one device sends in a step, predicted from the program.
 
-    - `num_bytes`: in all, by a compiler that adds the results of products before it sums them over devices,
-        as those for TPU and GPU do.
-    - `num_bytes_unmerged`: by one that does not, as that for CPU.
-    - `at_least`: no layout in which arrays that share an index are split alike sends less, if its parameters
-        take as little memory. By a compiler that adds first. What is sent over `fsdp` is not compared. Where
-        this layout has splits that meet, no layout at all does: then only gradients are counted.
-    - `lines`: where it is sent, most bytes first.
-    - `advice`: what to change in the model.
-    - `opaque`: operations that are not understood, and so taken to need their operands whole.
+    A collective counts the size of its result; with split activations it counts the bytes that a ring sends.
+
+    - `num_bytes`: the total with a compiler that adds the results of products before it sums them over devices,
+        as the compilers for TPU and GPU do.
+    - `num_bytes_unmerged`: the total with a compiler that does not, such as that for CPU.
+    - `at_least`: a lower bound, with a compiler that adds first. No layout in which arrays that share an index
+        are split alike sends less, if its parameters take as little memory. Bytes over `fsdp` are not compared.
+        If this layout has splits that meet, the bound holds for any layout: then only gradients count.
+    - `lines`: the places that send, most bytes first.
+    - `advice`: advice on changes in the model.
+    - `opaque`: operations that are not understood. They are assumed to need their operands whole.
     """
 
     num_bytes: float
@@ -105,8 +108,8 @@ class Prediction:
 class Stored:
     """An array that is split where it is stored, into `num_parts`, and gathered for use.
 
-    - `num_bytes`: as it is used, on one device.
-    - `over_data`: whether its gradient is also summed over an axis that does not store it split.
+    - `num_bytes`: bytes of the array as it is used, on one device.
+    - `over_data`: true if the gradient is also summed over an axis that does not split the stored array.
     """
 
     num_bytes: float
@@ -117,9 +120,10 @@ class Stored:
 def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> float:
     """Bytes that gathering adds in a step.
 
-    An array is gathered for the loss and again for its gradient. This is summed over the axes that store the
-    array, whole, which is counted among the sums over the batch axes; and over other axes in parts. A block
-    that knows better gathers once (several of them the same), and hands each device its part of the gradient.
+    An array is gathered for the loss and again for its gradient. The gradient is summed whole over the axes
+    that store the array, which counts among the sums over the batch axes, and in parts over the other axes. The
+    blocks in `ENDS` gather once (several of them gather the same), and give each device its part of the
+    gradient.
     """
     total, paths = 0.0, analysis.traced.paths
     users: dict[int, dict[str, None]] = {}
@@ -150,7 +154,7 @@ def opaque_of(analysis: Analysis) -> tuple[str, ...]:
 
 
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
-    """The bytes that the layout of `analysis` sends, those that gather what is `stored` split among them."""
+    """Predicts the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     costs, paths = analysis.costs, analysis.traced.paths
     sent = analysis.sent(analysis.layout)
     merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
@@ -201,7 +205,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
 
 
 def _advice(group: Sequence[Split], analysis: Analysis) -> str:
-    """Say what a fused weight costs, and what it would cost with its pieces apart."""
+    """Say how much a fused weight sends, and how much it would send with its pieces apart."""
     first, costs = group[0], analysis.costs
     leaf = first.crossed[0]
     dim = analysis.parameters[leaf].dims[first.leaves[leaf]]

@@ -1,4 +1,4 @@
-"""From the chosen splits to a layout: judged as a whole, beside the layout of the path rules."""
+"""From the chosen splits to a layout, which is judged as a whole and compared with that of the path rules."""
 
 import dataclasses
 import math
@@ -11,16 +11,16 @@ import numpy as np
 from redco_eqx._dataflow.values import STREAM, Event, Split, Step, Value, total_bytes
 from redco_eqx._dataflow.walk import MESSAGE, Costs
 
-# The choice: of all splits that do not clash, those that are worth the most together, exactly.
+# The exact choice: of all splits that do not clash, those that are worth the most together.
 
 
 WORK = 3.0
-"""A split that takes over a whole layer of average depth is worth sending this many of the layer's results.
-Measured by the model's own depth, a layout does not change with the sizes of model, batch and sequence: who
-asks for a tensor axis wants layers split, however small they are."""
+"""A split that divides a whole layer of average depth is worth sending this many of the layer's results.
+Because worth is measured by the depth of the model, a layout does not change with the sizes of model, batch and
+sequence: a user who sets a tensor axis wants layers split, even if they are small."""
 
 MEMORY = 0.01
-"""A byte of parameters that a device does not hold is worth this many bytes sent."""
+"""A byte of parameters that is no longer on a device is worth this many bytes sent."""
 
 
 def worth(costs: Costs, split: Split) -> float:
@@ -36,9 +36,9 @@ def choose(
     forced: Collection[int] = (),
     barred: Collection[int] = (),
 ) -> list[Split]:
-    """The splits that are worth the most, of those that do not clash: the `forced` and none of the `barred`.
+    """Chooses splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`.
 
-    Raises `ValueError` if a device cannot be relieved of `least_freed` bytes of parameters by any.
+    Raises `ValueError` if no choice frees `least_freed` bytes of parameters on a device.
     """
     worths = [worth(costs, split) for split in costs.splits]
     largest = 1 + sum(abs(x) for x in worths)
@@ -60,9 +60,9 @@ def best_set(
     groups: Sequence[tuple[int, ...]],
     least_freed: float = 0.0,
 ) -> list[int]:
-    """Find, of these numbers, the set of largest worth with at most one of each group, that frees enough.
+    """Find the set of these numbers with the largest worth that frees enough, with at most one of each group.
 
-    Raises `ValueError` if none does.
+    Raises `ValueError` if no set frees enough.
     """
     if not numbers and least_freed == 0:
         return []
@@ -81,15 +81,15 @@ def best_set(
 
 
 Constraint: TypeAlias = tuple[Sequence[tuple[int, float]], float, float]
-"""Variables with factors, whose sum is at least the one number and at most the other."""
+"""Variables with factors. Their weighted sum is at least the first number and at most the second."""
 
 
 def cheapest(
     costs: Sequence[float], rows: Sequence[Constraint], integer: Sequence[bool], **options: int | float
 ) -> np.ndarray:
-    """The numbers between 0 and 1 that cost least, of which some are `integer`.
+    """Finds the numbers between 0 and 1 that cost least. Those marked in `integer` are integers.
 
-    Raises `ValueError` if none fit; `options` are those of `scipy.optimize.milp`.
+    `options` are those of `scipy.optimize.milp`. Raises `ValueError` if no numbers fit.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -110,10 +110,10 @@ def cheapest(
     return solved.x
 
 
-# What any layout sends: the program gone through once, each array split as its operands are.
+# The bytes that any layout sends: one pass through the program, with each result split as the operands are.
 
 
-# What hands a gradient on as it is.
+# Operations that hand a gradient on as it is.
 _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
 
 
@@ -121,9 +121,9 @@ _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeez
 class Sent:
     """Bytes that a device sends in a step.
 
-    - `events`: what it sends, with bytes, over `tensor` or over the batch axes.
-    - `moved`: bytes of arrays that are gathered because they are split otherwise than they are used.
-    - `waits`: what waiting costs, in bytes.
+    - `events`: the events that send, with bytes, over `tensor` or over the batch axes.
+    - `moved`: bytes of arrays that are gathered because they are used in another split than they have.
+    - `waits`: the cost of waiting, in bytes.
     """
 
     events: list[tuple[Event, float]]
@@ -141,10 +141,10 @@ def simulate(
     gradients: Sequence[Value | None],
     layout: Mapping[int, int],
 ) -> Sent:
-    """Simulate what is sent if parameters are split as `layout` says: by leaf, the number of a split.
+    """Simulate the bytes that are sent if parameters are split by `layout`: by leaf, the number of a split.
 
-    Where splits meet, the cheapest is kept at each operation, and what is split otherwise is gathered. What
-    nothing splits is computed as a gradient is wanted.
+    Where splits meet, each operation keeps the cheapest, and operands that are split otherwise are gathered. An
+    operation with no split operand is done in the split that a gradient needs.
     """
     wanted = {id(gradients[leaf]): number for leaf, number in layout.items() if gradients[leaf] is not None}
     for step in reversed(steps):
@@ -164,9 +164,10 @@ def simulate(
 def _cut(
     costs: Costs, steps: Sequence[Step], parameters: Sequence[Value], wanted: Mapping[int, int]
 ) -> set[tuple[int, int]]:
-    """Arrays of which the gradient of a weight takes parts, and in which split: other products take these, too.
+    """The arrays of which the gradient of a weight takes parts, with the split. Other products take these too.
 
-    Not what comes with the batch, nor a parameter handed on: they come as they come.
+    Arrays that come with the batch are left out, and so are parameters that are handed on: they keep the layout
+    in which they come.
     """
     inputs, cut = {id(x) for x in parameters}, set[tuple[int, int]]()
     for step in steps:
@@ -182,10 +183,10 @@ class _Run:
     def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int]):
         self.costs, self.leads = costs, costs.leads
         self.splits, self.wanted = splits, wanted
-        self.partial: dict[int, int] = {}  # what some of a split's atoms split
+        self.partial: dict[int, int] = {}  # the values that only some atoms of a split still split
         self.events: list[tuple[Event, float]] = []
-        self.cut: set[tuple[int, int]] = set()  # as `_cut` has it
-        self.gathered: set[tuple[int, bool]] = set()  # what was gathered, as `_copy` has it
+        self.cut: set[tuple[int, int]] = set()  # see `_cut`
+        self.gathered: set[tuple[int, bool]] = set()  # the copies that were gathered, see `_copy`
         self.moved = self.waits = 0.0
 
     def split_of(self, value: Value) -> int | None:
@@ -204,7 +205,7 @@ class _Run:
                 self.events.append((event, size * self.part(event.sent)))
 
     def _numbers(self, step: Step) -> tuple[bool, list[int]]:
-        """The splits that an operation may be done in; and whether they are of some atoms of its operands."""
+        """True if only some atoms of a split split the operands; and the splits in which it may be done."""
         numbers = dict.fromkeys(n for x in step.operands if (n := self.split_of(x)) is not None)
         partial = dict.fromkeys(self.partial[id(x)] for x in step.operands if id(x) in self.partial)
         wanted = dict.fromkeys(self.wanted[id(x)] for x in step.results if id(x) in self.wanted)
@@ -227,7 +228,7 @@ class _Run:
                 self.partial[id(value)] = number
 
     def _gather(self, step: Step) -> None:
-        """A boundary of layers: what was split before is whole from here on."""
+        """Passes a boundary of layers: values that were split before it are whole from here on."""
         for value in step.operands:
             self.partial.pop(id(value), None)
             number = self.splits.pop(id(value), None)
@@ -236,11 +237,11 @@ class _Run:
                 self.events += [(event, size) for event, size in sizes if size > 0]
 
     def part(self, value: Value) -> float:
-        """The share of an array that a device has, over `tensor`."""
+        """The share of an array that one device along `tensor` has."""
         return 1.0 if self.split_of(value) is None else 1 / self.costs.tensor
 
     def _through(self, step: Step, number: int) -> tuple[list[tuple[Event, float]], float]:
-        """Price an operation that is done split in this way; and bytes that are gathered before it."""
+        """Price an operation in this split: the events that send, and the bytes that are gathered before it."""
         split, sent, moved = self.costs.splits[number], [], 0.0
         for event in step.events:
             size = self.costs.caused(split, event)
@@ -251,15 +252,16 @@ class _Run:
         return sent, moved
 
     def _otherwise(self, step: Step, number: int) -> list[Value]:
-        """The operands that are split otherwise and not gathered yet."""
+        """The operands that are split in another way and not gathered yet."""
         found = dict.fromkeys(x for x in step.operands if self.split_of(x) not in (None, number))
         return [x for x in found if self._copy(step, x, number) not in self.gathered]
 
     def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
-        """Number the whole copy of an array that an operation takes: those that take the same gather it once.
+        """Identify the whole copy of an array that an operation takes. Equal copies are gathered once.
 
-        A product and the gradient of its weight take the same if the other operand is split along more than
-        twice as many elements: as XLA was seen to do it, and at twice in one order of operands alone.
+        A product and the gradient of its weight take the same copy if the other operand is split along more
+        than twice as many elements. XLA was seen to do this; at exactly twice, in only one order of the
+        operands.
         """
         is_weight = not any(self.leads.has_batch(x.dims) for x in step.results)
         lengths = [self._length(x, number) for x in step.operands if self.split_of(x) == number]
@@ -268,11 +270,11 @@ class _Run:
         return id(value), is_weight and not is_long
 
     def _length(self, value: Value, number: int) -> int:
-        """Elements along the dim that is split so."""
+        """The number of elements along the dim that this split splits."""
         return math.prod(atom.size for i in self._places(value, number) for atom in value.dims[i])
 
     def _sent(self, event: Event, split: Split, size: float, step: Step) -> list[tuple[Event, float]]:
-        """Price an event, as operands are split: an operand may be gathered instead."""
+        """Price an event, given the splits of the operands. An operand may be gathered instead."""
         number = split.number
         if event.kind == "twice":
             is_met = sum(self.split_of(x) == number for x in step.operands) > 1
@@ -288,7 +290,7 @@ class _Run:
         whole = split_one.num_bytes * event.times / self._shards(split_one)
         is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
         is_cut = is_product and (id(event.arrays[other]), number) in self.cut
-        if not places[other] and (is_cut or whole > size):  # the other is cut for it
+        if not places[other] and (is_cut or whole > size):  # the other operand is cut to match
             return [(event, size)]
         gathered = dataclasses.replace(
             event, kind="whole", dims=split_one.dims, sent=split_one, arrays=(split_one,), along=()
@@ -296,7 +298,7 @@ class _Run:
         return [(gathered, whole)]
 
     def _places(self, value: Value, number: int) -> list[int]:
-        """The dim of an array that is split so, if one is."""
+        """The dim of an array that this split splits, if there is one."""
         if self.split_of(value) != number:
             return []
         return [i for i, dim in enumerate(value.dims) if number in self.leads.of([dim])][:1]
@@ -305,28 +307,28 @@ class _Run:
         return self.costs.num_shards if self.leads.has_batch(value.dims) else 1
 
     def _later(self, step: Step, number: int) -> float:
-        """Price what is sent later if a gradient is split in this way, and wanted in another."""
+        """Price the bytes that are sent later if a gradient is split in this way but needed in another."""
         wrong = [x for x in step.results if self.wanted.get(id(x), number) != number]
         return sum((x.num_bytes * step.times * self.part(x) for x in wrong), 0.0)
 
 
 SplitOfEach = dict[int, int]
-"""Of each parameter that is split, by number, the number of its split."""
+"""For each parameter that is split, by number, the number of its split."""
 
 SplitChange: TypeAlias = Mapping[int, int | None]
-"""Of some parameters, the number of the split to have, or `None`."""
+"""For some parameters, the number of the split to take, or `None`."""
 
 MAX_STEPS = 50_000
-"""So many operations are gone through at most, for layouts that leave single parameters whole."""
+"""The limit on operations that are simulated for layouts that leave single parameters whole."""
 
 MAX_STEPS_GRAFTED = 4 * MAX_STEPS
-"""And so many for layouts that take single splits from another one, which few programs have to."""
+"""The limit for layouts that take single splits from another layout; few programs need these."""
 
 
 def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | None:
-    """The layout that splits these dims of parameters; of several such splits, those that split most of them.
+    """The layout that splits these dims of parameters. Of several such splits, it has those that split most.
 
-    `None` if it splits a dim whose factors do not divide: what that sends is not known.
+    `None` if the layout splits a dim whose factors do not divide: it is not known how much that sends.
     """
     chosen = [(leaf, dim) for leaf, dim in dims.items() if dim is not None]
     fitting = [sum(split.leaves.get(leaf) == dim for leaf, dim in chosen) for split in costs.splits]
@@ -340,13 +342,13 @@ def as_layout(costs: Costs, dims: Mapping[int, int | None]) -> SplitOfEach | Non
 
 
 def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
-    """Bytes of parameters that a device does not hold."""
+    """Bytes of parameters that a layout frees on a device."""
     freed = (costs.freed(leaf, costs.splits[number].leaves[leaf]) for leaf, number in layout.items())
     return sum(freed, 0.0)
 
 
 def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
-    """Score a layout, in bytes, as splits are weighed for the choice."""
+    """Score a layout, in bytes, in the way that splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits
@@ -359,9 +361,9 @@ def relax(
     fixed: Container[int],
     judge: Callable[[SplitOfEach], float],
 ) -> SplitOfEach:
-    """`layout` without the parameters that are better left whole, such as routers beside split experts.
+    """Takes out of `layout` the parameters that are better left whole, such as routers beside split experts.
 
-    Parameters that differ only in the numbers of their paths are tried together; those in `fixed` stay.
+    Parameters that differ only in the numbers of their paths are tried together. Those in `fixed` stay.
     """
     groups: dict[str, dict[int, None]] = {}
     for leaf in (leaf for leaf in layout if leaf not in fixed):
@@ -379,10 +381,10 @@ def graft(
     fixed: Container[int],
     judge: Callable[[SplitOfEach], float],
 ) -> SplitOfEach:
-    """`layout` with the splits of `other` that are better: it may be right in one place, or in all.
+    """Takes the splits of `other` that are better into `layout`: `other` may be right in one place, or in all.
 
-    What one split has in it is taken together, and of layers that differ only in their numbers; what is in
-    `fixed` stays.
+    All parameters of one split are tried together, with those of layers that differ only in their numbers.
+    Parameters in `fixed` stay.
     """
     differing: dict[int, SplitOfEach] = {}
     for leaf, number in other.items():
@@ -399,7 +401,7 @@ def graft(
 def _climb(
     layout: SplitOfEach, changes: Sequence[SplitChange], judge: Callable[[SplitOfEach], float]
 ) -> SplitOfEach:
-    """`layout` with each of the changes, in their order, that makes it better by more than rounding."""
+    """Applies to `layout`, in order, each change that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:
         changed = {leaf: n for leaf, n in {**layout, **change}.items() if n is not None}

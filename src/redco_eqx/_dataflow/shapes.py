@@ -1,4 +1,4 @@
-"""Rules of operations number by number or along one dim, of lookups, and of those that move dims."""
+"""Rules for operations number by number or along one dim, for lookups, and for operations that move dims."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, shape_of, type_of
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
 
-# Operations number by number, along one dim, or of unknown kind.
+# Operations that go number by number or along one dim, or are of unknown kind.
 
 
 def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """An operation with no rule of its own: if shapes agree, it is taken to go number by number."""
+    """An operation without a rule: if the shapes agree, it is assumed to go number by number."""
     name = equation.primitive.name
     shapes = [shape for var in (*equation.invars, *equation.outvars) if (shape := shape_of(var))]
     if not shapes:
@@ -28,7 +28,7 @@ def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Valu
         own = shape_of(var)
         for i, dim in enumerate(operand.dims):
             if own[i] != largest[i]:
-                continue  # of size 1: it is stretched
+                continue  # a dim of size 1 is stretched
             if dims[i]:
                 walk.same([dims[i]], [dim], operand, equation)
             else:
@@ -41,7 +41,7 @@ def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Valu
 
 
 def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """The sum of sums over devices is one sum, also in another dtype; a bias may be added after it."""
+    """Makes one sum of several sums over devices, also in another dtype; a bias may be added after it."""
     (out,) = unlisted(walk, equation, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
@@ -54,19 +54,19 @@ def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Arrays as they are. Between layers, the library's blocks keep what flows whole, all but its rows."""
+    """Arrays stay as they are. Between layers, the library's blocks keep them whole, except for their rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0], equation)
     return list(operands)
 
 
 def unrelated(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Made by numbers of their own: counters and draws, of which each device makes its part."""
+    """Results that depend on no operand's dims: counters and draws. Each device makes its part of them."""
     return [unknown(var.aval) for var in equation.outvars]
 
 
 def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Cumulative sums, sorts, reversals: they need this dim whole."""
+    """Cumulative sums, sorts, reversals: they need the dim that they go along whole."""
     params = equation.params
     named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
@@ -75,14 +75,14 @@ def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list
         walk.event("whole", [operand.dims[i] for i in along], operand, equation)
         walk.same(first.dims, operand.dims, operand, equation)
     dims = list(first.dims)
-    if equation.primitive.name == "sort":  # what stood in one place is in another
+    if equation.primitive.name == "sort":  # it moves numbers to other places
         for i in along:
             dims[i] = new_dim(shape_of(equation.invars[0])[i])
     return [result(var.aval, dims, operands) for var in equation.outvars]
 
 
 def last_dims(num_dims: int) -> Rule:
-    """A rule for what works on the last dims, for each entry of the others: decompositions, top-k."""
+    """A rule for operations on the last dims, for each entry of the others: decompositions, top-k."""
 
     def rule(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         fitting = [x for x in operands if len(x.dims) >= num_dims]
@@ -101,7 +101,7 @@ def last_dims(num_dims: int) -> Rule:
 
 
 def fft(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Every dim but the batch is whole on each device: the compiler goes wrong otherwise."""
+    """An FFT. Every dim but the batch is whole on each device, because the compiler goes wrong otherwise."""
     (operand,) = operands
     num_whole = len(equation.params["fft_lengths"])
     aval = type_of(equation.outvars[0])
@@ -135,7 +135,7 @@ def dynamic_update_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) 
 
 
 def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Each device looks up what it has of a split dim; the sum over devices is what was looked up."""
+    """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
     operand, indices = operands
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     aval, shape = type_of(equation.outvars[0]), shape_of(equation.invars[0])
@@ -157,13 +157,13 @@ def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
     out = result(aval, dims, operands)
     walk.event("lookup", [operand.dims[i] for i in picked], out, equation, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
-    # As much as the product with one-hot rows, which is what a split table is worth in training.
+    # Counts as much as the product with one-hot rows: that much a split table is worth in training.
     walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
     return [out]
 
 
 def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Updates written or added at rows: each device takes those of its part of the operand."""
+    """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.invars[0])
     batching = tuple(numbers.operand_batching_dims)
@@ -189,7 +189,7 @@ def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value
     return [out]
 
 
-# Operations that move dims, cut them, and put them together.
+# Operations that move dims, cut them, or put them together.
 
 
 def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -198,14 +198,14 @@ def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Val
 
 
 def _moved(equation: JaxprEqn, dims: Sequence[Dim], operand: Value) -> Value:
-    """The same numbers, so that what can be done with their sum over devices can still be done."""
+    """A value with the same numbers. All that can be done with their sum over devices can still be done."""
     out = result(type_of(equation.outvars[0]), dims, [operand])
     out.sums = operand.sums
     return out
 
 
 def reshape(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Numbers keep their order, so that the runs of factors before and after are the same."""
+    """A reshape. Numbers keep their order, so the runs of factors before and after are the same."""
     operand = operands[0]
     aval = type_of(equation.outvars[0])
     sizes = [n for n in shape_of(equation.invars[0]) if n > 1]
@@ -249,7 +249,7 @@ def _piece(
 def slice_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     (operand,) = operands
     aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
-    starts = map(int, equation.params["start_indices"])  # NumPy's numbers at times
+    starts = map(int, equation.params["start_indices"])  # at times these are NumPy numbers
     strides = map(int, equation.params["strides"] or (1,) * len(before))
     dims = [
         _piece(walk, equation, operand, *of_dim)
@@ -301,7 +301,7 @@ def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[V
 
 
 def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Also the transpose of a slice: one piece among zeros."""
+    """Padding; also the transpose of a slice, which is one piece among zeros."""
     operand = operands[0]
     aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     dims = []
@@ -326,7 +326,7 @@ def tile(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Sums, maxima and the like; `psum` over a dim that `vmap` gave a name is one too."""
+    """Sums, maxima and the like. `psum` over a dim that `vmap` named is one too."""
     params = equation.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
     results = []
@@ -338,11 +338,11 @@ def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]
 
 
 def window(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Pooling, and its gradients: dims that the window goes along are needed whole."""
+    """Pooling and its gradients. They need the dims that the window moves along whole."""
     sizes = equation.params["window_dimensions"]
     first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:
-        if len(operand.dims) == len(sizes):  # and not what a reduction begins with
+        if len(operand.dims) == len(sizes):  # skips the value that a reduction begins with
             walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand, equation)
             walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand, equation)
     results = []

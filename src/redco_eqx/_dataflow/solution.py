@@ -1,4 +1,4 @@
-"""The choice of least cost for each value, by an integer program."""
+"""The choice with the least cost for each value, by an integer program."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import depth_of
 
 MADE = 0.003
-"""A byte that is made on a device is worth this many bytes sent: of choices that send alike, that which makes
-less. Work is weighed as for layouts of parameters alone."""
+"""A byte that is made on a device costs as much as this many bytes sent. So of choices that send the same, the
+one that makes less is chosen. Work is weighed as for layouts of parameters alone."""
 
 
 class Solution(NamedTuple):
@@ -37,15 +37,15 @@ def solve(
     max_bytes: float | None = None,
     held: Callable[[int, int | None], float] | None = None,
 ) -> Solution:
-    """The choice of least cost.
+    """Makes the choice with the least cost.
 
     **Arguments:**
 
-    - `fixed`: of some parameters, by number, the dim that is split, or `None`.
-    - `max_bytes`: of parameters on one device, at most.
-    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of it, or none.
+    - `fixed`: for some parameters, by number, the dim that is split, or `None`.
+    - `max_bytes`: a limit on the bytes of parameters on one device.
+    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
 
-    Raises `ValueError` if there is none.
+    Raises `ValueError` if there is no choice.
     """
     search = _Search(values)
     search.fix(fixed)
@@ -57,8 +57,10 @@ def solve(
 
 
 class _Search:
-    """An integer program: a state for each group, a strategy for each operation, and flows between those that
-    meet. With flows the relaxation is all but exact."""
+    """An integer program: a state for each group, a strategy for each operation, and flows between these.
+
+    Flows join the states and strategies that meet. With flows the relaxation is almost exact.
+    """
 
     def __init__(self, values: Values):
         self.values, self.depth = values, depth_of(values.walk)
@@ -77,7 +79,7 @@ class _Search:
             self.one_of(list(self.states[group].values()))
 
     def variable(self, price: float, is_integer: bool = False) -> int:
-        """Number a variable between 0 and 1."""
+        """Adds a variable between 0 and 1, and returns its number."""
         self.cost.append(price)
         self.integer.append(is_integer)
         return len(self.cost) - 1
@@ -86,14 +88,14 @@ class _Search:
         self.rows.append(([(j, 1.0) for j in numbers], 1.0, 1.0))
 
     def equal(self, one: Sequence[int], other: Sequence[int]) -> None:
-        """The sums of two lists of variables are the same."""
+        """Requires that the sums of two lists of variables are equal."""
         self.rows.append(([*((j, 1.0) for j in one), *((j, -1.0) for j in other)], 0.0, 0.0))
 
     def states_of(self, value: Value) -> dict[State, int]:
         return self.states.get(self.values.groups.find(id(value)), {})
 
     def fix(self, fixed: Mapping[int, int | None]) -> None:
-        """Decides the states of some parameters. Raises `ValueError` for one that they cannot have."""
+        """Decides the states of some parameters. Raises `ValueError` for a state that one cannot have."""
         for leaf, dim in fixed.items():
             value = self.values.parameters[leaf]
             wanted = WHOLE if dim is None else self.values.slot(value, dim)
@@ -112,7 +114,7 @@ class _Search:
         self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
     def add(self, operation: Operation) -> None:
-        """An operation: its strategies, and what flows from and to the values that it joins."""
+        """Adds an operation: its strategies, and the flows from and to the values that it joins."""
         numbers: dict[int, int] = {}
         for i, strategy in enumerate(operation.strategies):
             price = self.price(operation, strategy)
@@ -121,7 +123,7 @@ class _Search:
         self.strategies.append(numbers)
         self.one_of(list(numbers.values()))
         for place, value in enumerate(operation.operands):
-            if operation.step is None and place == 0:  # the update is done as the parameter lies
+            if operation.step is None and place == 0:  # the update has the layout of the parameter
                 for state, number in self.states_of(value).items():
                     options = operation.strategies
                     same = [
@@ -134,7 +136,7 @@ class _Search:
             self.flow(operation, numbers, value, lambda s, place=place: (s.gives[place], s.is_late), False)
 
     def price(self, operation: Operation, strategy: Strategy) -> float:
-        """The cost of a strategy where values have no choice; infinite if it cannot be."""
+        """The cost of a strategy where values have no choice; infinite if the strategy is impossible."""
         values, times = self.values, operation.times
         price = WORK * strategy.work * times[0] / self.depth
         for value, state in zip(operation.operands, strategy.takes):
@@ -156,7 +158,7 @@ class _Search:
         end: Callable[[Strategy], tuple[State, bool]],
         is_operand: bool,
     ) -> None:
-        """The flows between the states of a value and the strategies, by what these take or give."""
+        """Adds the flows between the states of a value and the strategies that take or give these states."""
         states, times = self.states_of(value), operation.times[not is_operand]
         if not states:
             return
@@ -181,8 +183,8 @@ class _Search:
             self.equal(several, [j for (_, b), j in flows.items() if b == other])
 
     def solved(self) -> Solution:
-        """The solution. Raises `ValueError` if there is none."""
-        for several in self.changes.values():  # a change that several operations want is made once
+        """Solves the integer program. Raises `ValueError` if there is no solution."""
+        for several in self.changes.values():  # a change that several operations need is made once
             once = self.variable(max(price for _, price in several))
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
         found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)

@@ -1,4 +1,4 @@
-"""The program that a layout is for: the loss and its gradient, or a prediction, traced on abstract arrays."""
+"""The program that a layout is for: the loss and its gradient, or a prediction, traced with abstract arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,11 +21,11 @@ T = TypeVar("T")
 class TracedStep:
     """A traced step.
 
-    - `jaxpr`: takes the model's arrays, the batch and the key, flat.
-    - `paths`, `shapes`: of the model's arrays that the program takes.
-    - `fixed`: for each of them, why it is not split; empty if it may be.
-    - `trained`: for each of them, the number of the result that is its gradient, or `None`.
-    - `num_batch`: how many of the inputs after these are the batch.
+    - `jaxpr`: the program. It takes the model's arrays, the batch and the key, flat.
+    - `paths`, `shapes`: those of the model's arrays that the program takes.
+    - `fixed`: for each of these arrays, the reason why it is not split; empty if it may be split.
+    - `trained`: for each of these arrays, the number of the result that is its gradient, or `None`.
+    - `num_batch`: how many of the inputs after the model's arrays are the batch.
     """
 
     jaxpr: Jaxpr
@@ -36,7 +36,7 @@ class TracedStep:
     num_batch: int
 
     def by_leaf(self, of_paths: Mapping[str, T]) -> dict[int, T]:
-        """The entries of paths that the program takes, by the number of the array."""
+        """The entries for paths that the program takes, by the number of the array."""
         return {i: of_paths[path] for i, path in enumerate(self.paths) if path in of_paths}
 
 
@@ -97,7 +97,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
             closed = trace(step)
         except Exception:
             closed = trace(lambda *arguments: run(*arguments)[1])
-            if is_loss:  # and not a prediction, which has no gradient
+            if is_loss:  # a prediction has no gradient
                 raise
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
@@ -128,7 +128,7 @@ def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:
 
 
 def _is_input(x: Any) -> bool:
-    """NumPy arrays are constants, that the function may use in NumPy."""
+    """True for an input of the program. NumPy arrays are constants, which the function may use in NumPy."""
     return is_array(x) and not isinstance(x, np.ndarray | np.generic)
 
 
@@ -137,7 +137,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _loss_of(result: Any) -> Any | None:
-    """The loss, if a loss function returned this: a scalar or a `Mean`, alone or first of several."""
+    """The loss, if a loss function returned `result`: a scalar or a `Mean`, alone or first of several."""
     first = result[0] if isinstance(result, tuple) and result else result
     if isinstance(first, Mean):
         first = first.value

@@ -1,7 +1,7 @@
-"""Values of a walk through a program: atoms of their dims, scopes, possible splits.
+"""The values in a walk through a program: the atoms of their dims, their scopes, their possible splits.
 
-An atom is a factor of dims that is found to be the same index in several places. A split is a set of leading
-atoms of parameter dims that can lie over an axis together.
+An atom is a factor of dims. The walk may find the same atom, which is the same index, in several places. A
+split is a set of leading atoms of parameter dims that can lie over an axis together.
 """
 
 import dataclasses
@@ -13,45 +13,46 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._base.jaxprs import source_line
 
-# Where in the user's code an operation was asked for.
+# The place in the user's code that an operation comes from.
 
 
 ADDING = ("redco_eqx.column", "redco_eqx.row")
-"""The scopes of the building blocks that add up before they sum over devices."""
+"""The scopes of the building blocks that add results up before they sum over devices."""
 
 ENDS = ("redco_eqx.embed", "redco_eqx.cross_entropy")
-"""Those that gather what is stored split once, and hand each device its part of the gradient."""
+"""The scopes of the blocks that gather stored shards once, and give each device its part of the gradient."""
 
 STREAM = "redco_eqx.stream"
-"""Of what flows between layers: whole over its features on each device."""
+"""The scope of the arrays that flow between layers: each device has their features whole."""
 
 
 def block_of(equation: JaxprEqn) -> str:
-    """The building block of this library that an operation, or what it is the gradient of, is in; or ''."""
+    """The building block of this library that an operation, or the one whose gradient it is, is in; or ''."""
     scopes = str(equation.source_info.name_stack)
     return next((name for name in (*ADDING, *ENDS, STREAM) if name in scopes), "")
 
 
 def short_line(equation: JaxprEqn) -> str:
-    """`file.py:12`, without its directory."""
+    """The user's line of an operation as `file.py:12`, without the directory."""
     place = source_line(equation).partition(" (")[0]
     return place.replace("\\", "/").rpartition("/")[2]
 
 
-# Atoms: the factors of dims, found to be the same index or not.
+# Atoms: the factors of dims, which may be the same index or not.
 #
 # A dim is a tuple of atoms, major to minor, whose sizes multiply to its size; a dim of size 1 has none.
-# Operations say which dims are the same index: their atoms are unified, and where one is a multiple of the
-# other, it is cut into factors. So a fused `3 * D` becomes `(3, heads, head size)` by what the program does
-# with it.
+# Operations say which dims are the same index. The atoms of these dims are unified; where the size of one is a
+# multiple of the other, it is cut into factors. So a fused `3 * D` becomes `(3, heads, head size)` through the
+# operations that the program applies to it.
 
 
 class Atom:
     """One factor of dims.
 
     - `size`: how many values the index takes.
-    - `parts`: empty, or what this atom was found to be: another atom, or several, major to minor.
-    - `pin`: why it is never split by `tensor`; empty if it may be.
+    - `parts`: the atoms that this atom turned out to consist of: one other, or several, major to minor. Empty
+        if there are none.
+    - `pin`: the reason why `tensor` never splits the atom; empty if it may.
     """
 
     __slots__ = ("parts", "pin", "size")
@@ -68,7 +69,7 @@ Dim: TypeAlias = tuple[Atom, ...]
 
 
 def new_dim(size: int) -> Dim:
-    """A dim of which nothing is known. One of size 1, or 0, has no index."""
+    """A dim of which nothing is known. A dim of size 1 or 0 has no index."""
     return (Atom(size),) if size > 1 else ()
 
 
@@ -77,7 +78,7 @@ def new_dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
 
 
 def resolve(dim: Dim) -> Dim:
-    """The atoms that `dim` consists of by now."""
+    """The atoms that `dim` consists of at this point of the walk."""
     if not any(atom.parts for atom in dim):
         return dim
     found: list[Atom] = []
@@ -88,10 +89,10 @@ def resolve(dim: Dim) -> Dim:
 
 
 def unify(first: Dim, second: Dim) -> bool:
-    """Makes two dims, or runs of dims, one and the same index, as far as their sizes allow.
+    """Makes two dims, or runs of dims, the same index, as far as their sizes allow.
 
-    Where sizes differ, both atoms are cut at their common divisor. Returns whether all of both was unified; if
-    not, what is left has no common divisor, and only the leading factors are the same.
+    Where sizes differ, both atoms are cut at their common divisor. Returns true if the whole of both was
+    unified. If not, the rest has no common divisor, and only the leading factors are the same.
     """
     if first is second:
         return True
@@ -116,34 +117,35 @@ def unify(first: Dim, second: Dim) -> bool:
 
 
 def _next(stack: list[Atom]) -> Atom | None:
-    """The next atom that is not made of others."""
+    """The next atom that does not consist of others."""
     while stack:
         atom = stack.pop()
         if not atom.parts:
             return atom
         if len(atom.parts) == 1 and atom.parts[0].parts:
-            atom.parts = atom.parts[0].parts  # next time the way is half as long
+            atom.parts = atom.parts[0].parts  # halves the way for the next time
         stack.extend(atom.parts[::-1])
     return None
 
 
 def pin(dim: Dim, reason: str) -> None:
-    """Marks the atoms of `dim` as never split; the first reason stays."""
+    """Marks the atoms of `dim` as never split. If one is marked already, the first reason stays."""
     for atom in resolve(dim):
         atom.pin = atom.pin or reason
 
 
-# What a walk through a program knows of its values, and what it writes down.
+# The knowledge of a walk about the values of a program, and the records that it writes.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """An array of the program.
 
-    - `weights`: if nothing but parameters is upstream, which (their numbers): it is a weight.
-    - `is_data`: whether the batch is upstream; `is_learned`: whether a parameter is.
-    - `sums`: the events of which it is the result, or the sum of results: these can be summed over devices
-        at once.
+    - `weights`: the numbers of the parameters upstream, if only parameters are upstream. The value is then a
+        weight.
+    - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is upstream.
+    - `sums`: the events whose result, or sum of results, this value is: these can be summed over devices at
+        once.
     """
 
     dims: tuple[Dim, ...]
@@ -156,20 +158,21 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Event:
-    """A cost: what is sent if the split of a dim reaches an operation that has to have it whole.
+    """A cost: the array that is sent if the split of a dim reaches an operation that needs the dim whole.
 
     - `kind`: `sum`, `lookup`, `whole`, `reshard`, `merge`.
-    - `dims`: splitting any of these, by their leading atom, is what causes it ...
-    - `unless`: ... but not if it leads one of these.
-    - `sent`: the array that is summed or gathered; the bytes of one device's part of it are counted.
-    - `arrays`: of these one at least has to be split for it to happen.
-    - `along`: if it is a sum, for each of `arrays` its dims that are summed over, by number.
-    - `equation`: the operation; `block`: the building block of this library that it is in, or ''.
+    - `dims`: the event happens if the leading atom of any of these dims is split ...
+    - `unless`: ... but not if the atom leads one of these dims.
+    - `sent`: the array that is summed or gathered. The bytes of one device's part of it count.
+    - `arrays`: at least one of these arrays must be split for the event to happen.
+    - `along`: for a sum, the numbers of the dims of each of `arrays` that are summed over.
+    - `equation`: the operation; `block`: the building block of this library that contains it, or ''.
     - `first`: the first of several events whose results are added. Compilers for TPU and GPU add before they
-        sum over devices, once; the one for CPU does not.
-    - `joined`: the first of several that are added by the library's own blocks: before, on every backend.
-    - `times`: how often it is done, in loops; `waits`, of these, in loops that go through one sequence by the
-        same weights, so that each waits for the last.
+        sum over devices, once; the compiler for CPU does not.
+    - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
+        on every backend.
+    - `times`: how often the operation is done, in loops; `waits`: how often in loops that go through one
+        sequence by the same weights, so that each trip waits for the last.
     """
 
     kind: str
@@ -186,9 +189,9 @@ class Event:
     joined: "Event | None" = None
 
     def summed_with(self, *, merged: bool) -> "Event":
-        """The event that stands for all that are summed over devices at once with this one.
+        """The event that stands for all events that are summed over devices at once with this one.
 
-        `merged`: as by a compiler that adds before it sums.
+        `merged`: true for a compiler that adds before it sums.
         """
         return (self.first if merged else self.joined) or self
 
@@ -198,10 +201,10 @@ class Use:
     """An operation of a weight on data.
 
     - `weight`: the number of the parameter.
-    - `roles`: for each dim of the weight as it is here, what splitting it is called: `row`, `column`, ...
+    - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
     - `dims`: these dims.
-    - `num_bytes`: of the results, in all loops.
-    - `depth`: how many products each number of them is the sum of.
+    - `num_bytes`: bytes of the results, in all loops.
+    - `depth`: the number of products that each number in the results is the sum of.
     """
 
     weight: int
@@ -212,14 +215,16 @@ class Use:
 
     @property
     def work(self) -> float:
-        """Bytes of the weight, times how often they are used."""
+        """Bytes of the weight, times the number of their uses."""
         return float(self.num_bytes) * self.depth
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Step:
-    """An operation: its operands and results, how often it is done, and what happens there if they are
-    split. `block` as of an [`Event`][]; `bodies` are those of its programs that were walked."""
+    """An operation: its operands and results, how often it is done, and the events if these are split.
+
+    `block` is that of an [`Event`][]; `bodies` are the programs inside the operation that were walked.
+    """
 
     equation: JaxprEqn
     times: int
@@ -232,7 +237,7 @@ class Step:
 
 
 class Body(NamedTuple):
-    """A program that was walked: what it was given, what came out, and its operations."""
+    """A program that was walked: its arguments, results and operations."""
 
     arguments: Sequence[Value]
     results: list[Value]
@@ -246,16 +251,17 @@ class Body(NamedTuple):
 class Split:
     """One way to split: some leading atoms, in all dims that they lead.
 
-    - `number`: in the order in which parameters first have it.
-    - `leaves`: of each parameter that it splits, the dim.
-    - `borders`: the leading atoms of dims that are several pieces, each led by the split's own atoms, if these
-        are split too: evenly, across the borders of pieces. `crossed` are the parameters among `leaves` of
-        which that is so.
-    - `sent`: bytes that a device sends for it in a step, event by event.
-    - `waits`: what waiting for these costs, in bytes.
-    - `unsent`: bytes that are not sent over the batch axes, because what it splits has smaller gradients.
-    - `work`: bytes of weights, times how often they are used, that a device leaves to others.
-    - `freed`: bytes of parameters that a device does not hold.
+    - `number`: the place of the split in the order in which parameters first have it.
+    - `leaves`: for each parameter that is split, the dim.
+    - `borders`: the leading atoms of dims that consist of several pieces, each piece led by the atoms of the
+        split, if these dims are split too: evenly, across the borders of pieces. `crossed` are the parameters
+        among `leaves` that have such a dim.
+    - `sent`: bytes that a device sends in a step because of the split, event by event.
+    - `waits`: the cost of waiting for these, in bytes.
+    - `unsent`: bytes that are not sent over the batch axes, because the arrays that are split have smaller
+        gradients.
+    - `work`: bytes of weights, times the number of their uses, that a device leaves to others.
+    - `freed`: bytes of parameters that are no longer on a device.
     """
 
     number: int
@@ -275,7 +281,7 @@ class Split:
 
 
 def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
-    """Bytes sent: of an array that is gathered whole for several operations, once.
+    """Bytes sent. An array that is gathered whole for several operations counts once.
 
     If `merged`, results that are added are summed over devices at once.
     """
@@ -290,7 +296,7 @@ def total_bytes(sent: Iterable[tuple[Event, float]], *, merged: bool) -> float:
 
 
 def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, ...] | None:
-    """The leading atoms of `dim` that `size` shards are made of; `None` if the dim does not divide so."""
+    """The leading atoms of `dim` that make `size` shards; `None` if the dim does not divide into these."""
     left = size
     chosen: list[Atom] = []
     for atom in resolve(dim):
@@ -305,7 +311,7 @@ def leading_atoms(dim: Dim, size: int, *, pinned: bool = False) -> tuple[Atom, .
 
 
 def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]:
-    """Every way to split dims of parameters; and again, with the parameters that are several such pieces."""
+    """Every way to split dims of parameters; then again with the parameters that consist of several pieces."""
     found: dict[tuple[Atom, ...], Split] = {}
     for leaf, dims in enumerate(parameters):
         for i, dim in enumerate(dims):
@@ -331,7 +337,7 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
 
 
 class Leads:
-    """The splits, and the batch, that lead a dim: there, and only there, an array can be split so."""
+    """The splits, and the batch, that lead a dim. An array can be split only along a dim that is led so."""
 
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
@@ -357,7 +363,7 @@ class Leads:
         return list(found)
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:
-        """The numbers of the splits that an array with these dims can have as a whole."""
+        """The numbers of the splits that an array with these dims can have with all their atoms."""
         return [n for n in self.of(dims) if len(self.splits[n].atoms) == 1 or self.cover(self.splits[n], dims)]
 
     def num_pieces(self, split: Split, dims: Iterable[Dim]) -> int:
@@ -369,7 +375,7 @@ class Leads:
         return 0
 
     def cover(self, split: Split, dims: Iterable[Dim]) -> bool:
-        """True if all of its atoms are still at the front of `dims`, so that these can be split as before."""
+        """True if all atoms of the split are still in front of `dims`, which can then be split as before."""
         left = list(split.atoms)
         for dim in dims:
             for atom in resolve(dim):
@@ -379,14 +385,14 @@ class Leads:
         return not left
 
     def over_batch(self, event: Event) -> bool:
-        """True of an event that happens because the batch is split."""
+        """True for an event that happens because the batch is split."""
         return self.has_batch(event.dims) and not self.has_batch(event.unless)
 
     def has_batch(self, dims: Iterable[Dim]) -> bool:
         return any(resolve(dim)[0] in self._batch for dim in dims if dim)
 
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
-        """The splits that lead two dims by one atom."""
+        """The numbers of the splits that lead two dims by the same atom."""
         firsts = [resolve(dim)[0] for dim in dims if dim]
         twice = dict.fromkeys(atom for i, atom in enumerate(firsts) if atom in firsts[:i])
         return [number for atom in twice for number in self.of_atom.get(atom, ())]

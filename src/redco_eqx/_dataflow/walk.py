@@ -1,4 +1,4 @@
-"""One walk through a program: dims become atoms, and what each split sends and saves is written down."""
+"""One walk through a program: dims become atoms, and the costs and savings of each split are recorded."""
 
 import contextlib
 import dataclasses
@@ -24,18 +24,18 @@ from redco_eqx._dataflow.values import (
     unify,
 )
 
-# One walk through a program: dims become atoms, and what a split would cost is written down.
+# One walk through a program: dims become atoms, and the costs of each split are recorded.
 
 
 Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
-"""What an operation does to the dims of its operands: `(walk, equation, operands) -> results`."""
+"""The effect of an operation on the dims of its operands: `(walk, equation, operands) -> results`."""
 
 
 class Walk:
-    """The findings of a walk so far.
+    """The records of a walk up to this point.
 
-    - `events`, `uses`, `steps`: in the program's order.
-    - `opaque`: operations that nothing is known of, with how many there are and one of them.
+    - `events`, `uses`, `steps`: in the order of the program.
+    - `opaque`: the operations of which nothing is known, by name.
     """
 
     def __init__(self, rule_of: Callable[[JaxprEqn], Rule]):
@@ -53,7 +53,10 @@ class Walk:
     def run(
         self, program: Jaxpr, arguments: Sequence[Value], wanted: Sequence[bool] | None = None
     ) -> list[Value]:
-        """The results of a program without constants; those that are not `wanted` may know nothing."""
+        """Walks through a program without constants, and returns its results.
+
+        Nothing may be known of results that are not `wanted`.
+        """
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, wanted or [True] * len(program.outvars))
@@ -74,7 +77,7 @@ class Walk:
             results = self._results(equation, operands)
             own = self.events[num_events:]
             step = Step(equation, self.times, operands, results, own, self.block, bodies=self.bodies)
-            if len(self.steps) == num_steps:  # or else it has a body, whose operations are what is done
+            if len(self.steps) == num_steps:  # otherwise it has a body, whose steps are recorded instead
                 self.steps.append(step)
             done.append(step)
             self.block, self.bodies = outer, bodies
@@ -87,12 +90,12 @@ class Walk:
         try:
             results = self.rule_of(equation)(self, equation, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
-            results = []  # a rule that was written for another version of JAX: its parameters are not there
+            results = []  # the rule was written for another version of JAX, and a parameter is missing
         fit = [len(x.dims) == len(shape_of(v)) for x, v in zip(results, equation.outvars)]
         return results if sum(fit) == len(equation.outvars) else self.opaque_results(equation, operands)
 
     def opaque_results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Results of an unknown operation, which has to have everything whole."""
+        """Results of an unknown operation, which needs every operand whole."""
         self.opaque.setdefault(equation.primitive.name, []).append(equation)
         for operand in operands:
             self.event("whole", operand.dims, operand, equation)
@@ -118,7 +121,7 @@ class Walk:
         arrays: Sequence[Value] = (),
         along: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Notes that `sent` is sent if one of `dims`, of it or of `arrays`, is split."""
+        """Records that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
         if any(dims):
             of = tuple(arrays) or (sent,)
             places = tuple(tuple(numbers) for numbers in along)
@@ -135,28 +138,28 @@ class Walk:
         after: Sequence[Value],
         trips: tuple[int, int] = (1, 1),
     ) -> None:
-        """Notes that values are handed into a body, or out of it, as they are.
+        """Records that values are handed into a body, or out of it, as they are.
 
-        `trips`: how often what is before is there, and what is after.
+        `trips`: how often the values `before` are there, and how often the values `after` are.
         """
         times = (self.times * trips[0], self.times * trips[1])
         for one, other in zip(before, after):
             self.steps.append(Step(equation, self.times, [one], [other], [], handed=times))
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: JaxprEqn) -> None:
-        """Unifies dims pairwise. Where they do not fit, `value`, which has the second, would be sent."""
+        """Unifies dims pairwise. Where two do not fit, `value`, which has the dims `second`, would be sent."""
         for one, other in zip(first, second):
             if not unify(one, other):
                 self.event("reshard", (one, other), value, equation)
 
     def carry(self, before: Sequence[Value], after: Sequence[Value], equation: JaxprEqn) -> None:
-        """Notes that a loop hands on what is `after` one trip as what is `before` the next."""
+        """Records that a loop hands the values `after` one trip to the next, as the values `before`."""
         for one, other in zip(before, after):
             self.same(one.dims, other.dims, other, equation)
             self.carried.append((one, other))
 
     def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
-        """Notes the use of a weight on data, if that is what the two operands are."""
+        """Records the use of a weight on data, if the two operands are a weight and data."""
         if data.is_data:
             for number in weight.weights:
                 size = made.num_bytes * self.times
@@ -164,12 +167,12 @@ class Walk:
 
 
 def unknown(aval: AbstractValue) -> Value:
-    """A value whose dims nothing is known of."""
+    """A value of whose dims nothing is known."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
 
 
 def result(aval: AbstractValue, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:
-    """A result with these dims, that comes from these operands."""
+    """A result with these dims that is computed from these operands."""
     is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
     weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
     return Value(tuple(dims), num_bytes(aval), weights, is_data, is_learned)
@@ -178,20 +181,21 @@ def result(aval: AbstractValue, dims: Sequence[Dim], operands: Sequence[Value]) 
 Held: TypeAlias = Callable[[int, int | None], float]
 
 MESSAGE = 2**16
-"""In a loop that waits at each step, a collective costs as much time as this many bytes, if not more."""
+"""In a loop that waits at each step, a collective costs at least as much time as this many bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """All splits of a program over `tensor` devices, of a batch in `num_shards` parts.
+    """All splits of a program over `tensor` devices, with a batch in `num_shards` parts.
 
-    - `splits`: by number, with what they send and save.
-    - `leads`: which of them lead a dim.
-    - `clashes`: groups of their numbers, of which at most one can be chosen: they meet in one array.
-    - `batch`: what is summed over the batch axes, with its bytes if nothing is split.
-    - `work`: for each parameter, bytes of it times how often they are used by one device.
-    - `depth`: how many products a number of this model's activations is the sum of, on average.
-    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of it, or none.
+    - `splits`: the splits by number, with the bytes that they send and save.
+    - `leads`: says which splits lead a dim.
+    - `clashes`: groups of numbers of splits. At most one of each group can be chosen, because they meet in one
+        array.
+    - `batch`: the events that are summed over the batch axes, with their bytes if nothing is split.
+    - `work`: for each parameter, its bytes times the number of their uses by one device.
+    - `depth`: the average number of products that each number in this model's activations is the sum of.
+    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
     """
 
     tensor: int
@@ -205,7 +209,7 @@ class Costs:
     held: Held
 
     def freed(self, leaf: int, dim: int) -> float:
-        """Bytes of a parameter that a device does not hold if this dim of it is split."""
+        """Bytes of a parameter that are no longer on a device if this dim of it is split."""
         return self.held(leaf, None) - self.held(leaf, dim)
 
     def caused(self, split: Split, event: Event) -> float:
@@ -215,8 +219,8 @@ class Costs:
         shards = self.num_shards if self.leads.has_batch(event.sent.dims) else 1
         size = event.sent.num_bytes * event.times / shards
         if len(split.atoms) > 1 and not any(split.number in self.leads.splitting(x.dims) for x in event.arrays):
-            # With some of several atoms an array is not split for long: as compilers do it, it is gathered and
-            # not summed, or in a loop summed after all.
+            # An array with only some of several atoms is not split for long: compilers gather it instead of
+            # summing, or sum after all in a loop.
             partial = min(x.num_bytes for x in event.arrays if split.number in self.leads.of(x.dims))
             size = size if event.times > 1 else partial / self.num_shards
             return size if event.kind == "sum" else 0.0
@@ -230,7 +234,7 @@ class Costs:
         if before and after:
             return 0.0
         if (before or after) and event.kind == "merge":
-            return 1.0  # a reshape across borders is done whole
+            return 1.0  # a reshape across borders needs the whole array
         if before and self.leads.cover(split, event.unless):
             return (1 + 1 / before**2) / self.tensor  # a piece comes by permutes of neighbouring shards, ...
         if after:
@@ -265,7 +269,7 @@ def count(
         for number in leads.of(event.dims):
             size = costs.caused(splits[number], event)
             if size > 0:
-                # What is summed over both kinds of axes is sent once.
+                # An array that is summed over both kinds of axes is sent once.
                 splits[number].sent.append((event, 0.0 if over_batch else size))
                 splits[number].waits += MESSAGE * event.times if event.waits > 1 else 0
     _count_doubles(costs, walk)
@@ -283,7 +287,10 @@ def depth_of(walk: Walk) -> float:
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
-    """One index along two dims of an array (`x @ x.T`): only one is split, so an operand is gathered."""
+    """Adds the cost of one index along two dims of an array (`x @ x.T`).
+
+    Only one of the two dims is split, so an operand is gathered.
+    """
     leads = costs.leads
     for step in walk.steps:
         for value in step.results:

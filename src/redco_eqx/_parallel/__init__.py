@@ -1,1 +1,1 @@
-"""Building blocks of layers: what they communicate, and how little."""
+"""Building blocks of layers, and the little that they communicate."""

@@ -1,8 +1,8 @@
 """The two halves of a Megatron-split pair of layers: column and row, with their communication.
 
-They change what is communicated, never what is computed: whatever the layout of the arrays, the result is
-that of applying the layers one by one. On one device, and on a mesh whose `tensor` axis has size 1, that is
-also what is done.
+They change the communication, never the result: with any layout of the arrays, the result is that of applying
+the layers one by one. On one device, and on a mesh whose `tensor` axis has size 1, the layers are in fact
+applied one by one.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jaxtyping import Array, Inexact, PyTree
 from redco_eqx._base.tree import is_array, leaves_with_paths
 from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 
-# The mesh that traced arrays lie on, found from the arrays themselves.
+# The mesh that traced arrays lie on, read from the arrays themselves.
 
 
 def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
     """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
 
     Under a trace an array no longer knows its spec, but it knows its mesh, if it came in committed to one (or
-    as a `ShapeDtypeStruct` with a sharding). `None` is an array on one device, or one inside a `shard_map`.
+    as a `ShapeDtypeStruct` with a sharding). `None` stands for an array on one device or inside a `shard_map`.
     """
     for x in jax.tree.leaves(trees):
         if isinstance(x, jax.Array):
@@ -44,12 +44,12 @@ def tensor_size(mesh: AbstractMesh | None) -> int:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
-    """The axes that split a batch of this many rows: all of them, or none where they do not divide it."""
+    """The axes that split a batch of this many rows: all batch axes, or `None` where they do not divide it."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
 
 
-# Sums over devices inside a `shard_map`, and their transposes, that every compiler accepts.
+# Sums over devices inside a `shard_map`, and their transposes, in a form that every compiler accepts.
 
 
 Axes = str | Sequence[str]
@@ -67,8 +67,8 @@ def vary(x: Array, axes: Axes) -> Array:
 
 def _in_float32_on_cpu(function: Callable[[Array], Array], x: Array) -> Array:
     # In a shard_map that leaves axes to the compiler, the CPU compiler aborts the process on a bfloat16 sum
-    # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. Which
-    # platform it is for is known when the program is lowered.
+    # ("Invalid binary instruction opcode copy"): jaxlib 0.10.2 and 0.12.0, no upstream issue known. The
+    # platform is known only when the program is lowered.
     if x.dtype != jnp.bfloat16:
         return function(x)
     return jax.lax.platform_dependent(
@@ -76,18 +76,18 @@ def _in_float32_on_cpu(function: Callable[[Array], Array], x: Array) -> Array:
     )
 
 
-# How the arrays of one Linear-like layer are cut over the `tensor` axis, for use inside a `shard_map`.
+# The arrays of one Linear-like layer, cut over the `tensor` axis for use inside a `shard_map`.
 
 
 Layer: TypeAlias = Callable[[Array], Array]
-"""A layer, called on an array; `eqx.nn.Linear` on its last dim."""
+"""A layer, called on an array. `eqx.nn.Linear` is applied to the last dim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and how to put it together again.
+    """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and a function that rebuilds the layer.
 
-    - `bias`: what a row split adds after the sum over shards; the layer then has zeros in its place.
+    - `bias`: the bias that a row split adds after the sum over shards; the layer then has zeros in its place.
     """
 
     arrays: list[Array]
@@ -97,9 +97,9 @@ class SplitLayer:
 
 
 def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
-    """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be.
+    """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be cut.
 
-    It can be if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
+    It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
     features on that side divide into whole units on every shard.
     """
     from redco_eqx._sharding.matrices import read_model  # only where a layer is split
@@ -141,7 +141,7 @@ def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
-    """The layer on the last dim of `x`. `eqx.nn.Linear` itself takes single vectors only; a table is a head."""
+    """Applies a layer to the last dim of `x`. `eqx.nn.Linear` alone takes only vectors; a table is a head."""
     if not callable(layer):
         return jnp.einsum("...i,oi->...o", x, layer)
     if isinstance(layer, eqx.nn.Linear):
@@ -153,7 +153,7 @@ def apply(layer: Layer | Array, x: Array) -> Array:
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 
-# By the scopes an analysis of the program knows what is added up before it is summed over the shards.
+# The scopes tell an analysis of the program which results are added up before they are summed over the shards.
 @jax.named_scope("redco_eqx.column")
 def column(
     x: Inexact[Array, "*batch in"],
@@ -163,9 +163,9 @@ def column(
 ) -> tuple[Inexact[Array, "..."], ...]:
     """Sibling projections of one input, split over their outputs: query, key and value, or gate and up.
 
-    Forward nothing is communicated. Backward the gradients of `x` are added up over the siblings first and
-    then over the shards, in **one** all-reduce of the size of `x`, by every compiler; written as separate
-    layers, they cost one for each sibling where the compiler does not merge them (on CPU).
+    Forward nothing is communicated. Backward the gradients of `x` are added up over the siblings first and then
+    over the shards, in **one** all-reduce of the size of `x`, with every compiler. As separate layers, they
+    would cost one all-reduce for each sibling where the compiler does not merge them (on CPU).
 
     ```python
     attention = eqx.nn.MultiheadAttention(8, 64, key=key)
@@ -174,14 +174,14 @@ def column(
 
     **Arguments:**
 
-    - `x`: what all of them read.
-    - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), one of your own with a `weight`
-        or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide. Anything else, such
-        as a function, is applied as it is.
+    - `x`: the input of all layers.
+    - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), a module that you wrote with a
+        `weight` or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide. Anything
+        else, such as a function, is applied as it is.
     - `unit`: how many neighbouring outputs belong together: the size of a head. A layer is split only if its
-        number of units divides, as `shard_rules` does it.
-    - `sequence_parallel`: `x` is split over `tensor` along its dim 1, `(batch, length, features)`: it is
-        gathered here, and its gradient reduced and scattered, each of the size of the whole `x`.
+        number of units divides, as in `shard_rules`.
+    - `sequence_parallel`: says that `x` is split over `tensor` along dim 1, `(batch, length, features)`. `x` is
+        gathered here, and its gradient is reduced and scattered, each of the size of the whole `x`.
 
     **Returns:**
 
@@ -210,7 +210,7 @@ def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_par
 
     arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
     ranks = [jax.eval_shape(split.build(split.arrays), x).ndim for split in splits]
-    # With a manual axis beside automatic ones, gathers and scatters over it do not stay what they are.
+    # If automatic axes stand beside a manual axis, gathers and scatters over that axis become other operations.
     rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
     inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
     return jax.shard_map(
@@ -230,11 +230,11 @@ def row(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> Inexact[Array, "*batch out"]:
-    """The projection that closes a column split: split over its inputs, its output is summed over the shards.
+    """Closes a column split: a projection that is split over its inputs and sums its output over the shards.
 
-    Forward that is one all-reduce of the size of the output; backward nothing is communicated. The output is
+    Forward the sum is one all-reduce of the size of the output; backward nothing is communicated. The output is
     named `row_out`, so that the rematerialisation policy of that name (see [`scan_layers`][]) keeps it:
-    recomputing it would communicate again.
+    computing it again would communicate again.
 
     ```python
     (hidden,) = rx.layers.column(x, mlp.layers[0])
@@ -243,11 +243,11 @@ def row(
 
     **Arguments:**
 
-    - `x`: the input; or several, one for each layer.
-    - `layer`: a Linear-like module, as for `column`; or several, whose outputs are added: attention and MLP
-        side by side then share **one** all-reduce.
+    - `x`: the input; or several inputs, one for each layer.
+    - `layer`: a Linear-like module, as for `column`; or several modules, whose outputs are added. Attention and
+        MLP side by side then share **one** all-reduce.
     - `unit`: as for `column`.
-    - `sequence_parallel`: the output is split over `tensor` along its dim 1: reduced and scattered, instead of
+    - `sequence_parallel`: splits the output over `tensor` along dim 1: it is reduced and scattered, instead of
         reduced.
 
     **Raises:**
@@ -299,7 +299,7 @@ def _added(outputs: list[Array]) -> Array:
 
 
 def check_sequence(name: str, x: Array, mesh: AbstractMesh) -> None:
-    """Refuses, by `ValueError`, what cannot be split over `tensor` along dim 1."""
+    """Raises `ValueError` if `x` cannot be split over `tensor` along dim 1."""
     size = tensor_size(mesh)
     if x.ndim < 3 or x.shape[1] % size:
         raise ValueError(

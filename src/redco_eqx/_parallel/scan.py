@@ -1,4 +1,4 @@
-"""`scan_layers`: layers one after another, with what each layer needs to communicate little and keep little."""
+"""`scan_layers`: applies layers one after another, so that each communicates little and keeps little."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, get_args
@@ -15,15 +15,15 @@ from redco_eqx._base.tree import describe, is_array, leaves_with_paths
 from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
 
-# Policies of `jax.checkpoint`: what a backward pass keeps, and what it computes again.
+# Policies of `jax.checkpoint`: which values a backward pass keeps, and which it computes again.
 
 
 Policy: TypeAlias = Callable[..., bool]
-"""`(primitive, *types of its operands, **params) -> whether its results are kept`."""
+"""`(primitive, *types of its operands, **params) -> bool`: true if the results are kept."""
 
 
 def only_real(policy: Policy) -> Policy:
-    """`policy`, but complex values are computed again: JAX rounds what is kept, and cannot round those."""
+    """`policy`, but complex values are computed again: JAX rounds kept values, and cannot round those."""
     # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
 
     def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
@@ -38,12 +38,12 @@ keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"
 
 @only_real
 def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
-    """Results of matrix products and convolutions: not gathered weights, nor what is cheap to compute again."""
+    """Keeps results of matrix products and convolutions, but no gathered weights, and no cheap results."""
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
 keep_products_and_row_out = jax.checkpoint_policies.save_from_both_policies(keep_products, keep_row_out)
-"""The results of matrix products, and what [`row`][] returns."""
+"""Keeps the results of matrix products, and the outputs of [`row`][]."""
 
 
 X = TypeVar("X")
@@ -60,12 +60,12 @@ def scan_layers(
 ) -> X:
     """Applies layers one after another: `x = layer_fn(layer, x)`.
 
-    Between layers `x` is held split over the batch and whole over its features, so that the compiler moves
-    weights, which are small, and not activations. Under `train_step`, `eval_step` and `predict_step` weights
+    Between layers `x` stays split over the batch and whole over its features, so that the compiler moves
+    weights, which are small, and not activations. Under `train_step`, `eval_step` and `predict_step`, weights
     that are split over `fsdp` are gathered when their layer begins, forward and again backward, and gradients
-    are reduced and scattered: three times the bytes of the weights, and no more than one layer is whole at a
-    time (ZeRO-3). Without a step, what is gathered when is left to the compiler, which gathers a stack whole.
-    Over `tensor` nothing is communicated here; [`column`][] and [`row`][] say what the layers do.
+    are reduced and scattered. That sends three times the bytes of the weights, and at most one layer is whole
+    at a time (ZeRO-3). Outside of a step the compiler decides when to gather, and it gathers a whole stack.
+    Over `tensor` nothing is communicated here; [`column`][] and [`row`][] say what the layers communicate.
 
     ```python
     def block(mlp, x):
@@ -81,18 +81,19 @@ def scan_layers(
     - `layer_fn`: `(layer, x) -> x`.
     - `layers`: a list of layers, which is unrolled; or one layer whose arrays have a leading dim that numbers
         the layers (as `eqx.filter_vmap` makes it), which is scanned: compile time does not grow with depth.
-        What else differs between layers goes along: `{"block": stack, "key": keys}`, or a list of such pairs.
-        For a single layer in a loop of your own pass a list of one.
-    - `x`: what flows through, a PyTree of arrays.
-    - `remat`: what the backward pass recomputes. `none` keeps all activations (under `fsdp`: the results of
-        matrix products, for what is between them is cheap, and gathered weights are not to be kept); `full`
-        keeps only `x` at each layer; `row_out` keeps also what `row` returns, so that no sum over `tensor` is
-        repeated.
-    - `batched`: whether the leading dim is the batch, for all of `x`, or for parts of it as a prefix of its
-        tree. Pass `False` under a `vmap` over examples, and `None` for what is to be laid out as it pleases:
+        Put anything else that differs between layers beside them: `{"block": stack, "key": keys}`, or a list of
+        such pairs. For a single layer in a loop that you write, pass a list of one.
+    - `x`: the PyTree of arrays that flows through the layers.
+    - `remat`: says which activations the backward pass keeps; it recomputes the others. `none` keeps all
+        activations (under `fsdp`: the results of matrix products, because the operations between them are
+        cheap, and gathered weights must not be kept). `full` keeps only `x` at each layer. `row_out` also keeps
+        the outputs of `row`, so that no sum over `tensor` is repeated.
+    - `batched`: true if the leading dim is the batch; for all of `x`, or for parts of `x` as a prefix of its
+        tree. Pass `False` under a `vmap` over examples, and `None` for parts whose layout is left open:
         `scan_layers(fn, layers, (x, cache), batched=(True, None))`.
-    - `sequence_parallel`: between layers `x` is also split over `tensor`, along its dim 1, `(batch, length,
-        features)`: activations that are kept take that much less memory. Give it to `column` and `row` too.
+    - `sequence_parallel`: between layers `x` is also split over `tensor` along dim 1, `(batch, length,
+        features)`, so that activations that are kept take that much less memory. Pass it to `column` and `row`
+        too.
 
     **Returns:**
 
@@ -122,7 +123,7 @@ def scan_layers(
         return hold(layer_fn(layer, hold(x)))
 
     if policy is not None:
-        # Inside a scan nothing can be merged with the forward pass, so nothing has to be kept apart.
+        # Inside a scan the compiler cannot merge anything with the forward pass, so nothing has to prevent it.
         apply = eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
     if is_list:
         for layer in layers:
@@ -134,7 +135,7 @@ def scan_layers(
 
 
 def check_remat(remat: str) -> None:
-    """Refuses, by `ValueError`, a rematerialisation policy that does not exist."""
+    """Raises `ValueError` for a rematerialisation policy that does not exist."""
     if remat not in get_args(Remat):
         raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
 
@@ -144,12 +145,12 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
         return jax.checkpoint_policies.nothing_saveable
     if remat == "row_out":
         return keep_row_out
-    # Weights that were gathered count as activations: what is kept has to be named otherwise.
+    # Gathered weights count as activations, so the policy has to name the values that are kept.
     return keep_products_and_row_out if has_fsdp else None
 
 
 def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_parallel: bool) -> PyTree:
-    """An array as it is laid out between layers; anything else as it is."""
+    """Lays out an array as it lies between layers; anything else stays as it is."""
     if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
         return x
     if mesh is None:
@@ -164,12 +165,12 @@ def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_paral
 
 @jax.named_scope("redco_eqx.stream")
 def _marked(x: Array) -> Array:
-    """The same, with a mark in the traced program for who decides on a layout before there is a mesh."""
+    """Returns `x`, marked in the traced program for analyses that decide a layout before there is a mesh."""
     return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
-    """Refuses, by `ValueError`, no layers, and arrays of a stack that disagree on their number."""
+    """Raises `ValueError` if there are no layers, or if arrays of a stack disagree on their number."""
     arrays = {path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)}
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}

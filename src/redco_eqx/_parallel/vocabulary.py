@@ -29,13 +29,14 @@ from redco_eqx._sharding.mesh import axes_of, axis_size
 def embed(
     table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
 ) -> Float[Array, "*batch size"]:
-    """Rows of an embedding table that is split over its rows (the vocabulary): `jnp.take(table, ids, axis=0)`.
+    """Looks up rows of an embedding table that is split over its rows (the vocabulary).
 
-    On every mesh a negative id counts from the end, and one that is outside of the table gives NaN.
+    The result is that of `jnp.take(table, ids, axis=0)`. On every mesh a negative id counts from the end, and
+    an id outside of the table gives NaN.
 
-    Over `tensor` each shard looks up what it has, and one all-reduce of the size of the result adds them up.
-    Over `fsdp` the table's width is gathered, and its gradient reduced and scattered; left to itself, the
-    compiler would gather the batch. For a table that is not split, such as one of positions, index it.
+    Over `tensor` each shard looks up the rows that it has, and one all-reduce of the size of the result adds
+    these up. Over `fsdp` the width of the table is gathered, and the gradient is reduced and scattered; without
+    this block, the compiler would gather the batch. Index a table that is not split, such as one of positions.
 
     ```python
     x = rx.layers.embed(table, tokens)
@@ -44,9 +45,9 @@ def embed(
     **Arguments:**
 
     - `table`: one row for each token.
-    - `ids`: `(batch, length)`; of any other rank (as under a `vmap`) the compiler decides.
-    - `sequence_parallel`: the result is split over `tensor` along its dim 1: reduced and scattered, instead of
-        reduced. Of a table whose rows do not divide over `tensor` it is whole.
+    - `ids`: `(batch, length)`; for any other rank (as under a `vmap`) the compiler decides the layout.
+    - `sequence_parallel`: splits the result over `tensor` along dim 1: it is reduced and scattered, instead of
+        reduced. If the rows of the table do not divide over `tensor`, the result is whole.
 
     **Raises:**
 
@@ -65,7 +66,7 @@ def embed(
     spec = PartitionSpec("tensor") if is_cut else PartitionSpec()
 
     def body(table: Array, ids: Array) -> Array:
-        table = _vary(table, spec, rows or ())  # its gradient is summed over the devices once, at the end
+        table = _vary(table, spec, rows or ())  # sums the gradient over the devices once, at the end
         if not is_cut:
             return jnp.take(table, ids, axis=0)
         ids = _wide(ids)
@@ -86,7 +87,7 @@ def embed(
 
 
 Head: TypeAlias = Float[Array, "rows size"] | Layer
-"""What makes logits of hidden states: the table itself, or a layer."""
+"""The table itself, or a layer, that turns hidden states into logits."""
 
 
 @jax.named_scope("redco_eqx.cross_entropy")
@@ -102,9 +103,10 @@ def cross_entropy(
 ) -> Mean:
     """The mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, with the head inside.
 
-    Over `tensor` the logits stay split over the vocabulary: three numbers for each token are reduced forward,
-    and backward one all-reduce of the size of `hidden`. The batch is not gathered, nor are the logits. Over
-    `fsdp` the head is gathered once, and its gradient reduced and scattered once, in whatever number of chunks.
+    Over `tensor` the logits stay split over the vocabulary. Forward, three numbers for each token are reduced;
+    backward, there is one all-reduce of the size of `hidden`. The batch is not gathered, nor are the logits.
+    Over `fsdp` the head is gathered once, and the gradient of the head is reduced and scattered once, for any
+    number of chunks.
 
     ```python
     loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])    # the table is the head, too
@@ -112,17 +114,18 @@ def cross_entropy(
 
     **Arguments:**
 
-    - `hidden`: `(batch, length, size)`, what the head reads; of any other rank (as under a `vmap`) the compiler
-        decides.
+    - `hidden`: `(batch, length, size)`, the input of the head; for any other rank (as under a `vmap`) the
+        compiler decides the layout.
     - `head`: a Linear-like module, or an array with one row for each token: the table of a tied embedding.
-    - `labels`: the right token after each one. One that is negative or beyond the vocabulary gives NaN.
-    - `weights`: how much each token counts; 1 by default. Of a token of weight 0 nothing comes into the loss or
-        the gradients by `hidden` and `head`, whatever its label is, and if its hidden state or logits are NaN.
+    - `labels`: the right token after each one. A label that is negative or beyond the vocabulary gives NaN.
+    - `weights`: how much each token counts; 1 by default. A token of weight 0 adds nothing to the loss or to
+        the gradients by `hidden` and `head`, whatever the label is, and even if the hidden state or logits are
+        NaN.
     - `ignore_label`: tokens with this label have weight 0.
-    - `num_chunks`: in how many parts the length is taken. Logits exist for one part at a time, forward and
-        backward, so that they take that much less memory; the head is applied once more.
-    - `sequence_parallel`: `hidden` is split over `tensor` along its dim 1. It is gathered here, and its
-        gradient reduced and scattered.
+    - `num_chunks`: the number of parts into which the length is cut. Logits exist for one part at a time,
+        forward and backward, so that they take that much less memory; the head is applied once more.
+    - `sequence_parallel`: says that `hidden` is split over `tensor` along dim 1. `hidden` is gathered here, and
+        its gradient is reduced and scattered.
 
     **Returns:**
 
@@ -186,7 +189,7 @@ def _chunked(
     num_chunks: int,
     axis: str | None,
 ) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """Weighted sum of the cross-entropy, and sum of the weights."""
+    """The weighted sum of the cross-entropy, and the sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
         return jnp.sum(weights * _cross_entropy(hidden, head, labels, weights != 0, axis))
@@ -211,14 +214,17 @@ def _cross_entropy(
     counts: Bool[Array, "*tokens"],
     axis: str | None,
 ) -> Float[Array, "*tokens"]:
-    """For each token, finite for one that does not count. With `axis`, the head gives this shard's logits."""
+    """The cross-entropy of each token, finite for one that does not count.
+
+    With `axis`, the head gives the logits of this shard.
+    """
     # A token that does not count is replaced only where it is not finite: at weight 0, the derivative by the
-    # weight is still its cross-entropy. Where it is multiplied by 0 backward, a NaN would stay.
+    # weight is still the token's cross-entropy. A NaN would stay a NaN where it is multiplied by 0 backward.
     is_safe = counts | (jnp.max(jnp.abs(jax.lax.stop_gradient(hidden)), axis=-1) < jnp.inf)
     logits = head(jnp.where(is_safe[..., None], hidden, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     greatest = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
-    is_safe = counts | (greatest < jnp.inf)  # of this shard: not every backend's `pmax` keeps a NaN
+    is_safe = counts | (greatest < jnp.inf)  # on this shard: not every backend's `pmax` keeps a NaN
     if axis is not None:
         greatest = checkpoint_name(jax.lax.pmax(greatest, axis), "reduced")
     is_finite = counts | jnp.isfinite(greatest)
@@ -228,8 +234,8 @@ def _cross_entropy(
     size, labels = logits.shape[-1], _wide(labels)
     own, is_here, is_outside = _own_part_of(labels, size, axis)
     if axis is None:
-        # Outside, the lookup fills in NaN, and is found by it; twice below 0, where the first time would count
-        # from the end.
+        # Outside of the vocabulary the lookup fills in NaN, which shows the wrong label. A negative label is
+        # moved down once more, or else it would count from the end.
         own = jnp.where(is_here, labels, jnp.where(counts, labels - size * (labels < 0), 0))
     picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
     if axis is None:
@@ -242,15 +248,17 @@ def _cross_entropy(
 
 
 def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """In a dtype that has room for the size of a vocabulary."""
+    """Casts ids to a dtype that has room for the size of a vocabulary."""
     return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
 def _own_part_of(
     ids: Int[Array, "*batch"], num_rows: int, axis: str | None
 ) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Return, for a vocabulary of which each shard has this many rows, the row on this shard, if it is here,
-    and if it is on none."""
+    """Return for each id the row on this shard, if it is on this shard, and if it is on none.
+
+    Each shard has `num_rows` rows of the vocabulary.
+    """
     size = num_rows if axis is None else num_rows * jax.lax.axis_size(axis)
     own = ids if axis is None else ids - jax.lax.axis_index(axis) * num_rows
     is_here = (own >= 0) & (own < num_rows)
@@ -258,7 +266,7 @@ def _own_part_of(
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
-    """A head cut over its outputs, the vocabulary; whole on one shard, and `None` if it cannot be cut."""
+    """A head cut over its outputs, the vocabulary; whole if there is one shard, `None` if it cannot be cut."""
     if num_shards > 1 and callable(head):
         return split_layer(head, "column", num_shards, 1)
     if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
@@ -269,6 +277,6 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
-    """Marks what came in by `spec` as different on each device along all of `axes`."""
+    """Marks an array that came in by `spec` as different on each device along all of `axes`."""
     missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

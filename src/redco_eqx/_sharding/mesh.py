@@ -1,4 +1,4 @@
-"""The device mesh and how a batch lies on it."""
+"""The device mesh, and the layout of a batch on it."""
 
 import contextlib
 import functools
@@ -28,16 +28,17 @@ _THREADS = "PJRT_NPROC"  # read by XLA when the CPU's client is made
 
 
 def give_threads() -> None:
-    """Lets JAX's CPU client, if it is yet to be made, have three threads for each virtual device.
+    """Gives JAX's CPU client, if it does not exist yet, three threads for each virtual device.
 
-    It has one for each, or one for each core if these are more. A collective keeps its thread until all
-    devices have come to it, and XLA runs collectives that do not depend on one another in any order. So some
-    devices may wait in one and the others in another, with no thread left to go on with either; after 40
-    seconds the process is aborted. A scan over layers beside the gradient of a table is enough. Three a device
-    are enough for three collectives at a time; more only cost time.
+    By default the client has one thread for each virtual device, or one for each core if there are more cores.
+    A collective keeps its thread until all devices have reached it, and XLA runs collectives that do not depend
+    on one another in any order. So some devices may wait in one collective and the others in another, and no
+    thread is left to finish either; after 40 seconds the process is aborted. A scan over layers beside the
+    gradient of a table is enough to cause this. Three threads for each device are enough for three collectives
+    at a time; more only cost time.
 
-    What the environment says already stays. Needed by jaxlib 0.10.2; with 0.12.0 the test's program ran
-    with one thread for each device. No upstream issue known.
+    A value that is already set in the environment stays. Needed by jaxlib 0.10.2; with 0.12.0 the test's
+    program ran with one thread for each device. No upstream issue known.
     """
     flags = [int(n) for n in _FLAG.findall(os.environ.get("XLA_FLAGS", ""))]
     num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *flags])
@@ -53,8 +54,10 @@ BATCH_AXES = ("data", "fsdp")
 
 
 class ShardingWarning(UserWarning):
-    """Much of a model, a large array that no rule could split, or a batch, is whole on every device; or the
-    path rules had to guess."""
+    """Warns that much of a model, a large array that no rule could split, or a batch is whole on every device.
+
+    It also warns that the path rules had to guess.
+    """
 
 
 def make_mesh(
@@ -68,9 +71,9 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
 
-    `make_mesh(mesh=mesh, names=("data", "tensor"))` is this mesh of the devices of one of your own, as they lie
-    there. Use it for all that this library is given. Constraints of your model by the names of your own mesh
-    (`"dp"`) do not hold on it: write them by the three names.
+    `make_mesh(mesh=mesh, names=("data", "tensor"))` makes it from a mesh that you already have, with the
+    devices in the same places. Use it for everything that you pass to this library. Constraints in your model
+    that use the names of your mesh (`"dp"`) do not hold on it: write them with the three names.
 
     ```python
     mesh = rx.make_mesh()                           # all devices for data
@@ -79,25 +82,26 @@ def make_mesh(
     mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
     ```
 
-    Of virtual devices of a CPU it should be the first that uses JAX: then these get threads enough not to wait
-    for one another for ever (`PJRT_NPROC` in the environment is set, unless it is).
+    With virtual devices of a CPU, call it before anything else uses JAX. The devices then get enough threads,
+    so that they do not wait for one another for ever (it sets `PJRT_NPROC` in the environment, unless it is
+    set).
 
     **Arguments:**
 
-    - `tensor`: over how many devices each layer's matrices are split (Megatron).
-    - `fsdp`: over how many devices parameters and optimizer state are split, and gathered for use (ZeRO).
-        Each of them takes its own part of the batch.
+    - `tensor`: the number of devices over which each layer's matrices are split (Megatron).
+    - `fsdp`: the number of devices over which parameters and optimizer state are split; they are gathered for
+        use (ZeRO). Each of these devices takes a different part of the batch.
     - `data`: number of replicas; -1 takes all devices that are left.
-    - `devices`: the devices to use, by default `jax.devices()`. When `data` is given and fewer devices
+    - `devices`: the devices to use, by default `jax.devices()`. When `data` is set and fewer devices
         are needed, the first ones are taken (on one process only).
-    - `mesh`: in place of all these, a mesh of any names and axis types.
-    - `names`: what each axis of `mesh` is here, in its order, by default what it is called there. Axes of one
-        name become one.
+    - `mesh`: a mesh with any names and axis types, in place of all these arguments.
+    - `names`: the new name of each axis of `mesh`, in order; by default the axes keep their names. Axes with
+        the same name become one.
 
     **Raises:**
 
     `TypeError` or `ValueError` if the sizes are not positive, need more devices than there are, or do not
-    divide them; or if an axis of `mesh` is given no name of the three.
+    divide them; or if an axis of `mesh` has none of the three names.
     """
     if mesh is not None:
         if (tensor, fsdp, data, devices) != (1, 1, -1, None):
@@ -151,7 +155,7 @@ def _renamed(mesh: Mesh, names: tuple[str, ...]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Refuses, by `TypeError` or `ValueError`, what is no mesh, or not one that a model can be laid on."""
+    """Raises `TypeError` or `ValueError` if `mesh` is no mesh, or not one on which a model can be laid out."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. make_mesh(tensor=...) makes "
@@ -176,17 +180,17 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 
 def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The axes of one entry of a spec."""
+    """The axes in one entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
-    """Number of shards that a spec's entry makes; an axis that the mesh does not have is of size 1."""
+    """Number of shards that a spec's entry makes; an axis that the mesh does not have counts as size 1."""
     return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The leading dim split over `("data", "fsdp")`, the other dims whole.
+    """The sharding of a batch: the leading dim is split over `("data", "fsdp")`, the other dims are whole.
 
     ```python
     batch = jax.device_put(batch, rx.batch_sharding(mesh))
@@ -198,7 +202,7 @@ def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Into how many parts the leading dim of a batch is split."""
+    """The number of parts into which the leading dim of a batch is split."""
     return axis_size(mesh, BATCH_AXES)
 
 
@@ -208,10 +212,10 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 
 
 STORED = ("fsdp", "tensor")
-"""An entry of a spec: split over both axes where it is stored, and whole for use.
+"""An entry of a spec: the dim is split over both axes where the array is stored, and whole for use.
 
-In an entry alone, or before `fsdp`, `tensor` splits an array for use. The order has this meaning in this
-library alone: for JAX it is an order of devices.
+If `tensor` stands alone in an entry, or before `fsdp`, it splits the array for use. Only this library gives the
+order this meaning: for JAX it is an order of devices.
 """
 
 
@@ -221,9 +225,9 @@ def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """A spec of an array that a program returned, in the spelling that says what `tensor` splits it for.
+    """Restores the spec of an array that a program returned, with the entry that says what `tensor` splits for.
 
-    With more than one device along `fsdp` the spec says it itself.
+    With more than one device along `fsdp`, the spec already says this.
     """
     if axis_size(mesh, "fsdp") > 1:
         return spec
@@ -243,7 +247,7 @@ def tensor_dim(spec: PartitionSpec) -> int | None:
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """The one spelling of a spec: compiled programs return it with `None`s at the end."""
+    """The one spelling of a spec, without the `None`s that compiled programs put at the end."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -251,27 +255,27 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """The sharding that keeps a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def one_device_mesh(device: Any) -> Mesh:
-    """The mesh of size one on which a model that was never placed lives."""
+    """The mesh of size one for a model that was never placed."""
     shape = (1,) * len(AXES)
     return Mesh(np.array([device]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
-    """`x` as a global array laid out by `sharding`.
+    """Makes a global array of `x`, laid out by `sharding`.
 
-    Every process holds it whole and equal, or it is a global array already.
+    Every process must have the same whole `x`, or `x` must already be a global array.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # of keys `jax.device_put` takes none
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # `jax.device_put` takes no keys
     if isinstance(x, jax.Array) and is_key(x):
         data = put_global(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -280,10 +284,10 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
 
 
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
-    """Runs `function` as if no other mesh than its own were set by `jax.set_mesh`.
+    """Runs `function` as if `jax.set_mesh` had set no mesh but the one that the function works on.
 
-    Its own mesh is one among its arguments, or else where the first array among them lies. Where that one
-    is set, it stays: a loss may name its axes. Inside a `shard_map` nothing changes.
+    The function works on the mesh among its arguments, or else on the mesh of the first array among them. If
+    that mesh is set, it stays set: a loss may name its axes. Inside a `shard_map` nothing changes.
     """
 
     @functools.wraps(function)
@@ -295,16 +299,20 @@ def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
 
 
 def _mesh_on(x: Any) -> Any:
-    """The mesh that an array lies on, under a trace, too."""
+    """The mesh that an array lies on. This also works under a trace."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None)
     return getattr(sharding, "mesh", None)
 
 
 @contextlib.contextmanager
 def context_of(*trees: Any) -> Iterator[None]:
-    """Leaves the mesh that is set, unless it is the first that `trees` hold or lie on, or they lie on none.
+    """Unsets the mesh that is set, as long as the context lasts.
 
-    Raises `ValueError` under a `jit` of other devices, or of the same in another order, if they hold no mesh.
+    The mesh stays set if it is the first mesh among `trees`, or else the first that their arrays lie on; and if
+    they lie on none.
+
+    Raises `ValueError` if `trees` contain no mesh, under a `jit` for other devices or for the same devices in
+    another order.
     """
     found = jax.sharding.get_abstract_mesh()
     leaves = [] if found.empty or AxisType.Manual in found.axis_types else jax.tree.leaves(trees)
@@ -316,7 +324,7 @@ def context_of(*trees: Any) -> Iterator[None]:
         return
     try:
         own: Any = jax.set_mesh(None)
-    except ValueError:  # under a trace, which has its devices already, in the order of the mesh that is set
+    except ValueError:  # a trace already has its devices, in the order of the mesh that is set
         if not given and not (_products(mesh) <= _products(found) and mesh.size == found.size):
             raise ValueError(
                 f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "
@@ -329,5 +337,5 @@ def context_of(*trees: Any) -> Iterator[None]:
 
 
 def _products(mesh: AbstractMesh) -> set[int]:
-    """The numbers of devices after which an axis begins anew: fewer, if axes are one that were two."""
+    """The numbers of devices after which an axis begins anew. Two axes merged into one have fewer."""
     return set(itertools.accumulate(mesh.axis_sizes, operator.mul))

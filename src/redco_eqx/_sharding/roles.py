@@ -2,8 +2,8 @@
 
 Consecutive Linear layers alternate between column and row splits; an attention's output projection is
 split opposite to its query, key and value (RedCoast, section 3.1; the layout is Megatron-LM's). Modules
-are resolved from the inside out: each takes the attentions and chains that it can complete, and hands
-what is left to its parent, up to the block.
+are resolved from the inside out: each module decides the attentions and chains that it can complete, and hands
+the remaining matrices to its parent, up to the block.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class Role:
 
     - `name`: `column`, `row`, `vocabulary`, `expert` (split), or `lora`, `router`, `norm`, `position`,
         `vector`, `buffer`, `input`, `head`, `whole` (not split).
-    - `reason`: for a reader.
+    - `reason`: the reason in words.
     - `dim`: the dim that is split, or `None`.
-    - `stack`: how many leading dims number stacked layers, which no axis may split.
-    - `is_guess`: whether the order of fields alone decided, which may be wrong.
+    - `stack`: how many leading dims count stacked layers; no axis may split these.
+    - `is_guess`: true if only the order of fields decided, which may be wrong.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Role:
 
 
 def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
-    """The role of each array of `model` on a `tensor` axis of the given size, by path."""
+    """The role of each array of `model`, by path, on a `tensor` axis of size `size`."""
     return _Resolver(read_model(model), size).resolve()
 
 
 Attention: TypeAlias = tuple[list[Matrix], Matrix, int | None, int | None]
-"""Query, key and value, as three matrices or as one; the projection they end in; numbers of heads, of the query
+"""Query, key and value, as three matrices or as one; the output projection; the number of heads of the query,
 and of key and value."""
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
@@ -50,7 +50,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n
 
 
 def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
-    """The attention among the matrices, if their names say that there is just one and their widths fit."""
+    """The attention among the matrices, if their names say that there is exactly one and their widths fit."""
     *separate, fused = [
         [m for m in matrices if named(names, m.name_in(scope)[-1])]
         for names in ("q|query|queries", "k|key|keys", "v|value|values", "qkv|query_key_value|attn|in")
@@ -72,8 +72,11 @@ def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
 
 
 def _head_counts(scope: Node, query: Matrix, key: Matrix) -> tuple[int | None, int | None]:
-    """Count the heads of the query, and of key and value: numbers that a module here or further out says, and
-    that divide."""
+    """Count the heads of the query, and of key and value.
+
+    The numbers come from the nearest module, here or further out, whose number of heads divides the query's
+    outputs.
+    """
     node: Node | None = scope
     while node is not None:
         heads = node.attribute(*_HEADS)
@@ -111,7 +114,7 @@ class _Resolver:
                 self._set(leaf, "whole", unknown)
         return self.roles
 
-    # One answer for an array.
+    # One decision for each array.
 
     def _set(self, leaf: Node, name: str, reason: str, dim: int | None = None) -> None:
         if leaf.path in self.roles:
@@ -126,7 +129,7 @@ class _Resolver:
         return f"{what}: {size} does not divide by tensor={self.size}"
 
     def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
-        """Decides a matrix, its bias and its LoRA branch: by `column`, by `row`, or `whole`."""
+        """Decides a matrix with its bias and its LoRA branch: split by `column`, by `row`, or `whole`."""
         for leaf, dim in matrix.cut(split).items():
             if leaf is matrix.weight:
                 self._set(leaf, name or split, reason, dim)
@@ -137,7 +140,7 @@ class _Resolver:
             else:
                 self._set(leaf, "lora", "LoRA: between the rank and a side that is whole")
 
-    # The type of a module alone.
+    # Decisions by the type of a module alone.
 
     def _by_type(self, node: Node) -> None:
         if node.is_norm:
@@ -151,7 +154,7 @@ class _Resolver:
             self._experts(node, router)
 
     def _experts(self, node: Node, router: Matrix) -> None:
-        """Split experts that are stacked beside their router: each shard holds some whole."""
+        """Split experts that are stacked beside their router: each shard has some whole experts."""
         count = router.out_size
         for child in node.children:
             is_list = isinstance(child.value, list | tuple) and len(child.children) == count
@@ -161,7 +164,7 @@ class _Resolver:
             for leaf in child.arrays() if is_stack and count % self.size == 0 else ():
                 self._set(leaf, "expert", f"each shard holds {count // self.size} experts", node.stack)
 
-    # Matrices: from the inside out.
+    # Decisions for matrices, from the inside out.
 
     def _collect(self, node: Node) -> list[Matrix]:
         """Decides what `node` can complete alone, and returns the matrices that are left, in order."""
@@ -180,7 +183,7 @@ class _Resolver:
             left = self._open(left)
         blocks = [below for below in node.walk() if below.is_block and below is not node]
         if blocks:
-            # What stands beside a stack of blocks is applied before or after all of them.
+            # A matrix beside a stack of blocks is applied before or after all of them.
             streams = {block.matrices()[0].in_size for block in blocks if block.matrices()}
             self._singles(left, streams)
             return []
@@ -215,7 +218,7 @@ class _Resolver:
         """Splits each run of two or more consecutive matrices."""
         for m in matrices if len(matrices) > 1 else ():
             if "shortcut" in m.node.name:
-                # Split, it would have to be gathered where its output is added to that of the others.
+                # If it were split, its output would have to be gathered before it is added to the others'.
                 self._split(m, "whole", "a shortcut from stream to stream, which stays whole")
         inner = [m for m in self._open(matrices) if not _HEAD_NAMES.fullmatch(m.node.name)]
         for chain in find_chains(scope, inner):
@@ -226,11 +229,12 @@ class _Resolver:
                     self._split(matrix, split, reason)
 
     def _singles(self, matrices: list[Matrix], streams: Collection[int] = ()) -> None:
-        """Decides matrices with no partner: vocabulary heads, and what stands alone.
+        """Decides matrices with no partner: vocabulary heads, and matrices that stand alone.
 
-        Beside blocks the residual stream stays whole, whose widths are `streams`. What feeds it from outside is
-        whole: every shard needs its output. So are two that keep its width, one before all blocks and one
-        behind. A narrow head is not cut along its input, which comes whole from the last block.
+        `streams` are the widths of the residual stream beside blocks, which stays whole. A matrix that feeds
+        the stream from outside is whole: every shard needs its output. Two matrices that keep the width of the
+        stream, one before all blocks and one after them, are whole too. A narrow head is not cut along its
+        input, which comes whole from the last block.
         """
         keeps = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
         for m in matrices:
@@ -255,22 +259,22 @@ class _Resolver:
 def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
     """Split the links of a chain (two or more) over `size` shards: `column`, `row` or `whole`, and why.
 
-    A column split keeps its output split and needs a whole input; a row split takes a split input and sums its
-    output. Of all ways to split every link, the one that sends the fewest bytes is taken: for a widening and a
-    narrowing Linear that is Megatron's column then row.
+    A column split needs a whole input and keeps its output split; a row split takes a split input and sums its
+    output. Of all ways to split every link, the result is the one that sends the fewest bytes: for a widening
+    and a narrowing Linear that is Megatron's column then row.
     Costs count the features of every activation that a collective returns, forward and backward.
     """
-    # What the links that are left cost depends on one thing alone of those before: whether the activation
-    # between them is split. So for each of the two only the best way there is kept, and each way is extended by
-    # each split of the next link:
+    # The cost of the remaining links depends on only one thing in the links before: whether the activation
+    # between them is split. So only the best way to reach each of the two cases is kept, and each way is
+    # extended by each split of the next link:
     #
     #   link     needs its input    leaves its output    communicates
     #   whole    whole              whole                nothing
     #   column   whole              split                the input's gradient, summed: in_size
-    #   row      split              whole                its output, summed: out_size; of an input that came
-    #                                                    whole and is cut here, the gradient, gathered: in_size
+    #   row      split              whole                its output, summed: out_size; if its input came whole
+    #                                                    and is cut here, the gradient, gathered: in_size
     #
-    # A split activation that the next link needs whole is gathered, and its gradient summed: 2 * in_size.
+    # A split activation that the next link needs whole is gathered, and its gradient is summed: 2 * in_size.
     #
     # best[is the activation split]: (links left whole, cost, splits), compared in this order.
     best: dict[bool, tuple[int, int, list[str]]] = {False: (0, 0, [])}
@@ -280,7 +284,7 @@ def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
         options: dict[bool, list[tuple[int, int, list[str]]]] = {False: [], True: []}
         for is_split, (whole, cost, splits) in best.items():
             gather = 2 * link.in_size if is_split else 0
-            # Only what could be a column counts as left whole: a few outputs are not worth a reduction.
+            # Only a link that could be a column counts as left whole: a few outputs are not worth a reduction.
             options[False].append((whole + out_divides, cost + gather, [*splits, "whole"]))
             if is_paired and out_divides:
                 options[True].append((whole, cost + gather + link.in_size, [*splits, "column"]))

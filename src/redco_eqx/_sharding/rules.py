@@ -1,7 +1,7 @@
-"""`explain`: a layout for any model and the reasons for it, decided from the program that uses it, or from
-paths, types and shapes. `shard_rules` is the layout alone.
+"""`explain`: a layout for any model and the reasons for it. `shard_rules`: the layout alone.
 
-Works on abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
+The program that uses the model decides the layout, or else paths, types and shapes do. Both functions work on
+abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from redco_eqx._sharding.mesh import (
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
 
-if TYPE_CHECKING:  # imported where a program is given: most layouts need none
+if TYPE_CHECKING:  # at run time imported only where there is a program: most layouts need none
     from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction
@@ -54,16 +54,16 @@ STORED_BYTES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The layout of one array, and why.
+    """The layout of one array, and the reason for it.
 
-    - `path`: its name.
+    - `path`: the name of the array.
     - `shape`, `dtype`: of the whole array.
-    - `spec`: its `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits it where it is
-        stored, and a step gathers it for use.
+    - `spec`: the `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits the array
+        where it is stored, and a step gathers it for use.
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
-    - `reason`: for a reader.
+    - `reason`: the reason in words.
     - `bytes_per_device`: size of one shard.
-    - `is_guess`: whether the path rules had but the order of square matrices to go by, which may be wrong.
+    - `is_guess`: true if the path rules had only the order of square matrices to go by, which may be wrong.
     """
 
     path: str
@@ -78,13 +78,13 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The layout of a model and the reasons for it; `str()` is a table, and so is what a notebook shows.
+    """The layout of a model and the reasons for it. `str()` and a notebook show it as a table.
 
-    - `decisions`: one for each array, by path.
+    - `decisions`: one decision for each array, by path.
     - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
-    - `mesh`: that it is for.
-    - `communication`: bytes that a step sends, if a program decided (and no override splits what it cannot
-        follow).
+    - `mesh`: the mesh that the layout is for.
+    - `communication`: bytes that a step sends, if a program decided (and no override makes a split that the
+        program's analysis cannot follow).
     """
 
     decisions: dict[str, Decision]
@@ -112,7 +112,7 @@ class Explanation:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of all arrays that one device holds."""
+        """Bytes of all arrays on one device."""
         return sum(d.bytes_per_device for d in self.decisions.values())
 
     def __repr__(self) -> str:
@@ -146,10 +146,10 @@ _GATHERS = (
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
-    """Rows of which only the numbers in the path differ, as one: `(path, how many, an example)`."""
+    """Merges rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
     groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
-        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # numbers are every second of them
+        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # every second word is a number
         key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
         groups.setdefault(key, []).append((words, d))
     rows = []
@@ -181,15 +181,16 @@ def shard_rules(
 ) -> PyTree[NamedSharding | None]:
     """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
 
-    With `loss_fn` and `batch`, the traced program decides what the `tensor` axis splits, for any
-    architecture and whatever its names: of all splits that do not clash, it takes those that send least for
-    the work that they divide. Without them, two rules do (RedCoast, section 3.1), by names, types and
-    shapes: consecutive Linear layers alternate between column and row splits, and an attention's output
-    projection is split opposite to its query, key and value; embeddings and heads are split over the
-    vocabulary. The `fsdp` axis then splits the largest remaining dim of every matrix. From 4 MiB on, what
-    `tensor` cannot split (heads, or a vocabulary, that do not divide) is stored split over
-    `("fsdp", "tensor")`, and gathered for use by the steps, as what `fsdp` splits is. Place a model by
-    `eqx.filter_shard(model, result)`.
+    With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis splits. This works for
+    any architecture and any names: of all splits that do not clash, it takes those that send least for the work
+    that they divide. Without them, two rules decide (RedCoast, section 3.1), by names, types and shapes:
+    consecutive Linear layers alternate between column and row splits, and an attention's output projection is
+    split opposite to its query, key and value. Embeddings and heads are split over the vocabulary.
+
+    The `fsdp` axis then splits the largest remaining dim of every matrix. Some arrays `tensor` cannot split
+    (heads, or a vocabulary, that do not divide). From 4 MiB on these are stored split over
+    `("fsdp", "tensor")`. The steps gather them for use, as they gather arrays that `fsdp` splits. Place a model
+    by `eqx.filter_shard(model, result)`.
 
     ```python
     shardings = rx.shard_rules(model, mesh)                                    # by two rules
@@ -200,15 +201,16 @@ def shard_rules(
     **Arguments:**
 
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
-    - `mesh`: from `make_mesh`, or any mesh of Auto axes of which some are named `data`, `fsdp`, `tensor`.
+    - `mesh`: from `make_mesh`, or any mesh of Auto axes, some of them named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-        (`layers.*.mlp.up.weight`; `*` also matches dots). The first that matches an array decides alone. Of
-        an entry `("fsdp", "tensor")` both axes are gathered for use, of `("tensor", "fsdp")` only `fsdp` is.
-    - `loss_fn`: a function of `(model, batch, key)`: the loss that is trained, or a predict function.
-    - `batch`: what it is given, as arrays or abstract. Only shapes and dtypes count, and of these hardly the
-        sizes. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
-    - `max_bytes_per_device`: of the model's arrays, at most: of the layouts that fit, the one that sends
-        least. Only with `loss_fn` and `batch`.
+        (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides
+        alone. For an entry `("fsdp", "tensor")` both axes are gathered for use, for `("tensor", "fsdp")` only
+        `fsdp`.
+    - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict function.
+    - `batch`: a batch for `loss_fn`, as arrays or abstract. Only shapes and dtypes count, and the sizes hardly
+        matter. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
+    - `max_bytes_per_device`: a limit on the bytes of the model's arrays on one device. Of the layouts that fit,
+        the result is the one that sends least. Only with `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -222,9 +224,9 @@ def shard_rules(
     fits into `max_bytes_per_device`.
 
     Warns with `ShardingWarning` if no name says which of several square matrices follow one another, so that
-    the path rules went by their order alone. And, once, if more than a twentieth of the model is replicated,
-    for whatever reason, or an array over 1 MiB for want of a rule or because its dims do not divide: it lists
-    the largest.
+    the path rules went by their order alone. It also warns, once, if more than a twentieth of the model is
+    replicated for any reason, or if an array over 1 MiB is replicated because no rule knows it or its dims do
+    not divide. The warning lists the largest arrays.
     """
     explanation = explain(
         model,
@@ -275,7 +277,7 @@ def explain(
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
-    """Raises `TypeError` or `ValueError` for what is no model, no mesh, or no list of overrides."""
+    """Raises `TypeError` or `ValueError` if an argument is no model, no mesh, or no list of overrides."""
     check_mesh(mesh)
     if hasattr(model, "opt_state"):
         raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
@@ -299,7 +301,7 @@ def analysis_of(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
-    """Analyse the program, if there is one, for the arrays that are not `chosen`."""
+    """Analyse the program, if there is one, and decide the arrays that are not `chosen`."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
@@ -324,7 +326,7 @@ def analyse(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis":
-    """Weigh every split in the traced program of a model, and choose."""
+    """Weigh every split in the traced program of a model, and choose a layout."""
     from redco_eqx._dataflow.engine import choose_layout, weigh
 
     tensor = axis_size(mesh, "tensor")
@@ -357,8 +359,9 @@ def explain_by(
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
 ) -> Explanation:
-    """The layout by the analysis of a program, for which no axis of the mesh but `tensor` counts; without one,
-    by the paths.
+    """The layout that the analysis of a program gives, or the path rules if there is no analysis.
+
+    For the analysis only the `tensor` axis of the mesh counts.
     """
     arrays = to_arrays(model)
     if analysis is None:
@@ -390,12 +393,12 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
         entries[role.dim] = "tensor"
     dims = [d for d in range(role.stack, len(shape)) if entries[d] is None and shape[d] % fsdp == 0]
     is_matrix = len(shape) - role.stack >= 2 and math.prod(shape) >= FSDP_MIN_SIZE
-    # Integers are packed or quantised weights if there are many of them, and else indices.
+    # If there are many integers, they are packed or quantised weights; otherwise they are indices.
     is_weight = role.name != "buffer" or (jnp.issubdtype(x.dtype, jnp.integer) and num_bytes >= LARGE_BYTES)
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
     can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
     if can_store and is_matrix and is_weight and over_both:
-        # What `tensor` cannot split for use takes memory all the same.
+        # An array that `tensor` cannot split for use still takes memory.
         entries[max(over_both, key=lambda d: shape[d])] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
     elif fsdp > 1 and is_matrix and is_weight:
@@ -411,7 +414,7 @@ def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
 
 
 def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
-    """By path, the first pattern that matches, and its spec. Raises `ValueError` as `shard_rules` does."""
+    """The first pattern that matches, and its spec, by path. Raises `ValueError` as `shard_rules` does."""
     arrays = to_arrays(model)
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
     for pattern, spec in overrides:
@@ -433,7 +436,7 @@ def _check_spec(path: str, pattern: str, x: Any, spec: PartitionSpec, mesh: Mesh
         try:
             NamedSharding(mesh, spec).shard_shape(tuple(x.shape))
             return
-        except Exception as error:  # of an axis that is repeated, JAX raises no ValueError
+        except Exception as error:  # for a repeated axis JAX raises no ValueError
             problem = str(error)
     raise ValueError(
         f"overrides: {spec} of the pattern {pattern!r} does not fit {path}, {describe(x)}: {problem}"

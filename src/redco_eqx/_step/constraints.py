@@ -1,4 +1,4 @@
-"""A chosen layout of values put into the program, as sharding constraints where the choice changes."""
+"""Puts a chosen layout of values into the program, as sharding constraints where the choice changes."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num
 
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
-    """The program of a step with each value laid out, if `tensor` splits these dims of parameters, by path."""
+    """The program of a step with each value laid out. `tensor` splits the `dims` of parameters, by path."""
     walk, parameters, gradients = walk_through(traced)
     values = Values(
         walk, parameters, gradients, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh)
@@ -33,19 +33,19 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
 
 
 class _Constraints:
-    """Puts a solution into a program."""
+    """The sharding constraints that put a solution into a program."""
 
     def __init__(self, solution: Solution, mesh: Mesh | AbstractMesh):
         self.values, self.state, self.mesh = solution.values, solution.state, mesh
         pairs = [(o.step, s) for o, s in zip(self.values.operations, solution.strategies) if o.step]
         self._of_step = {id(step): s for step, s in pairs if not step.handed}
-        # What is handed into a body or out of it, by the operation that has the body.
+        # The strategies of values that are handed into a body or out of it, by the operation that has the body.
         self._handed = {(id(step.equation), id(step.operands[0])): s for step, s in pairs if step.handed}
         self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
     def spec(self, value: Value, state: State) -> PartitionSpec:
         """The layout of a value; `state` is that of its group."""
-        # Gradients of weights: what else splits them is said where they are gathered.
+        # Gradients of weights stay free here: the gathers say which other axes split them.
         is_free = "fsdp" in self._axes and value.is_data and not self.values.batch_dims(value)
         entries: list[Any] = [()] * len(value.dims)
         for dim in self.values.batch_dims(value):
@@ -57,7 +57,7 @@ class _Constraints:
         return PartitionSpec(*(e[0] if len(e) == 1 else e or other for e in entries))
 
     def program(self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None) -> Jaxpr:
-        """A program with what the walk found of it; `around`: the operation that it is the body of."""
+        """Constrains a program that was walked, as `found` says; it is the body of the operation `around`."""
         names: dict[Var, Operand] = {}
         changed: dict[tuple[Var, State], Operand] = {}
         equations: list[JaxprEqn] = []
@@ -116,16 +116,17 @@ class _Constraints:
                 equation = self._inside(visit)
             equations.append(equation.replace(invars=operands))
             if visit.bodies and visit.equation.primitive.name not in ("scan", "while", "cond"):
-                continue  # of a call its body has done it
+                continue  # the body of a call has constrained the results
             for var, value, given in zip(visit.equation.outvars, visit.results, gives):
                 if not any(value.dims):
                     continue
                 own, out = self.state(value), var
                 given = given if given is None else self.values.slot(value, given)
-                # Constrained to another split at once, the partitioner would change the operands instead.
+                # With a constraint to another split right away, the partitioner would change the operands
+                # instead.
                 if given is not None and given != own and own != PENDING:
                     out = put(out, value, WHOLE if given == PENDING else given)
-                # A weight that is not gathered yet, perhaps.
+                # This may be a weight that is not gathered yet.
                 is_stored = "fsdp" in self._axes and not value.is_data
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=hand(around, jaxpr.outvars, found.results))

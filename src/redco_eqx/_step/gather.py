@@ -1,10 +1,10 @@
-"""FSDP: parameters that are split where they are stored, gathered where they are used first.
+"""FSDP: gathers parameters that are split where they are stored, at the place of their first use.
 
-That is over `fsdp`, and what an entry `("fsdp", "tensor")` of its spec splits over both.
+They are gathered over `fsdp`; and over both axes if the spec splits a dim by an entry `("fsdp", "tensor")`.
 
-Inside the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a `shard_map`, the gather
-stands in the body: so at most one layer of a scan is whole, and a checkpoint gathers again for the gradient
-instead of keeping what it gathered.
+If the first use is in the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a
+`shard_map`, the gather stands in that body. So at most one layer of a scan is whole, and a checkpoint gathers
+again for the gradient instead of keeping the gathered weights.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from redco_eqx._base.jaxprs import (
 )
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
-# FSDP: one parameter that is split where it is stored, gathered for use.
+# Gathering one parameter that is split where it is stored.
 
 
 def is_split(sharding: NamedSharding) -> bool:
@@ -38,9 +38,10 @@ def is_split(sharding: NamedSharding) -> bool:
 
 
 def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
-    """`x`, laid out by `sharding`, as it is used: one all-gather. Backward one reduce-scatter.
+    """Gathers `x`, which is laid out by `sharding`, for use: one all-gather. Backward it is one reduce-scatter.
 
-    A plain constraint would do forward, but transposes to itself: the gradient would be summed whole.
+    A plain constraint would do for the forward pass, but it transposes to itself: the gradient would be summed
+    whole.
     """
     whole = NamedSharding(sharding.mesh, for_use(sharding.spec))
     over_fsdp = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
@@ -54,8 +55,8 @@ def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
         return gathered(x), None
 
     def backward(residual: None, gradient: Array) -> tuple[Array]:
-        # Along `tensor` each device has the same gradient, and keeps a part of it. Were that all that is asked
-        # for, the compiler would make no more than the part, of activations that it splits and gathers for it.
+        # Along `tensor` each device has the same gradient, and keeps a part of it. Without the first constraint
+        # the compiler would compute only that part, from activations that it splits and gathers for this.
         gradient = jax.lax.with_sharding_constraint(gradient, summed)
         return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
@@ -64,22 +65,23 @@ def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
 
 
 Shardings: TypeAlias = Sequence[NamedSharding | None]
-"""For each of some arrays, if it is a weight, how it is split where it is stored."""
+"""The layout in which each of some arrays is stored; `None` for an array that is no weight."""
 
 
 def gather_where_used(program: Program, layout: Shardings) -> tuple[Program, bool]:
-    """`program` with its inputs gathered that `layout` splits where they are stored. No number changes.
+    """Gathers the inputs of `program` that `layout` splits where they are stored. No number changes.
 
-    What reads a weight number by number, such as a cast, reads it split, and so does a sum to a scalar.
+    An operation that reads a weight number by number, such as a cast, reads it split. So does a sum to a
+    scalar.
 
     **Returns:**
 
-    The program, and whether it would keep gathered weights for its gradient: that is so if no `jax.checkpoint`
-    in it reads weights.
+    The new program, and a bool: true if the program would keep gathered weights for its gradient. It would if
+    no `jax.checkpoint` in it reads weights.
     """
     if not any(sharding is not None and is_split(sharding) for sharding in layout):
         return program, False
-    # Of a weight that needs no gather it only counts that it is one.
+    # For a weight that needs no gather it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     walk = _Walk()
     jaxpr, _ = walk.program(program.closed.jaxpr, weights)
@@ -88,7 +90,7 @@ def gather_where_used(program: Program, layout: Shardings) -> tuple[Program, boo
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """An operation that takes weights as they are: the operation, the operands, and what weights come out."""
+    """An operation that takes weights as they are: the operation, the operands, the weights that come out."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -98,7 +100,7 @@ class _Taken:
 class _Walk:
     """One walk through a program.
 
-    - `has_checkpoint`: whether it has met a `jax.checkpoint` that reads weights.
+    - `has_checkpoint`: true once the walk has met a `jax.checkpoint` that reads weights.
     """
 
     has_checkpoint = False
@@ -106,9 +108,10 @@ class _Walk:
     def program(
         self, jaxpr: Jaxpr, weights: Shardings, *, whole_outputs: bool = False
     ) -> tuple[Jaxpr, Shardings]:
-        """A program of these `weights` and other inputs, and what weights come out: some are handed on.
+        """Changes a program whose inputs are these `weights` and other values.
 
-        Where nothing is gathered it is the same object.
+        Some weights may come out as results. Returns the program and the layout of these results. If nothing is
+        gathered, the program is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
         gathered: dict[Var, Operand] = {}
@@ -140,7 +143,7 @@ class _Walk:
         return jaxpr, layout_of(outvars)
 
     def take(self, equation: JaxprEqn, inputs: Shardings) -> _Taken:
-        """Choose the operands that `equation` can take as they are; by default none."""
+        """Choose the operands that `equation` can take as they are; there are none by default."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
             return _Taken(equation, range(len(inputs)))  # a sum of squares, say
@@ -166,7 +169,7 @@ def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
-    """The layout of one layer of each stack; `None` for what goes through all steps of the scan alike."""
+    """The layout of one layer of each stack; `None` for a value that all steps of the scan share."""
 
     def one(sharding: NamedSharding | None, outer: Operand, inner: Operand) -> NamedSharding | None:
         is_stack = len(shape_of(inner)) < len(shape_of(outer))
@@ -181,7 +184,7 @@ def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
 
 
 def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """If all arrays among the operands are split alike, so is what comes out."""
+    """An elementwise operation: if all arrays among the operands are split alike, so are the results."""
     arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
     shapes = {shape_of(atom) for atom in (*equation.invars, *equation.outvars)} - {()}
@@ -191,7 +194,7 @@ def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
 
 
 def _part_of_it(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """A slice, if the dims that are split are not cut; or what is left without dims of size 1."""
+    """A slice that does not cut a dim that is split; or an array from which dims of size 1 are removed."""
     sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     if sharding is None:
         return _Taken(equation)
@@ -209,14 +212,14 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
 }
 
 
-# In the body of a shard_map a constraint would say nothing: there a gather is written out.
+# In the body of a shard_map a constraint would have no effect, so the gather is written out there.
 
 
 def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """A `shard_map` takes an operand as it is split if its body first casts it to vary along `fsdp`.
+    """Takes operands of a `shard_map` split as they are, if the body first casts them to vary along `fsdp`.
 
-    Such a body sums the operand's gradient over `fsdp`, where it casts. A gather in place of the cast hands
-    over the same, and its transpose, a reduce-scatter, leaves each device its own part of the gradient.
+    Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place of the cast gives the
+    same value, and the transpose of the gather, a reduce-scatter, leaves each device its part of the gradient.
     """
     inside, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
     invars, equations, taken = list(inside.invars), list(inside.eqns), []
@@ -244,7 +247,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings) -> _Taken:
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:
-    """`spec`, and `fsdp` where `split` has it; `None` if they do not go together."""
+    """`spec`, with `fsdp` where `split` has it; `None` if the two do not fit together."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     for dim, entry in enumerate(split):
         if entry == "fsdp" and entries[dim] is None:
@@ -254,9 +257,9 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
 
 
 def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray) -> Jaxpr:
-    """The body of a `shard_map` that casts its operand to vary over `axes`, and gathers it.
+    """The body of a `shard_map` that casts its operand to vary over `axes`, and then gathers it.
 
-    In this order, so that the gradient is summed over the other axes in parts.
+    The cast comes first, so that the gradient is summed over the other axes in parts.
     """
     dim = list(spec).index("fsdp")
     rest = tuple(axis for axis in axes if axis != "fsdp")
@@ -265,12 +268,13 @@ def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[st
         x = jax.lax.pcast(x, rest, to="varying") if rest else x
         return jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
-    # Of the mapped function only the body is used; what varies has to be said in `out_specs` all the same.
+    # Only the body of the mapped function is used, but `out_specs` must still name the axes along which it
+    # varies.
     out = PartitionSpec((*axes_of(spec), *rest))
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(spec,), out_specs=out)
     return _traced(mapped, aval).eqns[0].params["jaxpr"]
 
 
 def _traced(function: Callable[[Array], Array], aval: ShapedArray) -> Jaxpr:
-    """The program of a function of one array; its variables are new ones each time."""
+    """The program of a function of one array, with new variables each time."""
     return jax.make_jaxpr(function)(abstract(aval)).jaxpr

@@ -1,4 +1,4 @@
-"""`init_state`: a state from a model, laid out as the model is."""
+"""`init_state`: makes a state from a model, laid out like the model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -34,9 +34,10 @@ def init_state(
     key: Key,
     trainable: Any = is_trainable,
 ) -> TrainState:
-    """The state of a new run of `model`, on the mesh that its arrays lie on.
+    """Makes the state of a new run of `model`, on the mesh that the model's arrays lie on.
 
-    The arrays are taken, not copied: a step that donates the state deletes the model's too.
+    The state takes the model's arrays without a copy: a step that donates the state deletes the model's arrays
+    too.
 
     ```python
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
@@ -47,20 +48,21 @@ def init_state(
 
     **Arguments:**
 
-    - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. Its arrays
-        may be abstract (`jax.ShapeDtypeStruct`, with or without a sharding): so is the state then.
-    - `optimizer`: its state is born with the shardings of its parameters. Without one, the state serves
-        evaluation and prediction.
-    - `key`: a PRNG key, of which all randomness of the run comes.
+    - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. If the arrays
+        are abstract (`jax.ShapeDtypeStruct`, with or without a sharding), the state is abstract too.
+    - `optimizer`: an optimizer of optax. Its state is made with the shardings of the parameters. Without an
+        optimizer, the state serves evaluation and prediction.
+    - `key`: a PRNG key, from which all randomness of the run comes.
     - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default
-        every floating JAX array. NumPy arrays, integers and keys are never trained; `init_model` keeps NumPy
-        arrays, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not. What the class of a module names in
-        a tuple `buffers`, by paths in it, is never trained either, of whatever kind it is.
+        every floating JAX array is trained. NumPy arrays, integers and keys are never trained; `init_model`
+        keeps NumPy arrays, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not. Arrays of any kind are
+        never trained if the class of a module lists them in a tuple `buffers`, by their paths in the module.
 
     **Raises:**
 
-    `ValueError`, naming the leaf: one buffer held by two leaves, an array or an unhashable value in a static
-    field, arrays on different meshes, a deleted array, or no trainable leaf although there is an optimizer.
+    `ValueError`, naming the leaf: two leaves share one buffer, a static field has an array or an unhashable
+    value, arrays lie on different meshes, an array is deleted, or no leaf is trainable although there is an
+    optimizer.
     """
     if isinstance(model, TrainState):
         raise TypeError("init_state: this is a TrainState already. A new one is made of its state.model.")
@@ -93,7 +95,7 @@ def init_state(
         frozen=frozen,
         model_state={path: place(path, x) for path, x in state_arrays.items()},
         opt_state=() if optimizer is None else init_optimizer(optimizer, params, layout),
-        # A copy: the caller goes on with this key, also once the state is donated.
+        # A copy, because the caller may use this key after the state is donated.
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
@@ -104,7 +106,7 @@ def init_state(
 
 
 def _check_no_index(model: Any) -> None:
-    """Refuses a model whose layers have an `eqx.nn.State` that did not come along."""
+    """Raises `ValueError` for a model whose layers need an `eqx.nn.State` that was not passed along."""
     nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[0]
     for keypath, x in nodes:
         if isinstance(x, eqx.nn.StateIndex):
@@ -119,9 +121,9 @@ def _placement(
     arrays: dict[str, Any],
     state_arrays: dict[str, Any],
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
-    """A function that places an array by path (`None`: replicated), and where each of `arrays` lies.
+    """A function that places an array by path (`None`: replicated), and the layout of `arrays`.
 
-    What an `eqx.nn.State` holds (`state_arrays`) is replicated.
+    The arrays of an `eqx.nn.State` (`state_arrays`) are replicated.
 
     Under a trace, and for abstract arrays without a mesh, nothing is placed and the layout is `None`.
     """
@@ -152,7 +154,7 @@ def _placement(
         sharding = whole if path is None else layout.get(path, whole)
         if abstract:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if isinstance(x, jax.Array) and x.aval.weak_type:  # it would not be weak after the first update
+        if isinstance(x, jax.Array) and x.aval.weak_type:  # after the first update it would not be weak
             x = jax.lax.convert_element_type(x, x.dtype)
         return put_global(x, sharding)
 
@@ -173,7 +175,7 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
 
 
 def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
-    """Raises `ValueError` if one array is two leaves: of each comes what it is known by, and its path."""
+    """Raises `ValueError` if one array is two leaves. `arrays` has the identity and the path of each leaf."""
     first: dict[Hashable, str] = {}
     for array, path in arrays:
         if first.setdefault(array, path) != path:

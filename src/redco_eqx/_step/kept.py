@@ -1,4 +1,4 @@
-"""Compiled programs, kept from call to call as long as what they were traced from is the same and there."""
+"""Keeps compiled programs from call to call, while the objects that they were traced from stay the same."""
 
 import collections
 import contextlib
@@ -17,29 +17,30 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-# What is installed does not change while a program runs: its global names and its classes are not looked into.
+# Installed modules do not change while a program runs: their global names and classes are not looked into.
 _INSTALLED = tuple(str(pathlib.Path(x).parents[1]) for x in (collections.__file__, jax.__file__, __file__))
 
-# Beyond so many values to compare (a table of words, say), compiling again is the better choice.
+# With more values than this to compare (a table of words, say), it is better to compile again.
 _MOST_VALUES = 20_000
 
 
 class NotComparableError(Exception):
-    """There are too many values to compare, or one is of a trace, which may be over."""
+    """Raised if there are too many values to compare, or if one belongs to a trace, which may be over."""
 
 
 def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
-    """A key that is equal for two values of the same definition, and all objects in it by their `id`.
+    """A key that is equal for two values of the same definition, and the objects in it that are only an `id`.
 
-    Numbers compare with their type, NaN equals itself; functions by code, defaults, attributes and what they
-    close over; NumPy arrays and other objects by what they hold; by identity what cannot be looked into, such
-    as arrays of JAX. The key holds only as long as these objects are there.
+    Numbers compare with their type, and NaN equals itself. Functions compare by code, defaults, attributes and
+    the values that they close over. NumPy arrays and other objects compare by their contents. Objects that
+    cannot be looked into, such as arrays of JAX, compare by identity: the key is valid only as long as these
+    exist.
 
-    - `deep`: also by what functions may read besides: the globals that their code names, and the functions,
-        classes and modules among those in turn. Raises `NotComparableError`.
+    - `deep`: also compares the other values that functions may read: the globals that their code names, and the
+        functions, classes and modules among those in turn. Raises `NotComparableError`.
     """
     objects: list[Any] = []
-    seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no `id` is used twice
+    seen: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that no `id` is used twice
     numbers = itertools.count()
 
     def key_of(x: Any) -> Hashable:
@@ -49,7 +50,7 @@ def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
         if x is None or isinstance(x, bool | int | str | bytes | types.CodeType):
             return kind, x
         if isinstance(x, float | complex):
-            return kind, repr(x)  # NaN is like NaN, and 0.0 not like -0.0
+            return kind, repr(x)  # NaN equals NaN, and 0.0 differs from -0.0
         if isinstance(x, np.ndarray | np.generic) and x.dtype != object:
             digest = hashlib.blake2b(np.ascontiguousarray(x).tobytes(), digest_size=16).digest()
             return kind, x.shape, str(x.dtype), digest
@@ -62,7 +63,7 @@ def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
         alone = None if parts else _alone(x)
         objects.extend([x] if alone == id(x) else [])
         key = key_of(kind), alone, tuple(map(key_of, parts))
-        if not deep:  # where what is shared is no other than what is equal
+        if not deep:  # then a shared object is no different from an equal one
             del seen[id(x)]
         return key
 
@@ -70,16 +71,16 @@ def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
 
 
 def _alone(x: Any) -> Hashable:
-    """The key of what has no parts: itself, if it says what it equals; `None` of a marker; or else its `id`."""
+    """The key of an object without parts: the object if it defines equality, `None` for a marker, or `id`."""
     kind = type(x)
     if kind.__eq__ is not object.__eq__ and isinstance(x, Hashable) and not isinstance(x, jax.Array):
         return x
     is_marker = getattr(x, "__dict__", None) == {} and kind.__init__ is object.__init__
-    return None if is_marker else id(x)  # such as the one that `eqx.nn.Shared` leaves
+    return None if is_marker else id(x)  # `eqx.nn.Shared` leaves such a marker
 
 
 def _parts(x: Any, deep: bool) -> list[Any]:
-    """The values that `x` holds."""
+    """The values inside `x`."""
     if isinstance(x, jax.Array | types.ModuleType):
         return []
     parts = list(_of_function(x, deep)) if isinstance(x, types.FunctionType) else []
@@ -91,11 +92,11 @@ def _parts(x: Any, deep: bool) -> list[Any]:
 
 
 def _of_function(function: types.FunctionType, deep: bool) -> Iterator[Any]:
-    """The code of a function, and what it may read: defaults, closure, and globals by the names in the code."""
+    """The code of a function and the values that it may read: defaults, closure, globals named in the code."""
     code, cells = function.__code__, {}
     yield from (code, code.co_filename, function.__defaults__, function.__kwdefaults__)
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # one that is not filled yet
+        with contextlib.suppress(ValueError):  # the cell may not be filled yet
             cells[name] = cell.cell_contents
     names, scopes = _names(code), [cells]
     if deep and not _is_installed(function.__globals__.get("__name__", "")):
@@ -104,13 +105,13 @@ def _of_function(function: types.FunctionType, deep: bool) -> Iterator[Any]:
         for name in sorted(names & scope.keys()):
             x = scope[name]
             yield name, x
-            # Of a module, what has one of the names, too: an attribute is read by its name.
+            # Also the attributes of a module that have one of the names: code reads an attribute by its name.
             if deep and isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
                 scopes += [] if any(vars(x) is other for other in scopes) else [vars(x)]
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of all but local variables in a code, and of attributes: with those of inner functions."""
+    """The names of attributes and of all but local variables in a code, with those in inner functions."""
     inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return {*code.co_freevars, *code.co_names}.union(*inner)
 
@@ -121,11 +122,11 @@ _CONTENTS: dict[Any, Callable[[Any], Any]] = {
     jax.tree_util.PyTreeDef: lambda x: (x.node_data(), x.num_leaves, *x.children()),
     property: lambda x: (x.fget,),
     type: lambda x: x.__bases__,
-    np.ndarray: lambda x: x.tolist(),  # of objects
+    np.ndarray: lambda x: x.tolist(),  # an array of objects
     **dict.fromkeys((tuple, list, set, frozenset, bytearray, collections.deque), iter),
     **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
 }
-"""The values that objects of a kind are made of, in order."""
+"""The values that objects of each kind consist of, in order."""
 
 
 def _is_installed(module: str) -> bool:
@@ -133,31 +134,32 @@ def _is_installed(module: str) -> bool:
     return module in sys.builtin_module_names or file.startswith(_INSTALLED)
 
 
-# Compiled programs, kept from call to call.
+# Keeping compiled programs from call to call.
 
 # Enough for a few tasks that take turns at training, evaluation and prediction.
 _MOST = 16
 
 T = TypeVar("T")
 
-# By what a program is for, its value, and what must stay alive; the one that was used last comes last.
+# For each key, the value and the objects that must stay alive. The entry that was used last comes last.
 _entries: collections.OrderedDict[Hashable, tuple[Any, list[Any]]] = collections.OrderedDict()
 
 
 def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
-    """Return what `make()` returned before for the same functions and key, or returns now.
+    """Return the value that `make()` returned before for the same functions and key; otherwise call it now.
 
-    Functions are the same if they have the same code and capture the same: what their closures, defaults and
-    attributes hold, the globals that their code names, and the functions, classes and modules among all of that
-    in turn. Numbers, text and NumPy arrays compare by value; arrays of JAX, and what cannot be looked into, by
-    identity, and weakly: a program is let go with them. What changes while it is traced, such as a list of
-    calls, is other than before, and compiles again. The value must not refer to the functions.
+    Functions are the same if they have the same code and capture the same values: those in their closures,
+    defaults and attributes, the globals that their code names, and the functions, classes and modules among all
+    of these in turn. Numbers, text and NumPy arrays compare by value. Arrays of JAX, and objects that cannot be
+    looked into, compare by identity, through weak references: the program goes when they go. An object
+    that changes while it is traced, such as a list of calls, differs from before, and makes the program compile
+    again. The value must not refer to the functions.
     """
     captured = captured_by(functions)
     if captured is None:
         return make()
     content, objects = captured
-    # JAX's options change what is traced and compiled.
+    # JAX's options change the traced and compiled program.
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
     full = key, content, options, jax.sharding.get_abstract_mesh()
     if full not in _entries:
@@ -171,19 +173,19 @@ def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
 
 
 def signature(tree: PyTree) -> Hashable:
-    """The arguments that a compiled program asks for: structure, shapes, dtypes and shardings."""
+    """The form of the arguments that a compiled program takes: structure, shapes, dtypes and shardings."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
 
 
 def captured_by(values: tuple[Any, ...]) -> tuple[Hashable, list[Any]] | None:
-    """The `definition` of values, with all that functions among them may read; `None` if that has none."""
+    """The `definition` of values, with all that functions among them may read; `None` if there is none."""
     with contextlib.suppress(NotComparableError):
         return definition(values, deep=True)
     return None
 
 
 def _held(x: Any, entry: Hashable) -> Any:
-    """`x`, weakly if it is of a kind that can be: then the entry goes with it."""
+    """A weak reference to `x`, which removes the entry when `x` goes; `x` itself if it allows none."""
     is_weak = type(x).__weakrefoffset__ != 0
     return weakref.ref(x, lambda _: _entries.pop(entry, None)) if is_weak else x

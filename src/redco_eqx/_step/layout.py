@@ -1,4 +1,4 @@
-"""The layout of a step over the mesh, and its program on it: traced, gathered where used, mended."""
+"""The layout of a step over the mesh, and the program of a step: traced, gathered where used, mended."""
 
 import math
 import warnings
@@ -28,7 +28,7 @@ from redco_eqx._step.gather import gather_where_used
 from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.state import TrainState, is_pair
 
-# The layout that a step keeps to.
+# The layout that a step follows.
 
 
 Layout: TypeAlias = dict[str, NamedSharding]
@@ -36,9 +36,9 @@ Layout: TypeAlias = dict[str, NamedSharding]
 
 
 def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
-    """A tree of shardings, by path; of a pair `(model, state)` those of the model.
+    """The shardings in a tree, by path; for a pair `(model, state)`, the shardings of the model.
 
-    Raises `ValueError`, naming it, if a parameter has none.
+    Raises `ValueError`, naming the parameter, if a parameter has none.
     """
     if is_pair(shardings):
         shardings, _ = shardings
@@ -53,26 +53,27 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of the layout, or else the one on which arrays lie; `None` if they lie on none."""
+    """The mesh of the layout, or else the mesh on which `arrays` lie; `None` if they lie on none."""
     return next(iter(layout.values())).mesh if layout else traced_mesh(arrays)
 
 
 def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
-    """Arrays by path, laid out; as they are without a layout."""
+    """Lays out arrays by path. Without a layout they stay as they are."""
     if layout is None:
         return params
     return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
 
 
-# The rows of a batch, split over the mesh: also of one that was not placed.
+# The rows of a batch, split over the mesh even if the batch was not placed.
 
 
 def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) -> Batch:
-    """`batch` with this dim of its arrays split over `data` and `fsdp`; its other dims lie as they did.
+    """Splits this dim of the arrays of `batch` over `data` and `fsdp`. The other dims lie as they did.
 
-    Otherwise each data shard would compute all of a batch that is not placed: the compiler splits only what a
-    placed argument, or a constraint, says. An array whose dim does not divide is left as it is, and so is all
-    outside of `jit`. Warns of a dim that has more rows than there are shards, and does not divide.
+    Otherwise each data shard would compute all of a batch that is not placed: the compiler splits an array only
+    if a placed argument or a constraint says so. An array whose dim does not divide is left as it is, and
+    outside of `jit` every array is. Warns of a dim that has more rows than there are shards and does not
+    divide.
     """
     shards = 1 if mesh is None else num_batch_shards(mesh)
     if mesh is None or shards == 1:
@@ -82,7 +83,7 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
         rows = getattr(x, "shape", ())[dim : dim + 1]
         if rows and rows[0] % shards == 0:
             x = _split_p.bind(jnp.asarray(x), mesh=mesh, dim=dim, axes=batch_axes(mesh, rows[0]))
-        elif rows and rows[0] > shards:  # a tail of fewer can only be computed whole
+        elif rows and rows[0] > shards:  # a tail with fewer rows can only be computed whole
             odd.append(f"{path or 'array'} has {rows[0]} rows")
         leaves.append(x)
     if odd:
@@ -102,7 +103,7 @@ def _split(x: Array, *, mesh: Mesh | AbstractMesh, dim: int, axes: tuple[str, ..
 
 
 def _batched(axis: Any, operands: Any, dims: Any, *, dim: int, axes: tuple[str, ...], **mesh: Any) -> Any:
-    """Under `vmap`, the same dim of each; what `spmd_axis_name` says of an axis comes first."""
+    """Splits the same dim of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
     (x,), (new,) = operands, dims
     taken = getattr(axis, "spmd_name", None) or ()
     axes = tuple(name for name in axes if name not in taken)
@@ -110,8 +111,8 @@ def _batched(axis: Any, operands: Any, dims: Any, *, dim: int, axes: tuple[str, 
     return _split_p.bind(x, dim=dim, axes=axes, **mesh) if axes else x, new
 
 
-# A primitive and not `with_sharding_constraint` itself, which raises an error, in place of yielding, under
-# `vmap(spmd_axis_name="data")`, by which clients are laid over `data`.
+# A primitive, because `with_sharding_constraint` raises an error, where it should give way, under
+# `vmap(spmd_axis_name="data")`, which lays clients over `data`.
 _split_p = Primitive("split_rows")
 _split_p.def_impl(lambda x, **_: x)
 _split_p.def_abstract_eval(lambda x, **_: x)
@@ -120,14 +121,15 @@ batching.fancy_primitive_batchers[_split_p] = _batched
 mlir.register_lowering(_split_p, mlir.lower_fun(_split, multiple_results=False))
 
 
-# A batch in parts.
+# A batch in microbatches.
 
 
 def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool) -> Batch:
-    """`(number, size / number, ...)`: example i goes to microbatch i % number.
+    """Cuts a batch into `(number, size / number, ...)`: example i goes to microbatch i % number.
 
-    Taking neighbours instead would put each microbatch on a part of the devices only.
-    Raises `ValueError` if the batch does not divide; over the data shards of `mesh`, too, if it `must_divide`.
+    With neighbours in one microbatch, each microbatch would lie on only a part of the devices.
+    Raises `ValueError` if the batch does not divide; with `must_divide`, the microbatches must also divide over
+    the data shards of `mesh`.
     """
     shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
     for path, x in leaves_with_paths(batch):
@@ -141,7 +143,7 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
 
 
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
-"""Parameters, frozen arrays and model state, each by path; batch and key."""
+"""Parameters, frozen arrays and model state, each by path; then the batch and the key."""
 
 _PAIR = (
     "It is given the pair (model, eqx.nn.State) where init_state was: init_state((model, model_state), ...)."
@@ -149,7 +151,7 @@ _PAIR = (
 
 
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
-    """`use(model, batch, key)` as a function of [`Inputs`][]."""
+    """Turns `use(model, batch, key)` into a function of [`Inputs`][]."""
 
     def run(*inputs: Any) -> Any:
         params, frozen, model_state, batch, key = inputs
@@ -174,16 +176,16 @@ def program_of(
     splits: bool,
     differentiates: bool = False,
 ) -> Program:
-    """The program of a function of [`Inputs`][], which is traced once.
+    """The program of a function of [`Inputs`][]. The function is traced once.
 
-    - `splits`: its activations are laid out over `tensor`.
-    - `differentiates`: that of `jax.value_and_grad(function, has_aux=True)`.
+    - `splits`: lays out the activations over `tensor`.
+    - `differentiates`: makes the program of `jax.value_and_grad(function, has_aux=True)` instead.
     """
     mesh = mesh_of(layout, inputs)
     known = layout or {}
     splits = splits and bool(known) and mesh is not None and axis_size(mesh, "tensor") > 1
     given: Any = inputs
-    if splits:  # as on one device
+    if splits:  # trace as on one device
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     program = trace(function, *given)
     of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
@@ -197,7 +199,7 @@ def program_of(
         program = _laid_out(program, inputs, known, differentiates)
     arrays = {**inputs[0], **inputs[1]}
     split = [arrays[path].shape for path, s in known.items() if tensor_dim(s.spec) is not None]
-    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or of a stack
+    kernels = {math.prod(part) for shape in split for part in (shape, shape[1:])}  # alone, or in a stack
     return for_partitioner(program, mesh, kernels)
 
 
@@ -218,7 +220,7 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warns of parameters on which the loss does not depend: whose gradient is zero whatever comes in."""
+    """Warns of parameters on which the loss does not depend: their gradient is zero for any input."""
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 

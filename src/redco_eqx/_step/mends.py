@@ -1,4 +1,4 @@
-"""Mends of XLA: operations that its partitioner gets wrong are replaced in a traced program, cut by hand."""
+"""Mends of XLA: replaces the operations of a traced program that XLA's partitioner gets wrong, cut by hand."""
 
 import functools
 import math
@@ -17,15 +17,15 @@ from redco_eqx._sharding.mesh import BATCH_AXES
 
 # Grouped convolutions, cut by hand: XLA's partitioner is wrong where examples are split over devices.
 #
-# Seen on CPU, and in what the TPU compiler of 0.10.2 makes. Needed by jaxlib 0.10.2 and 0.12.0:
+# Seen on CPU, and in programs of the TPU compiler of 0.10.2. Needed by jaxlib 0.10.2 and 0.12.0:
 #
-# - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also those along which the
-#   examples are whole: it is too large by their size. No upstream issue known.
+# - A weight gradient (`batch_group_count > 1`) is summed over all mesh axes, also over those along which the
+#   examples are whole: it is too large by the size of these axes. No upstream issue known.
 # - Where the groups are examples (`vmap` over examples of a convolution with a kernel for each, or of a
 #   weight gradient), or their kernel is split, results are wrong, or the compiler raises or aborts. No upstream
 #   issue known.
 # - With `feature_group_count > 1` and several channels in or out for each group, the batch is gathered, and
-#   each device does all of it: openxla/xla#47945 (to be mended by openxla/xla#48086).
+#   each device computes the whole batch: openxla/xla#47945 (to be mended by openxla/xla#48086).
 #
 # Inside a `shard_map` over all axes nothing is left to partition.
 
@@ -34,8 +34,8 @@ Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
 
 Kernels: TypeAlias = Collection[int]
-"""The number of elements of each kernel that `tensor` splits. Two kernels of one size are taken for split
-alike, which costs communication at worst."""
+"""The number of elements of each kernel that `tensor` splits. Two kernels of the same size are assumed to be
+split alike, which at worst costs communication."""
 
 
 def replace_convolution(
@@ -43,9 +43,10 @@ def replace_convolution(
 ) -> Callable[..., Array] | None:
     """Return the replacement of `equation` in a program on `mesh`, if it is a grouped convolution.
 
-    In a `shard_map` over all axes nothing is done.
+    In a `shard_map` over all axes nothing is replaced.
 
-    Raises `ValueError`, naming the line, for a grouped one in a `shard_map` that leaves axes to the compiler.
+    Raises `ValueError`, naming the line, for a grouped convolution in a `shard_map` that leaves axes to the
+    compiler.
     """
     params = equation.params
     if equation.primitive.name != "conv_general_dilated":
@@ -67,10 +68,10 @@ def replace_convolution(
 
 
 def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array) -> Array:
-    """The convolution, cut over the axes of the batch: along its examples, or else its groups.
+    """The convolution, cut over the axes of the batch: along the examples, or else along the groups.
 
-    The examples are what a weight gradient contracts, and its sum over devices is written out. `tensor` cuts
-    the groups if channels are split; else, along `tensor`, each device does the same.
+    A weight gradient contracts the examples, and the sum over devices is written out. `tensor` cuts the groups
+    if channels are split; otherwise all devices along `tensor` do the same.
     """
     dims, contracts = params["dimension_numbers"], params["batch_group_count"] > 1
     count = "batch_group_count" if contracts else "feature_group_count"
@@ -109,34 +110,34 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
 
 
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
-    # Where the operation stood, a sharding may be of other axes than in a `shard_map`.
+    # A sharding from outside may name other axes than a `shard_map` has.
     params = {name: None if name == "out_sharding" else value for name, value in params.items()}
     return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
-# Fourier transforms, cut by hand: a split dim makes the CPU compiler's program fail.
+# Fourier transforms, cut by hand: with a split dim the CPU compiler's program fails.
 #
 # - An FFT over a split dim ends in an internal error when it runs (`fft_thunk.cc`, about the order of dims
 #   in memory; the same check as in jax-ml/jax#22484): jaxlib 0.10.2 and 0.12.0.
 # - Or the partitioner aborts (`fft_handler.cc`, openxla/xla#45402): jaxlib 0.10.2, no longer 0.11.0.
-# - One over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no longer 0.12.0.
+# - An FFT over another dim gathers a split batch (openxla/xla#24): jaxlib 0.10.2, no longer 0.12.0.
 
 
 def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """Return the replacement of `equation`, if it is an FFT: the same, of dims that are whole on each device.
+    """Return the replacement of `equation`, if it is an FFT: the same over dims that are whole on each device.
 
-    The leading dim is split over the batch, unless it is transformed or does not divide. In a `shard_map`
-    nothing is done.
+    The leading dim is split over the axes of the batch, unless it is transformed or does not divide. In a
+    `shard_map` nothing is replaced.
     """
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
-    num_dims = len(equation.params["fft_lengths"])  # the last ones
+    num_dims = len(equation.params["fft_lengths"])  # the last dims are transformed
 
     def in_order(x: Array) -> Array:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     def part(x: Array) -> Array:
-        # Alike from both ends, because the transpose of an FFT is one too.
+        # The layout is fixed before and after, because the transpose of an FFT is an FFT too.
         return in_order(equation.primitive.bind(in_order(x), **equation.params))
 
     def transform(x: Array) -> Array:
@@ -147,11 +148,11 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
 
 
 def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()) -> Program:
-    """`program` with what the partitioner would get wrong on `mesh` replaced; `None` is one device.
+    """Replaces operations of `program` that the partitioner gets wrong on `mesh`; `None` is one device.
 
     - `kernels`: see [`Kernels`][].
 
-    Raises `ValueError`, naming the line, for what cannot be made right.
+    Raises `ValueError`, naming the line, for an operation that cannot be made right.
     """
     if mesh is None or mesh.size == 1:
         return program

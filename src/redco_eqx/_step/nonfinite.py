@@ -1,4 +1,4 @@
-"""The source of values that are not finite: an index outside of a table, or one operation of the step."""
+"""Finds the source of values that are not finite: an index outside of a table, or one operation of the step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,22 +24,22 @@ from redco_eqx._step.steps import unpack_loss
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:
-    """An index that is outside of what it is looked up in, in words, with the leaf of the batch that has it; or
-    `None`.
+    """Describes an index outside of its table, with the leaf of the batch that has it; `None` if there is none.
 
-    Of `loss_fn` only the indices of its lookups are computed, on one device, with zeros for the model's arrays:
-    what depends on them is not found. Rows that another process holds are zeros too, and nothing is
-    communicated.
+    Only the indices of the lookups in `loss_fn` are computed, on one device, with zeros for the model's arrays.
+    So a wrong index that depends on these arrays is missed. Rows that lie on another process are zeros too, and
+    nothing is communicated.
     """
-    # One device's copies of what all have whole.
+    # Take one device's copies of the key and the step, which every device has whole.
     state = dataclasses.replace(state, key=state.key.addressable_data(0), step=state.step.addressable_data(0))
     inputs = state.params, state.frozen, state.model_state, batch, stream(state, TRAIN)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)  # on no mesh
     program = trace(on_arrays(state, loss_fn), *shapes)
     jaxpr = program.closed.jaxpr
-    # One by one: the line that counts is that of the outermost operation, since JAX keeps traces of inner ones.
+    # One by one: the line that matters is that of the outermost operation, since JAX caches traces of inner
+    # ones.
     parts = [rewrite(jaxpr.replace(eqns=[e]), partial(_checked, source_line(e))) for e in jaxpr.eqns]
-    # Under `jit` the compiler leaves out all but the indices, when the result is not asked for.
+    # Under `jit` the compiler leaves out everything but the indices, because nothing uses the result.
     checked = checkify.checkify(program.replace(jaxpr.replace(eqns=[part.eqns[0] for part in parts])))
 
     def error_of(batch: Batch, key: Key) -> checkify.Error:
@@ -63,7 +63,7 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
 
 
 def _checked(line: str, equation: JaxprEqn) -> Callable[..., Array] | None:
-    """A lookup that gives NaN where it is outside, with a check of its indices, which names this line."""
+    """A lookup that gives NaN outside of the table, with a check of the indices that names this line."""
     params = equation.params
     if equation.primitive.name != "gather" or params["mode"] != GatherScatterMode.FILL_OR_DROP:
         return None
@@ -79,7 +79,7 @@ def _checked(line: str, equation: JaxprEqn) -> Callable[..., Array] | None:
 
 
 def _rows_here(x: Any) -> np.ndarray:
-    """The array with zeros for what other processes hold."""
+    """The array, with zeros for the parts that lie on other processes."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     whole = np.zeros(x.shape, x.dtype)
@@ -92,11 +92,11 @@ def _rows_here(x: Any) -> np.ndarray:
 
 
 def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
-    """The first metric, or else the first parameter by its gradient, that is not finite, in words.
+    """Describes the first metric that is not finite, or else the first parameter whose gradient is not finite.
 
-    Nothing is compiled as a whole, so that under `jax_debug_nans` or `jax_debug_infs` the operation that makes
-    the first such number raises `FloatingPointError`, from the line of `loss_fn` where it stands. Microbatches
-    are taken as one.
+    Operations run one at a time, not compiled as a whole. So under `jax_debug_nans` or `jax_debug_infs` the
+    operation that makes the first such number raises `FloatingPointError`, from the line of `loss_fn` where it
+    stands. Microbatches are taken as one batch.
     """
     key = stream(state, TRAIN)
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer, laid out as the parameters that it belongs to."""
+"""The state of an optimizer, laid out like the parameters that it belongs to."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from redco_eqx._step.state import TrainState
 
 
 def check_is_optimizer(where: str, optimizer: object) -> None:
-    """Raises `TypeError` for what is no optimizer of optax."""
+    """Raises `TypeError` for anything but an optimizer of optax."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
@@ -46,7 +46,7 @@ _UNSUPPORTED = {
 
 
 def check_supported(opt_state: PyTree) -> None:
-    """Raises `ValueError`, by name, for an optimizer of optax that needs more than a step gives it."""
+    """Raises `ValueError`, by name, for an optimizer of optax that needs more than a step passes to it."""
     nodes = jax.tree.flatten(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED)[0]
     name = next((name for x in nodes if (name := type(x).__name__) in _UNSUPPORTED), None)
     if name is not None:
@@ -58,7 +58,7 @@ def init_optimizer(
     params: dict[str, Any],
     layout: dict[str, NamedSharding] | None,
 ) -> PyTree:
-    """`optimizer.init(params)`, each moment with the sharding of its parameter, and never whole."""
+    """`optimizer.init(params)`: each moment gets the sharding of its parameter, and is never whole."""
 
     def init(params: dict[str, Any]) -> PyTree:
         # Weak types would change at the first update, and compile the step twice.
@@ -82,7 +82,7 @@ def init_optimizer(
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
-    # Also the optimizer may be part of a trace: one of a learning rate that is differentiated by.
+    # The optimizer may also be part of a trace: of a gradient by its learning rate, say.
     if captured_by((optimizer, params)) is None:
         return jitted(params)
     key = "init_optimizer", signature(params)
@@ -97,12 +97,12 @@ def update(
     value: Array,
     value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
 ) -> tuple[Any, PyTree]:
-    """`optimizer.update`, with those further arguments that it takes.
+    """Calls `optimizer.update`, with those further arguments that it takes.
 
     **Arguments:**
 
-    - `value_and_grad`: of the loss. An optimizer that evaluates it elsewhere, or differentiates it, gets the
-        very gradient of the step.
+    - `value_and_grad`: value and gradient of the loss. An optimizer that evaluates the loss elsewhere, or
+        differentiates it, gets exactly the gradient that the step computes.
     """
 
     @jax.custom_vjp
@@ -116,7 +116,7 @@ def update(
     named = {"value": value, "grad": grads, "value_fn": value_fn}
     named["grad_fn"] = lambda params, _: value_and_grad(params)[1]
     parameters = inspect.signature(optimizer.update).parameters
-    # Line searches, which take any, refuse what `value_fn` does not take.
+    # Line searches take any arguments, but raise an error for those that `value_fn` does not take.
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     extra = {name: named[name] for name in named if name in parameters or (takes_any and name != "grad_fn")}
     try:
@@ -132,11 +132,11 @@ def update(
 def like_params(
     opt_state: PyTree, params: dict[str, Any], shardings: dict[str, NamedSharding]
 ) -> PyTree[NamedSharding]:
-    """For each array of an optimizer state, the sharding of the parameter that it belongs to.
+    """The sharding for each array of an optimizer state, from the parameter that the array belongs to.
 
-    An array with a parameter's shape takes its sharding, and so does a stack of such arrays (L-BFGS's memory).
-    One that lacks a single dim (Adafactor's factored moments) takes what is left of it, if that is unambiguous.
-    All else is replicated.
+    An array with a parameter's shape takes the parameter's sharding, and so does a stack of such arrays
+    (L-BFGS's memory). An array that lacks a single dim (Adafactor's factored moments) takes the sharding of the
+    remaining dims, if that is unambiguous. All other arrays are replicated.
     """
     whole = replicated(next(iter(shardings.values())).mesh)
 
@@ -163,8 +163,11 @@ def like_params(
 def check_optimizer(
     where: str, state: TrainState, optimizer: optax.GradientTransformation, *, exactly: bool = True
 ) -> None:
-    """Refuses what is no optimizer, and, by `ValueError`, one whose state is not the one that `state` holds: of
-    other classes, or, if `exactly`, of arrays of another shape or dtype."""
+    """Raises `TypeError` for anything but an optimizer, and `ValueError` for one that does not fit `state`.
+
+    An optimizer does not fit if its state has other classes than `state.opt_state` or, if `exactly`, arrays of
+    another shape or dtype.
+    """
     check_is_optimizer(where, optimizer)
     expected = _nodes(jax.eval_shape(optimizer.init, state.params), "opt_state", exactly)
     found = _nodes(state.opt_state, "opt_state", exactly)
@@ -182,7 +185,7 @@ def check_optimizer(
 
 
 def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
-    """Name each node, by path, from the root. Two optimizers may differ in nodes that hold no array."""
+    """Name each node, by path, from the root. Two optimizers may differ in nodes that contain no array."""
     if jax.tree_util.all_leaves([tree]):
         return {path: describe(tree) if exactly and is_array(tree) else "an array"}
     found = {path: type(tree).__name__}

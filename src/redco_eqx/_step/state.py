@@ -1,4 +1,4 @@
-"""`TrainState`: all arrays of a run, flat and named."""
+"""`TrainState`: all arrays of a run, flat and by name."""
 
 import dataclasses
 import functools
@@ -26,11 +26,11 @@ from redco_eqx._base.tree import (
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.kept import definition
 
-# What a tree is besides its arrays, as one hashable value that compares by definition.
+# Structures: everything in a tree but its arrays, as one hashable value that compares by definition.
 #
 # Two models built alike have equal structures, so that their states can be mapped over together and share
 # one compiled step. Equality of plain PyTree definitions cannot do that: it compares functions by identity
-# and takes `1`, `1.0` and `True` for the same.
+# and treats `1`, `1.0` and `True` as the same.
 
 
 class Structure:
@@ -50,10 +50,10 @@ class Structure:
     @functools.cached_property
     def _compared(self) -> tuple[int, Any, list[Any]]:
         content, objects = definition((self._paths, self._treedef, self._leaves))
-        return hash(content), content, objects  # which stay alive, as the key asks for
+        return hash(content), content, objects  # the objects stay alive, as the key requires
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_compared"}  # holds in this process alone
+        return {name: x for name, x in vars(self).items() if name != "_compared"}  # valid only in this process
 
     def __hash__(self) -> int:
         return self._compared[0]
@@ -66,9 +66,9 @@ class Structure:
 
 
 def check_static(tree: PyTree, path: str = "") -> None:
-    """Refuses, by path, arrays and unhashable values in static fields.
+    """Raises `ValueError`, naming the path, for an array or an unhashable value in a static field.
 
-    Raises `ValueError`: such a field would be compared by value on each call, or could change unseen.
+    Such a field would be compared by value on each call, or could change unseen.
     """
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
@@ -91,16 +91,16 @@ def check_static(tree: PyTree, path: str = "") -> None:
         check_static(child, join(path, name))
 
 
-# Streams of randomness that one key gives, separated before any number is folded in.
+# Streams of randomness from one key. They are separated before any number is folded in.
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
 class TrainState(eqx.Module):
-    """Everything that a training step reads and writes. All leaves are arrays; made by `init_state`.
+    """Everything that a training step reads and writes. All leaves are arrays; `init_state` makes it.
 
-    It is a PyTree that plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape` take without any
-    filtering, and `dataclasses.replace` makes a changed copy. Arrays of the model are held flat, by path,
-    so a state of a thousand leaves is flattened in C++ and reads like a checkpoint.
+    The state is a PyTree that plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape` take without any
+    filtering. `dataclasses.replace` makes a changed copy. Arrays of the model are stored flat, by path, so that
+    a state of a thousand leaves is flattened in C++ and reads like a checkpoint.
 
     ```python
     state: rx.TrainState = rx.init_state(model, optimizer, key=jax.random.key(1))
@@ -111,14 +111,14 @@ class TrainState(eqx.Module):
 
     - `params`: the trainable arrays, `{path: array}`.
     - `frozen`: the model's other arrays.
-    - `model_state`: the arrays of its `eqx.nn.State`; empty if it has none.
-    - `opt_state`: of the optax optimizer, over `params`; `()` without an optimizer.
-    - `key`: a typed PRNG key; never consumed, all randomness is folded from it and `step`.
+    - `model_state`: the arrays of the model's `eqx.nn.State`; empty if there is none.
+    - `opt_state`: the state of the optax optimizer, over `params`; `()` without an optimizer.
+    - `key`: a typed PRNG key. It is never consumed: all randomness is folded from it and `step`.
     - `step`: number of steps taken, int32.
-    - `structure`: what the model is besides its arrays, and the same of its `eqx.nn.State`.
+    - `structure`: everything in the model but its arrays, and the same for the `eqx.nn.State`.
     - `stored`: the paths of arrays of the model that `tensor` splits where they are stored, and not for use.
-        Their own shardings need not say it: JAX gives results of a program back under any spec of the same
-        meaning to it.
+        The shardings of these arrays need not say this: JAX may return results of a program under another spec
+        that means the same to JAX.
     """
 
     params: dict[str, AnyArray]
@@ -148,7 +148,7 @@ class TrainState(eqx.Module):
 
     @property
     def model(self) -> Any:
-        """The model, or the pair `(model, eqx.nn.State)` if it was given as one."""
+        """The model, or the pair `(model, eqx.nn.State)` if `init_state` took a pair."""
         return self.build(self.params, self.model_state)
 
     def build(
@@ -157,30 +157,30 @@ class TrainState(eqx.Module):
         model_state: dict[str, AnyArray],
         frozen: dict[str, AnyArray] | None = None,
     ) -> Any:
-        """The model with these arrays in place of the state's own."""
+        """Builds the model with these arrays in place of those in the state."""
         structure, state_structure = self.structure
         model = structure.build({**params, **(self.frozen if frozen is None else frozen)})
         return model if state_structure is None else (model, state_structure.build(model_state))
 
 
 def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None) -> Key:
-    """The key of one stream of randomness at this step, and of a batch of it that has an index."""
+    """The key of one stream of randomness at this step; with `index`, the key of one batch in the stream."""
     key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
 
 
 def order_key(state: TrainState, begin: int) -> Key:
-    """The key from which `fit` draws the order of the examples, in a run that began at step `begin`."""
+    """The key from which `fit` draws the order of the examples in a run that began at step `begin`."""
     return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
 
 
 def step_of(state: TrainState) -> int:
-    """`state.step` as a number."""
+    """`state.step` as a Python int."""
     return int(state.step)
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
-    """Return the shardings of the model's arrays, by path; `None` if not all trained ones lie on a mesh."""
+    """Return the shardings of the model's arrays, by path; `None` unless all trained arrays lie on a mesh."""
     layout = {}
     for path, x in {**state.params, **state.frozen}.items():
         if not isinstance(x.sharding, NamedSharding):
@@ -219,7 +219,7 @@ def check_is_state(x: object, what: str) -> None:
 
 
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
-    """The first leaf in which two trees differ by shape or dtype: its path, what it was, what it became."""
+    """The first leaf in which two trees differ by shape or dtype: the path, and the leaf before and after."""
     old, new = (
         {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
         for tree in (before, after)
@@ -232,7 +232,7 @@ def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
 
 
 def check_alive(state: TrainState) -> None:
-    """Refuses, by `ValueError`, a state whose arrays were donated to a step."""
+    """Raises `ValueError` for a state whose arrays were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
         lack = lack_of_value(x)
@@ -244,5 +244,5 @@ def check_alive(state: TrainState) -> None:
 
 
 def is_pair(model: Any) -> bool:
-    """True of a pair that `eqx.nn.make_with_state` gives: a model and its `eqx.nn.State`."""
+    """True for a pair from `eqx.nn.make_with_state`: a model and its `eqx.nn.State`."""
     return isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State)

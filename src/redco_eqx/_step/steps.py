@@ -40,11 +40,11 @@ from redco_eqx._step.mends import for_partitioner
 from redco_eqx._step.optimizer import check_optimizer, learning_rate_of, like_params, update
 from redco_eqx._step.state import EVALUATE, PREDICT, TRAIN, TrainState, check_alive, check_is_state, stream
 
-# What a loss function returns, checked.
+# Checks of the value that a loss function returns.
 
 
 def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metrics, dict[str, Array]]:
-    """Split what `loss_fn` returned into `(loss, metrics, model_state)`."""
+    """Split the value that `loss_fn` returned into `(loss, metrics, model_state)`."""
     has_state = state.structure[1] is not None
     expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
     parts: list[Any] = list(output) if isinstance(output, tuple) else [output]
@@ -79,23 +79,24 @@ def train_step(
     num_microbatches: int = 1,
     shardings: PyTree | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One update of the parameters: pure, stateless, not jitted.
+    """Updates the parameters once: pure, stateless, not jitted.
 
-    Put it under [`jit_step`][], or your own `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the
-    state and refuses one that was donated before; under plain `jax.jit(..., donate_argnums=0)` some versions of
-    JAX end the process with a segmentation fault when such a state is used again.
+    Put it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the state
+    and raises an error for one that was donated before. Under plain `jax.jit(..., donate_argnums=0)` some
+    versions of JAX end the process with a segmentation fault when such a state is used again.
 
-    The batch is split over `data` and `fsdp` by its leading dim, where that divides, whether it was placed so
-    or not; it warns of one that does not. Under `vmap` the axes that `spmd_axis_name` names are left out.
+    The leading dim of the batch is split over `data` and `fsdp` where it divides, whether or not the batch was
+    placed so; if it does not divide, the step warns. Under `vmap` the axes that `spmd_axis_name` names are left
+    out.
 
-    Where `shardings` splits arrays over `fsdp`, trained or frozen, each is gathered where the loss uses it
-    first, in a `lax.scan` over stacked layers one layer at a time, and in a `jax.checkpoint` (such as
-    [`scan_layers`][] makes) again for the gradient: so at most one layer is whole (ZeRO-3). If the loss has no
-    checkpoint that reads weights, all of it is one, which keeps the results of matrix products and of
-    convolutions. If it has one, what is read outside of it is gathered once, and kept until the gradient is
-    done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    Where `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered where the loss first
+    uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as
+    [`scan_layers`][] makes) gathers again for the gradient: so at most one layer is whole (ZeRO-3). If no
+    checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
+    matrix products and of convolutions. If one does, weights that are read outside of it are gathered once, and
+    kept until the gradient is done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
-    `loss_fn` is traced once. It warns, once, of parameters on which the loss does not depend.
+    `loss_fn` is traced once. The step warns, once, of parameters on which the loss does not depend.
 
     ```python
     step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
@@ -108,17 +109,17 @@ def train_step(
     - `state`: from `init_state`.
     - `batch`: a PyTree of arrays with one leading dim.
     - `loss_fn`: see [`LossFn`][]. The model arrives in training mode.
-    - `optimizer`: the one that `state` was made with. It also receives, if it takes them, `value` (the loss),
-        `grad`, `value_fn` (the loss of this batch, as a function of the parameters: for a line search) and
-        `grad_fn` (its gradient, as `optax.contrib.sam` calls it).
-    - `num_microbatches`: the batch is cut into this many parts, whose gradients are accumulated in float32
-        and weighted, so that the result is that of the whole batch. Their number must divide the batch.
-    - `shardings`: the tree of `shard_rules`, of the model or of the pair `(model, eqx.nn.State)`. Parameters,
-        gradients, optimizer state and new parameters are constrained to it; without it the compiler decides.
+    - `optimizer`: the optimizer that `state` was made with. If its update takes them, it also receives `value`
+        (the loss), `grad`, `value_fn` (the loss of this batch as a function of the parameters, for a line
+        search) and `grad_fn` (the gradient of the loss, as `optax.contrib.sam` calls it).
+    - `num_microbatches`: the number of parts into which the batch is cut. Their gradients are accumulated in
+        float32 and weighted, so that the result is that of the whole batch. The number must divide the batch.
+    - `shardings`: the tree of `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`. Parameters,
+        gradients, optimizer state and new parameters are constrained to it. Without it the compiler decides.
 
     **Returns:**
 
-    The new state, and the metrics as [`Mean`][]s: `loss`, those of `loss_fn`, `grad_norm` (global L2 norm
+    The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (global L2 norm
     before the optimizer), and `learning_rate` if `optax.inject_hyperparams` makes it visible.
 
     **Raises:**
@@ -209,9 +210,9 @@ def eval_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> Metrics:
-    """The loss and metrics of one batch, as [`Mean`][]s to be added over batches.
+    """Computes the loss and metrics of one batch, as [`Mean`][]s to add over batches.
 
-    The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns weighs the
+    The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns is weighted by the
     number of examples. The other arguments are those of `predict_step`.
 
     ```python
@@ -240,7 +241,7 @@ def predict_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> PyTree[Array]:
-    """`predict_fn(model, batch, key)` with the model in inference mode.
+    """Computes `predict_fn(model, batch, key)` with the model in inference mode.
 
     ```python
     step = rx.jit_step(partial(rx.predict_step, predict_fn=predict_fn), donate=False)
@@ -251,12 +252,13 @@ def predict_step(
 
     - `state`, `batch`, `shardings`: see `train_step`.
     - `predict_fn`: see [`PredictFn`][].
-    - `index`: which of the batches this is that the same state sees, where `predict_fn` draws random numbers:
-        the step of a rollout, say. Without it they are the same for each batch, until the next `train_step`.
+    - `index`: the number of this batch among those that the same state sees (the step of a rollout, say), if
+        `predict_fn` draws random numbers. Without it the random numbers are the same for each batch until the
+        next `train_step`.
 
     **Returns:**
 
-    What `predict_fn` returns.
+    The outputs of `predict_fn`.
 
     **Raises:**
 
@@ -279,7 +281,7 @@ def predict_step(
 
 
 def _num_rows(where: str, batch: Batch) -> int:
-    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if it is not one of arrays."""
+    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if the batch is not made of arrays."""
     x: Any
     path, x = next(iter(leaves_with_paths(batch)), ("", None))
     if not is_array(x) or x.ndim == 0:
@@ -299,7 +301,7 @@ def _infer(
     shardings: PyTree | None,
     splits: bool,
 ) -> Any:
-    """`use(model, batch, key)` with the model in inference mode."""
+    """Computes `use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
@@ -314,7 +316,7 @@ R = TypeVar("R")
 
 
 class JittedStep(Generic[R]):
-    """The result of `jit_step`: call it as the step, or look at the program by `lower(state, batch)`."""
+    """The result of `jit_step`: call it like the step, or inspect the program by `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
         @functools.wraps(step, assigned=("__doc__",))
@@ -337,11 +339,12 @@ class JittedStep(Generic[R]):
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
-    """`jax.jit(step, donate_argnums=0)` for a function of a state and a batch, and two checks.
+    """`jax.jit(step, donate_argnums=0)` for a function of a state and a batch, with two safeguards.
 
-    A state that was donated before is refused by name; some versions of JAX end the process instead. And the
-    gradients of a step of your own are right on every mesh, as those of `train_step` are: XLA's partitioner
-    takes those of grouped convolutions for too large where a batch is split over some of the mesh axes only.
+    A state that was donated before raises an error that names the array; some versions of JAX end the process
+    instead. And the gradients of a step that you write are right on every mesh, as those of `train_step` are:
+    XLA's partitioner makes the gradients of grouped convolutions too large where a batch is split over only
+    some of the mesh axes.
 
     ```python
     step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
@@ -350,10 +353,10 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Arguments:**
 
-    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. More arrays than
-        these are passed on, by position or by name (the `index` of `predict_step`, say).
-    - `donate`: whether the step takes over the memory of the state, which is deleted. `False` for a step that
-        returns no state, such as `eval_step`.
+    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. Further arrays are
+        passed on, by position or by name (the `index` of `predict_step`, say).
+    - `donate`: true if the step takes over the memory of the state, which is then deleted. Pass `False` for a
+        step that returns no state, such as `eval_step`.
 
     **Returns:**
 

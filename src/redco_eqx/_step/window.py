@@ -1,4 +1,4 @@
-"""Steps that are guarded against what is not finite, and the metrics of a loop, added up on the devices."""
+"""Steps with a guard against numbers that are not finite; metrics of a loop, added up on the devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,10 +19,10 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
-    """A step that leaves out what is not finite: then only the number in the state advances.
+    """Makes a step that skips an update that is not finite: then only `step` in the state advances.
 
-    Its metrics have a `"skipped"` besides, a mean of 0 and 1. It is pure, and costs no synchronisation: for a
-    loop of your own, where [`fit`][] would end the run by `NonFiniteError`.
+    The metrics get a further entry `"skipped"`, a mean of 0 and 1. The step is pure, and costs no
+    synchronisation. Use it in a loop that you write; [`fit`][] ends the run by `NonFiniteError` instead.
 
     ```python
     train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
@@ -33,11 +33,11 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 
     **Arguments:** `step_fn`: `(state, batch) -> (state, metrics)`, such as `partial(train_step, ...)`.
 
-    **Returns:** A function like it. Where `loss` or `grad_norm` of the metrics is NaN or infinite, the state is
-    as it was but for its `step`.
+    **Returns:** A function like `step_fn`. If `loss` or `grad_norm` of the metrics is NaN or infinite, only the
+    `step` of the state changes.
 
-    Raises `ValueError` while it is traced if the metrics are not a dict of scalars that has a `"loss"`, or if
-    the step changes the structure, a shape or a dtype of the state.
+    Raises `ValueError` while tracing if the metrics are not a dict of scalars that has a `"loss"`, or if the
+    step changes the structure, a shape or a dtype of the state.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -51,9 +51,9 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 class Window(eqx.Module):
     """Metrics since the last row of the log, still on the devices.
 
-    - `metrics`: added up over the steps that were taken.
+    - `metrics`: the metrics, added up over the steps that were taken.
     - `num_steps`: number of steps.
-    - `ok`: false once a step was not finite; the state is kept as it was before it.
+    - `ok`: false once a step was not finite; the state then stays as it was before that step.
     """
 
     metrics: Metrics
@@ -62,12 +62,12 @@ class Window(eqx.Module):
 
 
 def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
-    """A step as the body of the loop of `fit`: `(state, window, batch) -> (state, window)`, pure, not jitted.
+    """Makes a step the body of `fit`'s loop: `(state, window, batch) -> (state, window)`, pure, not jitted.
 
-    Once the `loss` or `grad_norm` of a step is not finite, neither it nor a later one changes anything, so that
-    metrics that are read late still find the last good state.
+    Once the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state
+    or the metrics. So the last good state is still there when the metrics are read late.
 
-    Raises `ValueError` while tracing if the metrics are not what a `StepFn` returns, or if the step changes the
+    Raises `ValueError` while tracing if the metrics are not those of a `StepFn`, or if the step changes the
     structure, a shape or a dtype of the state.
     """
 
@@ -80,7 +80,7 @@ def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[
 
 
 def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
-    """A window with nothing in it, of NumPy arrays. Traces `step_fn` once; the arguments may be abstract.
+    """An empty window of NumPy arrays. Traces `step_fn` once; the arguments may be abstract.
 
     Raises `ValueError` as `accumulated` does.
     """
@@ -91,13 +91,13 @@ def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
 
 
 def window_row(window: Window) -> dict[str, float]:
-    """The row of a log: `train/loss`, and the other metrics by name, of a window that was fetched."""
+    """The row of a log for a window that was fetched: `train/loss`, and the other metrics by name."""
     names = sorted(window.metrics, key=lambda name: name != "loss")  # jit sorted them; the loss comes first
     return {f"train/{name}": float(window.metrics[name]) for name in names}
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
-    """A fetched window as plain numbers that give it back exactly."""
+    """Turns a fetched window into plain numbers from which `window_from_json` restores it exactly."""
     metrics = {
         name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
         for name, mean in window.metrics.items()
@@ -117,7 +117,10 @@ def window_from_json(saved: dict[str, Any]) -> Window:
 def _guarded(
     step_fn: StepFn, state: TrainState, batch: Batch, ok: Any
 ) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
-    """A step that changes nothing unless it is finite and all was `ok` before; and if that is so."""
+    """Takes a step, but changes nothing unless the step is finite and `ok` was true before.
+
+    Returns the state, the metrics, and the new `ok`.
+    """
     new_state, metrics = step_fn(state, batch)
     if not isinstance(new_state, TrainState):
         raise ValueError(
