@@ -1,4 +1,4 @@
-"""The state of an optimizer, laid out like the parameters that it belongs to."""
+"""The state of an optimizer, laid out like its parameters, and the learning rate that it holds."""
 
 import inspect
 from collections.abc import Callable
