@@ -320,7 +320,7 @@ def _number(name: str, x: Any) -> float:
 
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
-    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`: the whole file or nothing."""
+    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`: the whole file or none."""
     pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
     lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
     path.parent.mkdir(parents=True, exist_ok=True)
