@@ -36,8 +36,8 @@ RESERVE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh on which a step fits, or, if there is none, the mesh on which it lacks the least memory. `str()` is
-    a table.
+    """A mesh on which a step fits; if there is none, the mesh on which it lacks the least memory. `str()` is a
+    table.
 
     - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
         `target.margin(mesh)` its margin, as measured against other compilers.
