@@ -190,9 +190,9 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
     the rows until then.
 
-    The message names the id or label of the batch that is outside the table in which it is looked up (on many
-    processes, only the process that has that row names it). Under `jax_debug_nans` it names the metric that is
-    not finite, or the parameter whose gradient is not.
+    If an id or label of the batch is outside the table in which it is looked up, the message names it (on many
+    processes, only on the process that has that row). Under `jax_debug_nans` the message names the metric that
+    is not finite, or the parameter whose gradient is not.
     """
 
     state: TrainState

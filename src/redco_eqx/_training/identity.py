@@ -190,7 +190,7 @@ def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, i
     """Computes checksums of some examples by index, the first ones and others, and of each leaf of the batch
     that `collate_fn` makes of some of them. Returns both, and the batch.
 
-    Leaves out whatever raises an error here: training itself raises it again.
+    Leaves out examples and batches that raise an error here. They end the run when training meets them.
     """
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
     sample, rows, batch = {}, {}, None
@@ -209,7 +209,7 @@ def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Arra
         x = jnp.stack([x.real, x.imag], axis=-1)
     x = x.astype(jnp.float32)
     hashes = mix(indices(x.shape, starts, shape))
-    # So few elements that float32 sums them precisely in any order, whatever the size of the array.
+    # Few enough elements for float32 to sum them well in any order, even if the array is large.
     size = max(1, int(np.prod(shape, dtype=np.float64)))
     is_drawn = mix(hashes) <= jnp.uint32(int(min(1, _NUM_DRAWN / size) * (2**32 - 1)))
     x = jnp.where(is_drawn & jnp.isfinite(x), x, 0)
