@@ -108,7 +108,7 @@ def long(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Runs all examples at their full size: the table and pictures in `examples/`."""
+    """Runs all examples with their defaults: the table and pictures in `examples/`."""
     session.install("-e", ".[all]", *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
 

@@ -35,8 +35,8 @@ class Data:
     - `prefetch`: the number of batches that are made and placed ahead, in the background; 0 for none, and no
         thread.
     - `num_workers`: the number of threads that collate, each a different batch; at least as many batches are
-        made ahead. Order and errors are the same as with one thread. `examples` and `collate_fn` must then
-        allow calls at the same time. Threads speed up work that waits (for a disk, a network) or releases
+        made ahead. Order and errors are the same as with one thread. With several, `examples` and `collate_fn`
+        must allow calls at the same time. Threads speed up work that waits (for a disk, a network) or releases
         Python's lock (most of NumPy). For work in Python itself use the processes of Grain or of a
         `DataLoader`, read as a [`Stream`][].
 

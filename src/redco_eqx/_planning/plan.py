@@ -42,7 +42,7 @@ class MeshPlan:
     - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
         `target.margin(mesh)` its margin, as measured against other compilers.
     - `capacity`: bytes of each device that a step may use.
-    - `trials`: the candidates that were considered, the best first.
+    - `trials`: a trial of each candidate that was considered, the best first.
     """
 
     target: Target

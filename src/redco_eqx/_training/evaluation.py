@@ -55,7 +55,7 @@ def evaluate(
     """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
 
     The model is in inference mode. A scalar that `loss_fn` returns is weighted by the number of examples in the
-    batch; a [`Mean`][] has a weight itself. The compiled program is kept for the next call with the same
+    batch, and a [`Mean`][] by its weight. The compiled program is kept for the next call with the same
     `loss_fn`.
 
     ```python
@@ -70,7 +70,7 @@ def evaluate(
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `batch_size`: a multiple of the number of data shards. The last examples, if they do not fill a batch,
-        are evaluated as a smaller one.
+        are evaluated without padding.
 
     **Returns:**
 

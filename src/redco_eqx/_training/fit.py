@@ -73,7 +73,7 @@ def fit(
     **Main arguments:**
 
     - `state`: from `init_state`. `fit` deletes its arrays (and so the model's); only the returned state can be
-        used afterwards. To keep it, pass a copy: `jax.tree.map(jnp.copy, state)`.
+        used afterwards. To keep `state`, pass a copy: `jax.tree.map(jnp.copy, state)`.
     - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one. [`Data`][]
         also sets how they are read. A [`Stream`][] has examples that come one after the other.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
