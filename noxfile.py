@@ -10,25 +10,25 @@ nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "uv|virtualenv"  # uv installs in seconds
 
-# Models that others published, without their pins; and what they import.
+# Models that others published, installed without their pins, and the packages that they import.
 FOREIGN = ["esm2quinox", "e1jax", "jaxonmodels", "flowjax", "paramax", "lineax", "gatv2-eqx"]
 IMPORTED = ["loguru", "beartype", "ftfy", "regex", "pydantic", "torch==2.13.0"]
 
-# What is compared with, each in an environment of its own. The last Flax models are in transformers 4.
+# The peers of the comparison, each in a separate environment. Transformers 4 is the last with Flax models.
 FLAX = ["transformers==4.57.6", "jax==0.10.2"]
 PEERS = {
     "ours": ["-e", "."],
     "of_redco": ["redco==0.4.23", *FLAX],
     "of_scalax": ["scalax==0.2.6", "flax", "optax", *FLAX],
     "of_parallax": ["-e", ".", "google-parallax==0.0.2"],
-    "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; the last two it does not name
+    "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; it does not name the last two
 }
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
 def group(name: str) -> list[str]:
-    """The requirements of a dependency group."""
+    """Returns the requirements of a dependency group."""
     return nox.project.dependency_groups(PROJECT, name)
 
 
@@ -41,49 +41,49 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, on two processes that share what they compile."""
+    """Runs all tests, on two processes that share compiled programs."""
     session.install("-e", ".[log]", *group("tests"))
     session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """The models against torch and transformers, and their files opened there."""
+    """Compares the models with torch and transformers, which also open their files."""
     session.install("-e", ".[hf]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def gradients(session: nox.Session) -> None:
-    """Gradients of generated programs on every mesh against one device (more: `GRADIENTS_SHARES=10`)."""
+    """Compares gradients of generated programs on every mesh with one device (more: `GRADIENTS_SHARES=10`)."""
     session.install("-e", ".", *group("tests"))
     session.run("pytest", "tests/gradients", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, damaged files, full disks, signals: a table of what is lost (fewer tries: `-- --reduced`)."""
+    """Tries kills, damaged files, full disks, signals: a table of the losses (fewer tries: `-- --reduced`)."""
     session.install("-e", ".[checkpoint]", *group("tests"))
     session.run("python", "tests/faults/run.py", *session.posargs)
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Many processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
+    """Runs processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
     session.install("-e", ".[checkpoint]", "uv")
     session.run("python", "tests/hosts/run.py", *session.posargs)
 
 
 @nox.session
 def test_examples(session: nox.Session) -> None:
-    """Each example at a tiny size: what it learns, against a baseline."""
+    """Runs each example at a tiny size, and compares the result of its training with a baseline."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
     session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """The tests that take longest, which the other sessions leave out."""
+    """Runs the tests that take longest, which the other sessions leave out."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
     session.run(
         "pytest", "tests", "tests/examples", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
@@ -92,14 +92,14 @@ def long(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """All examples as they come: the table and pictures in `examples/`."""
+    """Runs all examples with their defaults: the table and pictures in `examples/`."""
     session.install("-e", ".[all]", *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style: ruff check and ruff format; and the workflows of GitHub, by their schema and what is unsafe."""
+    """Checks style (ruff check and ruff format), and the schema and the safety of the GitHub workflows."""
     session.install(*group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -110,14 +110,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Static types: pyright."""
+    """Checks static types with pyright."""
     session.install("-e", ".[all]", *group("tests"), *group("types"), *group("examples"))
     session.run("pyright", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every block of the site is run, and the site is built with its notebook executed, into `site/`."""
+    """Runs every block of the site, and builds the site with its notebook executed, into `site/`."""
     session.install("-e", ".[all]", *group("tests"), *group("docs"))
     session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
     session.run(
@@ -127,7 +127,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """The wheel and the source distribution: built, checked, installed, and a model trained with each."""
+    """Builds, checks and installs the wheel and the source distribution, and trains a model with each."""
     session.install("build", "twine")
     directory = session.create_tmp()
     built = pathlib.Path(directory) / "dist"
@@ -139,20 +139,20 @@ def build(session: nox.Session) -> None:
     for file in files:
         session.install(file)
         session.install("--force-reinstall", "--no-deps", file)
-        with session.chdir(directory):  # not where the sources lie
+        with session.chdir(directory):  # not in the directory of the sources
             session.run("python", str(program))
 
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """What the TPU compiler makes of steps, with no TPU: communication and memory. 700 MB to install."""
+    """Compiles steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
     session.install("-e", ".", "jax[tpu]==0.10.2", *group("tests"))
     session.run("pytest", "tests/aot", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
+    """Measures overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
@@ -163,7 +163,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Faults put into the core one at a time, and which of them the tests see: a table, in an hour or two."""
+    """Puts faults into the core one at a time, and counts those that tests see: a table, in an hour or two."""
     session.install("-e", ".[all]", *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
     for part in session.posargs or ("measure", "run"):
         session.run("python", "benchmarks/mutants.py", part)
@@ -171,7 +171,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """A step beside those of redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
+    """Compares a step with redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
     session.install("-e", ".", "uv")  # pip takes minutes to find versions of EasyDeL's packages
     pythons = []
     for script, packages in PEERS.items():
@@ -186,7 +186,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """What a GPU makes of the library: a table. 5.5 GB. Without one: `-- --compile h200:1 llama paper`."""
+    """Measures the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
     session.install("-e", ".[all]", "jax[cuda12]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/aot/test_gpu.py")
     session.run("python", "benchmarks/gpu.py", *session.posargs)

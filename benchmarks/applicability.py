@@ -1,14 +1,14 @@
-"""Which model fits on which server: Table 1 of the RedCoast paper, decided by the compilers, and beyond it.
+"""The models that fit on each server: Table 1 of the RedCoast paper, decided by the compilers, and more.
 
     python benchmarks/applicability.py [PART ...]
     paper meshes figure3 longest largest estimates-tpu estimates-gpu
 
-Each cell is a training step of AdamW in float32, compiled for devices that are not there, at the paper's
-lengths. The paper trains by data and tensor parallelism alone; below that is `tensor` over all devices, and
-beside it what `rx.plan` chooses with FSDP and rematerialisation. It does not say its batches: here a batch has
-a row for each device. `estimates` compare the CPU compiler's memory with that of the others.
+Each cell is a training step of AdamW in float32, compiled for devices that are not present, at the paper's
+lengths. The paper trains by data and tensor parallelism alone. Here this means `tensor` over all devices; the
+other rows are the choice of `rx.plan`, with FSDP and rematerialisation. The paper does not give its batches:
+here a batch has a row for each device. `estimates` compare the CPU compiler's memory with that of the others.
 
-Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. Rows of a compiler that is missing say so. A part
+Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. If a compiler is missing, its rows report that. A part
 takes up to half an hour on two cores.
 """
 
@@ -60,11 +60,11 @@ class Model:
 
     @property
     def is_pair(self) -> bool:
-        """Whether it has an encoder."""
+        """True if it has an encoder."""
         return issubclass(self.kind, models.EncoderDecoder)
 
     def batch(self, size: int, length: int) -> Any:
-        """Abstract; source and target are of one length."""
+        """Makes an abstract batch. Source and target have the same length."""
         following = jax.ShapeDtypeStruct((size, length + 1), jnp.int32)
         source = jax.ShapeDtypeStruct((size, length), jnp.int32)
         return {"source": source, "target": following} if self.is_pair else following
@@ -73,7 +73,7 @@ class Model:
         return (sequence_to_sequence_loss if self.is_pair else next_token_loss)(model, batch, key)
 
     def loss_in_bfloat16(self, model: Any, batch: Any, key: Any) -> Any:
-        """Over the same float32 parameters."""
+        """Computes the loss in bfloat16, over the same float32 parameters."""
         return self.loss(rx.cast(model, jnp.bfloat16), batch, key)
 
 
@@ -104,7 +104,7 @@ HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits", "M
 
 
 def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
-    """A row of a table, and the plan."""
+    """Returns a row of a table, and the plan."""
     model, start = MODELS[name], time.monotonic()
     options = {"loss_fn": model.loss, "reserve": 0.0, "progress": False, **options}
     try:
@@ -114,7 +114,7 @@ def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tup
     except ImportError as error:
         return [name, target, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
     memory, sent = found.memory, found.communication
-    # What was not compiled needs its state at least.
+    # A step that was not compiled needs at least its state.
     peak = f"> {gib(found.best.candidate.state_bytes)}"
     if memory is not None and memory.peak is not None:
         peak = gib(memory.peak)
@@ -128,7 +128,7 @@ def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tup
     return row, found
 
 
-# Text and table of the paper swap the lengths of the first two: both readings.
+# Text and table of the paper have the lengths of the first two models swapped, so both readings are here.
 PAPER = [
     *itertools.product(("BART-Large", "GPT2-Large"), (TWO,), (512, 1024), (2,)),
     ("LLaMA-7B", FOUR, 1024, 4),
@@ -140,7 +140,7 @@ PAPER = [
 
 
 def paper() -> Iterator[list[str]]:
-    """Table 1 without FSDP, and with the mesh that is chosen."""
+    """Yields the rows of Table 1 without FSDP, and with the mesh that `rx.plan` chooses."""
     for name, target, length, batch in PAPER:
         devices = {TWO: 2, FOUR: 4, EIGHT: 8, MANY: 64}[target]
         yield plan(name, target, length, batch, mesh={"tensor": devices}, options={"remat": ["full"]})[0]
@@ -148,7 +148,7 @@ def paper() -> Iterator[list[str]]:
 
 
 def meshes() -> Iterator[list[str]]:
-    """OPT-66B and OPT-13B, with meshes that are given: heads do not divide by 16."""
+    """Yields OPT-66B and OPT-13B on fixed meshes: the heads do not divide by 16."""
     full: Any = {"options": {"remat": ["full"]}}
     for sizes in ({"tensor": 32}, {"tensor": 8}, {"tensor": 16, "fsdp": 4}, {"tensor": 8, "fsdp": 8}):
         yield plan("OPT-66B", MANY, 512, 8, mesh=sizes, **full)[0]
@@ -158,8 +158,8 @@ def meshes() -> Iterator[list[str]]:
 
 
 def figure3() -> Iterator[list[str]]:
-    """In place of Figure 3's bars for four A100, which are speeds: memory and bytes on meshes that are given,
-    and on the one that is chosen, this also with products in bfloat16."""
+    """Yields memory and bytes on fixed meshes, and on the one that `rx.plan` chooses; on that also with
+    products in bfloat16. They replace the bars of Figure 3 for four A100, which are speeds."""
     sizes: tuple[dict[str, int] | None, ...] = (
         *({"tensor": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}),
         None,
@@ -176,7 +176,7 @@ SERVERS = ((TWO, "GPT2-Large", 2), (FOUR, "LLaMA-7B", 4), (EIGHT, "LLaMA-7B", 8)
 
 
 def longest() -> Iterator[list[str]]:
-    """The longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
+    """Yields the longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
     for target, name, devices in SERVERS:
 
         def of_length(length: int, name: str = name, target: str = target, devices: int = devices) -> Any:
@@ -184,12 +184,12 @@ def longest() -> Iterator[list[str]]:
             options: Any = {"mesh": {"fsdp": devices}, "options": {"remat": ["full"]}}
             return plan(name, target, length, devices, loss_fn=model.loss_in_bfloat16, **options)
 
-        limit = getattr(MODELS[name].config, "n_positions", None) or 8192  # of a table of positions
+        limit = getattr(MODELS[name].config, "n_positions", None) or 8192  # the rows of a table of positions
         yield from _largest([n for n in (256, 512, 1024, 2048, 4096, 8192) if n <= limit], of_length)
 
 
 def largest() -> Iterator[list[str]]:
-    """The deepest LLaMA of 7B's width at 1024 tokens."""
+    """Yields the deepest LLaMA with the width of the 7B model, at 1024 tokens."""
     for target, _, devices in SERVERS:
 
         def of_depth(num_layers: int, target: str = target, devices: int = devices) -> Any:
@@ -203,13 +203,13 @@ def largest() -> Iterator[list[str]]:
 
 
 def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> Iterator[list[str]]:
-    """The row of the largest of ascending sizes that fits, by bisection."""
+    """Yields the row of the largest of ascending sizes that fits, by bisection."""
     largest_row = None
     while sizes:
         middle = len(sizes) // 2
         row, found = make(sizes[middle])
         if found is None:
-            return  # its compiler is not here
+            return  # the compiler is not installed
         if found.fits:
             largest_row, sizes = row, sizes[middle + 1 :]
         else:
@@ -235,7 +235,8 @@ SMALL = {
 
 
 def estimates(target: str) -> Iterator[list[str]]:
-    """Memory by the CPU compiler over that by the target's: a model, a mesh and a policy in each row."""
+    """Yields memory by the CPU compiler over memory by the target's compiler. Each row has a model, a mesh and
+    a policy."""
     MODELS.update(SMALL)
     sizes = ({"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4})
     ratios: list[float] = []

@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long it holds the loop up, and how large it is.
+"""The cost of a checkpoint: the time for which it delays the loop, and its size.
 
     python benchmarks/checkpoints.py [--megabytes 200]
 
-A loop takes steps over a state of AdamW and saves now and then. "Blocked" is the time within `save`, to which
-the steps that were still running are not counted; "added" is by how much a save makes the loop longer in
-all, the writing in the background included (on a CPU it takes its time from the steps, on an accelerator not).
-"Synchronous" waits for each save to be complete. Only the ratios mean something.
+A loop takes steps over a state of AdamW and saves now and then. "Blocked" is the time within `save`, without
+the steps that were still running. "Added" is the time by which a save makes the whole loop longer, including
+the writing in the background (on a CPU it takes time from the steps, on an accelerator it does not).
+"Synchronous" waits for each save to be complete. Only the ratios are meaningful.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import redco_eqx as rx
 
 
 def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:
-    """Parameters and two moments of so many megabytes in all, split over all devices."""
+    """Makes parameters and two moments of `megabytes` in total, split over all devices."""
     width = int((megabytes * 1e6 / 3 / 4 / 8) ** 0.5) // 64 * 64
     mesh = rx.make_mesh(fsdp=len(jax.devices()))
     model = rx.init_model(lambda key: eqx.nn.MLP(width, width, width, 7, key=key), mesh, key=jax.random.key(0))
@@ -37,7 +37,7 @@ def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainS
 
 
 def size_of(state: rx.TrainState) -> int:
-    """Bytes of the arrays, each counted once."""
+    """Returns the bytes of the arrays, each counted once."""
     return sum(x.nbytes for x in (*jax.tree.leaves((state.params, state.frozen, state.opt_state)), state.step))
 
 
@@ -63,7 +63,8 @@ def main() -> None:
     state = step(state, batch)
 
     def turn(state: rx.TrainState, writer: Any, wait: bool) -> tuple[rx.TrainState, float, float]:
-        """The steps between two saves: seconds in all, and blocked in the save."""
+        """Takes the steps between two saves. Returns the state, the seconds in total, and those blocked in the
+        save."""
         jax.block_until_ready(state)
         began = time.perf_counter()
         blocked, ahead = 0.0, collections.deque[jax.Array]()
@@ -75,7 +76,7 @@ def main() -> None:
         for _ in range(arguments.steps):
             state = step(state, batch)
             ahead.append(state.step + 0)
-            if len(ahead) > 2:  # a loop that reads its metrics runs no further ahead than this
+            if len(ahead) > 2:  # a loop that reads metrics does not run further ahead
                 jax.block_until_ready(ahead.popleft())
         jax.block_until_ready(state)
         return state, time.perf_counter() - began, blocked

@@ -1,10 +1,9 @@
-"""What workers make of a slow `collate_fn`: one that waits 20 ms, and one that computes for 20 ms in Python.
+"""The effect of workers on a slow `collate_fn`: one waits 20 ms, and one computes for 20 ms in Python.
 
     python benchmarks/collation.py
 
-Seconds for each batch, over those of one thread, with nothing done to the batches. Only the ratios within one
-run mean something; of what computes, threads that share
-Python's lock gain nothing.
+Prints the seconds for each batch, over those of one thread. Nothing is done with the batches. Only the ratios
+within one run are meaningful. Threads that share Python's lock gain nothing for a function that computes.
 """
 
 import argparse
@@ -31,7 +30,7 @@ def waiting(examples: Any) -> np.ndarray:
 
 
 def computing(examples: Any) -> np.ndarray:
-    end = time.thread_time() + SECONDS  # of this thread alone: waiting for Python's lock does not count
+    end = time.thread_time() + SECONDS  # the time of this thread: waiting for Python's lock does not count
     while time.thread_time() < end:
         pass
     return np.asarray(examples)

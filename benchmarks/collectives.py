@@ -1,25 +1,25 @@
-"""What a train step communicates, read from the compiled program: nothing is run, no array is made.
+"""The communication of a train step, read from the compiled program: nothing is run, no array is made.
 
     python benchmarks/collectives.py
 
 1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART,
-   laid out by `shard_rules` on data 2 x tensor 4, beside the least that this layout needs.
-2. LLaMA on other meshes: memory and bytes, by what the backward pass recomputes, with the stream between layers
-   whole and split along the tokens.
+   laid out by `shard_rules` on data 2 x tensor 4, compared with the least that this layout needs.
+2. LLaMA on other meshes: memory and bytes, for each choice of recomputation in the backward pass, with the
+   stream between layers whole and split along the tokens.
 3. The quickstart's model on other meshes.
 
-Sizes are of results, in MiB per device and step, for one `train_step` with AdamW in float32. With U the size
-of one activation [batch on a device, length, dim], the least of a Megatron layout is:
+Sizes are those of results, in MiB per device and step, for one `train_step` with AdamW in float32. With U the
+size of one activation [batch on a device, length, dim], the least of a Megatron layout is:
 
     tensor axis    2 U a layer forward and 2 U backward (1 U and 1 U where attention and MLP are side by side),
                    1 U for the lookup in a split vocabulary, and backward 1 U for the head;
                    with an encoder 3 U a layer of the decoder each way, 1 U for the encoder's lookup, and
-                   backward 1 U for the gradient of what the encoder made: keys and values of all
-                   cross-attentions read the same, so their gradients are added before they are reduced
+                   backward 1 U for the gradient of the encoder's output: keys and values of all
+                   cross-attentions read it, so their gradients are added before they are reduced
     data axis      the gradient of each parameter once: the bytes of a device's parameters
 
 The reductions over a split vocabulary in the cross-entropy, [batch on a device, length] at most, and those of
-the gradient norm's scalars are counted as "small".
+the gradient norm's scalars count as "small".
 """
 
 import itertools
@@ -54,13 +54,13 @@ from redco_eqx._compiled.hlo import num_elements, shape_bytes
 def step_communication(
     case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()
 ) -> Communication:
-    """What a step communicates; a forward pass if not `train`."""
+    """Returns the communication of a step, or of a forward pass if not `train`."""
     lowered = lower_step(case, mesh, train=train, overrides=overrides)
     return rx.communication(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 
 class Result(NamedTuple):
-    """What one collective gives: an array on each device, `times` per step."""
+    """The result of one collective: an array on each device, `times` per step."""
 
     kind: str
     axes: tuple[str, ...]
@@ -71,12 +71,13 @@ class Result(NamedTuple):
 
 
 def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]:
-    """Takes apart what the compiler combined: which all-reduces share one instruction is its choice, not the
-    layout's. Small is over the tensor axis at most [batch on a device, length], otherwise a scalar."""
+    """Separates the results that the compiler combined: the compiler, not the layout, chooses the all-reduces
+    that share an instruction. A small result has at most [batch on a device, length] over the tensor axis; over
+    other axes it is a scalar."""
     rows = math.prod(case.activation[:2]) // num_shards(mesh)
     apart = []
     for c in found:
-        # The pieces that CPU prints of one all-to-all stay together.
+        # The pieces of one all-to-all that the CPU compiler prints stay together.
         for shapes in [[x] for x in c.shapes] if c.kind == "all-reduce" else [c.shapes]:
             small = sum(map(num_elements, shapes)) <= (rows if "tensor" in c.axes else 1)
             size = sum(map(shape_bytes, shapes))
@@ -86,7 +87,7 @@ def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]
 
 
 def count(found: Iterable[Result], *, small: bool = False) -> dict[tuple[str, tuple[str, ...]], int]:
-    """`{(kind, axes): number of results}`, large ones only (or small ones only)."""
+    """Counts the results, `{(kind, axes): number}`: only large ones, or only small ones if `small`."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for r in found:
         if r.small == small:
@@ -102,19 +103,19 @@ def total_bytes(found: Iterable[Result]) -> int:
 
 
 def activation_bytes(case: Case, mesh: Mesh) -> int:
-    """U, in float32."""
+    """Returns U, in float32."""
     return 4 * math.prod(case.activation) // num_shards(mesh)
 
 
 def parameter_bytes(case: Case, mesh: Mesh) -> int:
-    """Of all parameters on one device."""
+    """Returns the bytes of all parameters on one device."""
     model, _ = abstract_model(case, mesh)
     arrays = rx.to_arrays(model).values()
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
 def least(case: Case, mesh: Mesh) -> dict[str, int]:
-    """Bytes over the tensor axis, forward and backward, and over data, of the Megatron layout."""
+    """Returns the bytes of the Megatron layout over the tensor axis, forward and backward, and over data."""
     one_way = case.reductions * activation_bytes(case, mesh)
     return {"forward": one_way, "backward": one_way, "gradients": parameter_bytes(case, mesh)}
 
@@ -127,7 +128,7 @@ def mib(size: float) -> str:
 
 
 def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) -> list[str]:
-    """What a model communicates beyond the least, most bytes first."""
+    """Describes the communication of a model beyond the least, most bytes first."""
     parts: dict[str, list[Result]] = {}
     for r in found:
         if r.small:
@@ -152,7 +153,7 @@ def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) ->
 
 
 def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
-    """Table 1."""
+    """Prints table 1."""
     rows = [["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]]
     remarks = []
     for name, case in cases.items():
@@ -186,7 +187,7 @@ length]. U is 0.5 MiB, the quickstart's 0.19. The ratio is total / least. Beside
 
 
 def report_memory(name: str, sizes: Sizes, meshes: dict[str, Mesh]) -> None:
-    """Table 2."""
+    """Prints table 2."""
     head = ["mesh", "remat", "stream", "tensor MiB", "fsdp MiB", "data MiB", "mixed MiB", "sent MiB"]
     rows = [[*head, "weights MiB", "memory MiB"]]
     for mesh_name, mesh in meshes.items():
@@ -223,7 +224,7 @@ temporaries, as planned by the CPU compiler, which fuses less than others.
 
 
 def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
-    """Table 3."""
+    """Prints table 3."""
     print("\nThe quickstart's model on other meshes: instructions by kind, axes and line, per device")
     for name, mesh in meshes.items():
         print(f"\n{name}\n{step_communication(case, mesh)}")

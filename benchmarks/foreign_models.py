@@ -1,8 +1,8 @@
-"""Equinox models that other people published on PyPI, each with a loss: small, of the kinds there are.
+"""Small Equinox models that other people published on PyPI, each with a loss, of the kinds that exist.
 
     pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax lineax gatv2-eqx
 
-A package that is not there, or does not run with this JAX, is named and left out.
+A package that is not installed, or does not run with this JAX, is named and left out.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """- `make`: key -> model, or the pair of a model and its `eqx.nn.State`.
+    """A published model.
+
+    - `make`: key -> model, or the pair of a model and its `eqx.nn.State`.
     - `loss`: (model, batch, key) -> loss.
     """
 
@@ -104,7 +106,7 @@ def _vit() -> Foreign:
 
 
 class ChannelNorm(eqx.Module):
-    """A LayerNorm over the channels of (channels, height, width): the package's own takes them last."""
+    """A LayerNorm over the channels of (channels, height, width). That of the package expects them last."""
 
     norm: eqx.nn.LayerNorm
 
@@ -233,7 +235,7 @@ BUILDERS: dict[str, Callable[[], Foreign]] = {
 
 
 def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
-    """The models that are installed and run; and why others are not there."""
+    """Returns the models that are installed and run, and the reasons why others are missing."""
     found, missing = [], {}
     for name, build in BUILDERS.items():
         try:

@@ -1,31 +1,31 @@
-"""What the cache saves in generation, and what stacked layers save in compile time.
+"""The time that the cache saves in generation, and the compile time that stacked layers save.
 
     python benchmarks/generation.py
     taskset -c 0 python benchmarks/generation.py --transformers  # which must be installed, with torch
 
 1. Greedy `generate`, which keeps keys and values, over a loop that runs the model on the whole text again for
    each token. Both are compiled once, at static shapes, and give the same tokens.
-   Predicted: the loop without a cache does as many times the work as the text has places, so the ratio grows
-   with the text, and stays below the number of places by what a step costs whatever its size.
+   Predicted: for a text of n places the loop without a cache does n times the work. So the ratio grows with the
+   text, and stays below the number of places because of the fixed cost of a step.
    Outcome: 8.2, 13.5, 20.4 times the rate at 64, 128, 256 places on one core, the same tokens. It grows, and is
    far below the number of places: a step of one token is mostly overhead at this size.
 2. The same for `beam_search` with 4 beams, over a loop that runs the model on the whole text of each beam.
-   Predicted: at least as much as for greedy search, whose cache is read for each text and not for each beam.
+   Predicted: at least as much as for greedy search, where the cache is read for each text, not for each beam.
    Outcome: 9.0, 14.8, 24.1 times at 64, 128, 256 places on one core, the same tokens.
 3. Seconds to trace and compile one `train_step` with AdamW, layers as a list and stacked for `lax.scan`.
    Predicted: in proportion to depth for the list, and constant for the stack.
    Outcome: list 2.7, 3.7, 6.9 s at 4, 16, 32 layers, stack 2.3, 2.1, 2.0 s. The stack is constant; the list
-   grows on top of some 2 s.
-4. With `--transformers`, instead: greedy search and 4 beams over `generate` of transformers, with its cache, on
-   the same weights in one process: a LLaMA, and a T5 whose source is as long as its text. Compiled before, and
-   on one core if the process is given one.
-   Predicted: about 2, as was measured for greedy search with 125 million parameters; more for beams, as
+   grows, from a base of some 2 s.
+4. With `--transformers`, only this: greedy search and 4 beams over `generate` of transformers, with its cache,
+   on the same weights in one process: a LLaMA, and a T5 whose source is as long as its text. Compiled before,
+   and on one core if the process may use only one.
+   Predicted: about 2, as was measured for greedy search with 125 million parameters; more for beams, since
    transformers reorders its cache at every step.
    Outcome: 1.2 and 1.3 times for greedy search with the LLaMA and the T5, 1.3 and 1.1 with 4 beams, on one
-   core, the same tokens. Less than predicted, and not more for beams: choosing them takes 0.2 ms of a step,
-   whose time is products with weights.
+   core, the same tokens. This is less than predicted, and not more for beams: their choice takes 0.2 ms of a
+   step; products with weights take the rest.
 
-One device, float32. Only the ratios within one run mean something.
+One device, float32. Only the ratios within one run are meaningful.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Tokens = Int[Array, "batch num"]
 
 
 def make_model(dim: int, num_layers: int, *, key: Key[Array, ""]) -> LlamaForCausalLM:
-    """Its layers are stacked."""
+    """Makes a model with stacked layers."""
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=dim,
@@ -64,8 +64,8 @@ def make_model(dim: int, num_layers: int, *, key: Key[Array, ""]) -> LlamaForCau
 
 @eqx.filter_jit
 def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> Tokens:
-    """`generate`, greedy, by one pass over the whole text for each token. What follows the text is of no
-    account to a causal model."""
+    """Does the same as greedy `generate`, by one pass over the whole text for each token. A causal model
+    ignores everything after the text."""
     length = input_ids.shape[1]
 
     def body(end: Array, text: Array) -> Array:
@@ -78,8 +78,8 @@ def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> T
 
 @eqx.filter_jit
 def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, num_beams: int) -> Tokens:
-    """The best text of `beam_search` that no token ends, by one pass over the whole text of each beam for each
-    token."""
+    """Returns the best text of a `beam_search` that no token ends, by one pass over the whole text of each beam
+    for each token."""
     size, length = input_ids.shape
 
     def body(end: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -99,8 +99,8 @@ def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, n
 
 
 def seconds(functions: Sequence[Callable[[], Tokens]], rounds: int) -> tuple[list[float], list[Tokens]]:
-    """The median time of a call of each once it is compiled, and what it gives. They are called in turn, so
-    that what else the machine does slows all of them."""
+    """Returns the median time of a call of each function after it is compiled, and their results. The functions
+    are called in turn, so that other work of the machine slows all of them."""
     outputs = [jax.block_until_ready(function()) for function in functions]
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
@@ -114,7 +114,7 @@ def seconds(functions: Sequence[Callable[[], Tokens]], rounds: int) -> tuple[lis
 def report_generation(
     lengths: Sequence[int], rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
-    """Tables 1 (one beam) and 2."""
+    """Prints table 1 (one beam) or 2."""
     model = make_model(dim, num_layers, key=jax.random.key(0))
     rows = [["new tokens", "cached tokens/s", "uncached tokens/s", "ratio", "same tokens"]]
     for num in lengths:
@@ -136,14 +136,14 @@ def report_generation(
 
 
 def best_of(*args: Any, **options: Any) -> Tokens:
-    """The best text of a beam search."""
+    """Returns the best text of a beam search."""
     return beam_search(*args, **options).tokens[:, 0]
 
 
 def report_against_transformers(
     num: int, rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
-    """Table 4."""
+    """Prints table 4."""
     import torch  # pyright: ignore[reportMissingImports] (of the group parity)
     import transformers
 
@@ -191,7 +191,7 @@ def report_against_transformers(
 
 
 def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float, float]:
-    """To trace (and lower), and to compile, one train step. No array is made."""
+    """Returns the seconds to trace (and lower), and to compile, one train step. No array is made."""
     sizes = Sizes(dim=dim, num_layers=num_layers, num_heads=dim // 16, length=64)
     case = family_case("LLaMA", sizes, stacked=stacked)
     start = time.perf_counter()
@@ -202,8 +202,8 @@ def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float,
 
 
 def report_compilation(depths: Sequence[int], *, dim: int) -> None:
-    """Table 2."""
-    compile_seconds(1, dim=dim, stacked=True)  # what is slow only once
+    """Prints table 3."""
+    compile_seconds(1, dim=dim, stacked=True)  # some work is slow only the first time
     rows = [["layers", "list: trace s", "compile s", "stacked: trace s", "compile s", "ratio"]]
     for depth in depths:
         times = [

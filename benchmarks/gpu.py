@@ -1,16 +1,16 @@
-"""What an accelerator makes of the library, beside torch and a step written by hand in JAX: one command.
+"""The library on an accelerator, compared with torch and a step written by hand in JAX, by one command.
 
     python benchmarks/gpu.py [PART ...] [--out gpu.jsonl] [--seconds 1500]
     python benchmarks/gpu.py --small                # everything at a tiny size, on the CPU
-    python benchmarks/gpu.py --compile h200:1 llama paper     # steps compiled for a GPU that is not there
+    python benchmarks/gpu.py --compile h200:1 llama paper     # steps compiled for a GPU that is not present
 
 Parts: `llama` (7B at 4096 tokens), `paper` (the sizes of the paper's Figure 3), `fit`, `saving`, `generation`,
-`loading` (what is around a step), `tests`. Each row (`accelerator/settings.py`) is a process of its own with a
-limit: what fails or hangs costs that row. A row is appended to `--out` as it comes, with all that was measured
-and the versions; the table comes at the end. No row is begun that could go on past `--seconds`.
+`loading` (the work around a step), `tests`. Each row (`accelerator/settings.py`) is a separate process with a
+time limit: a failure or a hang costs only that row. A finished row is appended to `--out`, with all measured
+numbers and the versions; the table comes at the end. A row that could run past `--seconds` is not begun.
 
-MFU by 6N + 12 L d s operations for a token, all pairs of tokens counted and nothing that is computed again,
-over the products that the chip's data sheet has. One device. `torch` takes the group `parity`, with CUDA.
+MFU counts 6N + 12 L d s operations for a token, with all pairs of tokens and without recomputation, over the
+products in the chip's data sheet. One device. `torch` needs the group `parity`, with CUDA.
 """
 
 import argparse
@@ -35,13 +35,13 @@ PARTS = tuple(dict.fromkeys(setting.part for setting in SETTINGS))
 
 
 def run(setting: Setting, *, is_small: bool, target: str | None) -> dict[str, Any]:
-    """The row's result, or what became of its process."""
+    """Returns the result of a row, or the error of its process."""
     with tempfile.TemporaryDirectory() as directory:
         row, result = pathlib.Path(directory, "row.json"), pathlib.Path(directory, "result.json")
         given = {"setting": dataclasses.asdict(setting), "is_small": is_small, "target": target}
         row.write_text(json.dumps(given))
         command = [sys.executable, "-m", "accelerator.worker", str(row), str(result)]
-        # A session of its own: what it starts ends with it.
+        # A separate session, so that processes that it starts end with it.
         with subprocess.Popen(command, cwd=HERE, start_new_session=True, stdout=sys.stderr.fileno()) as process:
             try:
                 code = process.wait(setting.limit)
@@ -75,7 +75,7 @@ MORE = {
     "passed": "{} passed",
     "error": "{}",
 }
-"""What else a row may say."""
+"""The texts for other results of a row."""
 
 
 TRAINING = ("llama", "paper", "fit", "saving")
@@ -101,7 +101,7 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 
 COMPILING = 900
-"""Seconds for a row that is only compiled, which takes no accelerator's time."""
+"""The time limit in seconds for a row that is only compiled, which needs no time of an accelerator."""
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
-"""Layouts by the traced program, beside others: what one step sends, compiled and predicted.
+"""Layouts by the traced program, compared with others: the bytes that one step sends, compiled and predicted.
 
     python benchmarks/layouts.py [zoo] [families] [foreign]
 
-`predicted` is that of `dataflow`'s layout by the CPU compiler, and `at least` the bound for it. `merged` is
-predicted where results are added before they are summed over devices, as compilers for TPU and GPU do.
-The loss and its gradient, on data 2 x tensor 4 virtual CPU devices; nothing is run. Engines: `dataflow` (the
-program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts), `parallax` (the automatic
-strategy of google-parallax, if it is installed, for the loss; or the error that it raises), `column` (dim 0 of
-every matrix that divides), `largest` (the largest dim that divides), `whole` (all on every device).
-Times are of `dataflow`: to trace the loss and its gradient, to walk through it and weigh all splits, to choose.
+`predicted` are the predicted bytes for the layout of `dataflow` with the CPU compiler, and `at least` the bound
+for them. `merged` is the prediction if results are added before they are summed over devices, as compilers for
+TPU and GPU do. The loss and its gradient are compiled for data 2 x tensor 4 virtual CPU devices; nothing is
+run. Engines: `dataflow` (the program decides), `paths` (names and shapes do), `hand` (the zoo's own layouts),
+`parallax` (the automatic strategy of google-parallax, if it is installed, for the loss; or the error that it
+raises), `column` (dim 0 of every matrix that divides), `largest` (the largest dim that divides), `whole` (all
+on every device). Times are those of `dataflow`: to trace the loss and its gradient, to walk through the program
+and weigh all splits, and to choose.
 """
 
 import importlib
@@ -41,9 +42,11 @@ Specs = dict[str, PartitionSpec]
 
 @dataclass(frozen=True)
 class Case:
-    """- `model`: abstract.
-    - `loss`: (model, batch, key) -> loss, or a tuple of it and others.
-    - `hand`: a layout by hand, by path.
+    """A model with its loss and batch.
+
+    - `model`: the abstract model.
+    - `loss`: (model, batch, key) -> loss, or a tuple of the loss and others.
+    - `hand`: a layout written by hand, by path.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Case:
 def compiled_bytes(
     model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
 ) -> int:
-    """Bytes that the loss and its gradient send, as compiled; each gradient lies as its parameter."""
+    """Returns the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter."""
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
@@ -126,7 +129,7 @@ def foreign_cases() -> Iterator[Case]:
 
 
 def naive(model: Any, pick: Callable[[tuple[int, ...]], int | None]) -> Specs:
-    """One dim of every floating array of two or more dims, by its shape alone."""
+    """Splits one dim of every floating array of two or more dims, chosen by its shape alone."""
     specs = {}
     for path, x in rx.to_arrays(model).items():
         dim = pick(x.shape) if len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating) else None
@@ -144,7 +147,8 @@ def largest_dim(shape: tuple[int, ...]) -> int | None:
 
 
 def parallax(case: Case) -> Specs | None:
-    """What google-parallax splits over its `model` axis, where that divides; `None` if it is not installed."""
+    """Returns the splits of google-parallax over its `model` axis, where that divides; `None` if it is not
+    installed."""
     try:
         from parallax.sharding.auto_shard import get_shardings  # type: ignore[import-not-found]
     except ImportError:
@@ -172,7 +176,7 @@ def parallax(case: Case) -> Specs | None:
 
 
 def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
-    """Bytes of the model's arrays on one device."""
+    """Returns the bytes of the model's arrays on one device."""
     total = 0.0
     for path, x in rx.to_arrays(model).items():
         split = math.prod(mesh.shape[axis] for axis in specs[path] if axis is not None)
@@ -197,7 +201,7 @@ HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms trace", "walk", "
 
 
 def times_of(case: Case) -> list[str]:
-    """Milliseconds to trace, to walk, and to choose."""
+    """Returns the milliseconds to trace, to walk, and to choose."""
     marks = [time.perf_counter()]
     traced = trace_step(case.loss, case.model, case.batch)
     marks.append(time.perf_counter())
@@ -209,7 +213,7 @@ def times_of(case: Case) -> list[str]:
 
 
 def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
-    """One line of the table: MB sent in a step, MB of arrays on a device, and how long the decision took."""
+    """Makes a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision."""
     times = times_of(case)
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
     assert analysis is not None

@@ -1,12 +1,12 @@
-"""The detecting power of the tests: faults put into the core one at a time, and which of them a test sees.
+"""The detecting power of the tests: faults are put into the core one at a time, and the tests detect some.
 
     python benchmarks/mutants.py sample     draw the mutants, into mutants.json
-    python benchmarks/mutants.py measure    which test runs which line, and how long it takes (once per code)
+    python benchmarks/mutants.py measure    record the lines and the time of each test (once per code)
     python benchmarks/mutants.py run        run each mutant against the tests of its room; prints a table
 
-cosmic-ray makes the mutants. A mutant is killed by a test that fails or hangs. The tests that run its line are
-tried, the quickest first; where none is known to (the line runs at import, or in a process that a test starts),
-all tests of its room.
+cosmic-ray makes the mutants. A test that fails or hangs kills a mutant. The tests that run the line of a mutant
+are tried, the quickest first. If no test is known to run it (the line runs at import, or in a process that a
+test starts), all tests of its room are tried.
 """
 
 import collections
@@ -30,7 +30,7 @@ LIST = REPOSITORY / "benchmarks" / "mutants.json"
 MEASURED = pathlib.Path(tempfile.gettempdir()) / "redco_eqx_mutants"
 NUM_MUTANTS, SEED, AT_MOST_SECONDS = 130, 0, 900
 
-# Of each room of the core, the tests that answer for it. A file beside the rooms is ".".
+# The tests for each room of the core. "." stands for the files beside the rooms.
 TESTS = {
     ".": ["tests/test_tree.py", "tests/test_door.py", "tests/birth", "tests/step", "tests/sharding"],
     "_base": [
@@ -53,7 +53,7 @@ TESTS = {
     "_training": ["tests/training", "tests/logs"],
 }
 
-# Left out: `|` is mostly in annotations, and these fail at import wherever they are.
+# Left out: `|` is mostly in annotations, and the others always fail at import.
 TRIVIAL = ("BitOr_", "RemoveDecorator", "VariableReplacer", "VariableInserter")
 
 
@@ -70,7 +70,8 @@ def operators() -> dict[str, Any]:
 
 
 def sites(path: pathlib.Path, known: dict[str, Any]) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Every place of a file that can be mutated, with the operators that can and their occurrence."""
+    """Returns every place of a file that can be mutated, with the operators that can mutate it and their
+    occurrence."""
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
 
     tree = get_ast(path.read_text())
@@ -101,7 +102,7 @@ def is_python(code: str) -> bool:
 
 
 def sample() -> list[dict[str, Any]]:
-    """So many sites of each room as it has code lines, files and sites at random; of each site one operator."""
+    """Draws random sites from each room, in proportion to the sites there, and an operator for each site."""
     known, draw = operators(), random.Random(SEED)
     by_room: dict[str, list[Any]] = collections.defaultdict(list)
     for path in sorted(CORE.rglob("*.py")):
@@ -115,7 +116,7 @@ def sample() -> list[dict[str, Any]]:
         for path, (line, _), made in draw.sample(places, count):
             before = path.read_text()
             valid = [x for x in made if is_python(mutated(path, known[x[0]], x[1]))]
-            if not valid:  # such as `**` before keywords: no program
+            if not valid:  # the result is not a program, such as with `**` before keywords
                 continue
             name, occurrence = draw.choice(valid)
             after = mutated(path, known[name], occurrence)
@@ -132,7 +133,7 @@ def sample() -> list[dict[str, Any]]:
 
 
 def measure() -> None:
-    """Run the tests once under coverage; keep which test function runs which line, and its seconds."""
+    """Runs the tests once under coverage. Records the lines that each test function runs, and its seconds."""
     shutil.rmtree(MEASURED, ignore_errors=True)
     MEASURED.mkdir()
     config = MEASURED / "rc"
@@ -157,7 +158,7 @@ def measure() -> None:
 
 
 def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
-    """`{file: {line: test functions that run it}}`, and the seconds of each, as pytest names them."""
+    """Returns `{file: {line: test functions that run it}}`, and the seconds of each, by pytest's names."""
     import coverage  # pyright: ignore[reportMissingImports]
 
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -179,13 +180,13 @@ def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
 
 
 def node_of(name: str) -> str:
-    """`tests.step.test_state.test_x` as `tests/step/test_state.py::test_x`."""
+    """Turns `tests.step.test_state.test_x` into `tests/step/test_state.py::test_x`."""
     module, _, function = name.rpartition(".")
     return f"{module.replace('.', '/')}.py::{function}"
 
 
 def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """Run the tests on a copy of the package with the mutant in it."""
+    """Runs the tests on a copy of the package with the mutant in it."""
     path = REPOSITORY / mutant["file"]
     folders = TESTS[room_of(path)]
     names = lines.get(mutant["file"], {}).get(mutant["line"], set())

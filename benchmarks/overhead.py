@@ -1,12 +1,12 @@
-"""What the library costs over the bare program: per step, and per run of `fit`.
+"""The overhead of the library over the bare program: per step, and per run of `fit`.
 
     python benchmarks/overhead.py
 
-1. With 1,000 arrays and next to no compute, where overhead cannot hide: the jitted `train_step` and `fit`
+1. With 1,000 arrays and hardly any computation, which could hide overhead: the jitted `train_step` and `fit`
    over `jax.jit` of the same update on a flat list of arrays.
 2. With the quickstart's model: `fit` over a hand-written loop of `batches` and the jitted `train_step`.
 
-Only the ratios within one run mean something.
+Only the ratios within one run are meaningful.
 """
 
 import argparse
@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
-    """SGD on 1,000 scalars, one device: dispatch and Python are nearly all there is."""
+    """Measures SGD on 1,000 scalars on one device, where nearly all time is dispatch and Python."""
     optimizer = optax.sgd(0.1)
     batch = jnp.zeros((8,))
 
@@ -73,7 +73,8 @@ def fit_seconds(
     optimizer: Any,
     collate_fn: Any,
 ) -> list[float]:
-    """Seconds per step in each of `rounds` log windows of one `fit`, after the first, which compiles."""
+    """Returns the seconds per step in each of `rounds` log windows of one `fit`, after the first, which
+    compiles."""
     rates: list[float] = []
     rx.fit(
         state,
@@ -90,7 +91,7 @@ def fit_seconds(
 
 
 def report(times: dict[str, list[float]]) -> None:
-    """Medians, and their ratios to the first."""
+    """Prints the medians, and their ratios to the first one."""
     medians = {name: statistics.median(values) for name, values in times.items()}
     base = next(iter(medians.values()))
     for name, seconds in medians.items():
@@ -98,7 +99,7 @@ def report(times: dict[str, list[float]]) -> None:
 
 
 def quickstart_model(num_steps: int, rounds: int) -> None:
-    """The quickstart's model, mesh and batches: `fit` against a loop written by hand."""
+    """Measures `fit` against a loop written by hand, with the quickstart's model, mesh and batches."""
     mesh = rx.make_mesh(tensor=4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     model = rx.init_model(lambda key: quickstart.Transformer(key=key), mesh, key=jax.random.key(0))
@@ -116,7 +117,7 @@ def quickstart_model(num_steps: int, rounds: int) -> None:
     stream = rx.batches(train, **common, mesh=mesh, key=jax.random.key(2))
     for done, batch in zip(range(1, (rounds + 1) * num_steps + 1), stream):
         carry, metrics = step(carry, batch)
-        if done % 5 == 0:  # virtual devices can deadlock if they are left too far behind
+        if done % 5 == 0:  # virtual devices can deadlock if they fall too far behind
             jax.block_until_ready(metrics)
         if done % num_steps == 0:
             loop.append((time.perf_counter() - start) / num_steps)

@@ -1,14 +1,16 @@
-"""One training step of this library beside those of its peers, each in an environment of its own.
+"""One training step of this library, compared with those of similar libraries, each in a separate environment.
 
     python -m nox -s peers
     python benchmarks/peers.py of_redco=/path/to/its/python of_scalax=... of_parallax=... ours=...
 
-Same architecture, sizes, batch, optimizer and mesh (`peer/comparison.py`): MiB of collective results and bytes
-sent by the ring algorithm, read from the compiled programs by the same code; memory of a device; the fastest of
-some steps; and what tracing and compiling took. Times are over ours on the same mesh.
+All have the same architecture, sizes, batch, optimizer and mesh (`peer/comparison.py`). The table has MiB of
+collective results and bytes sent by the ring algorithm, read from the compiled programs by the same code; the
+memory of a device; the fastest of some steps; and the time to trace and compile. Times are ratios to ours on
+the same mesh.
 
-Left out: levanter and haliax, whose releases in the registry are years old; XLA's auto_sharding, which neither
-JAX 0.10 (no `AUTO` for shardings, no `use_auto_spmd_partitioning` among its options) nor its binaries hold.
+Left out: levanter and haliax, whose releases in the registry are years old; and XLA's auto_sharding, which is
+neither in JAX 0.10 (no `AUTO` for shardings, no `use_auto_spmd_partitioning` among its options) nor in its
+binaries.
 """
 
 import json

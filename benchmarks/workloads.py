@@ -1,4 +1,4 @@
-"""What the benchmarks measure: models with their losses and batches, and one step of them for a mesh."""
+"""The workloads of the benchmarks: models with their losses and batches, and one step of them for a mesh."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import quickstart
 
 MIB = 2**20
-# Machine code is not wanted. These options act after the collectives are decided: the counts are equal.
+# Machine code is not needed. These options take effect after the collectives are decided: the counts are equal.
 COMPILER_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -36,9 +36,10 @@ class Case:
     """A model with its loss.
 
     - `make_model`: key -> model.
-    - `batch`: abstract.
+    - `batch`: an abstract batch.
     - `activation`: (batch, length, dim), over all devices.
-    - `reductions`: how many all-reduces of an activation a step needs at least, forward and again backward.
+    - `reductions`: the least number of all-reduces of an activation that a step needs, forward and again
+        backward.
     """
 
     make_model: Callable[[Key[Array, ""]], PyTree]
@@ -50,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model and its batch; by default those at which redco was measured.
+    """The sizes of a model and its batch; by default those at which redco was measured.
 
     The MLP is `4 * dim` wide; LLaMA's gated one `8/3 * dim`, rounded up to a multiple of 16 (688 of 256).
     """
@@ -65,11 +66,12 @@ class Sizes:
 
 FAMILIES = ("LLaMA", "GPT-2", "GPT-J", "OPT")
 ENCODER_DECODERS = ("T5", "T5 v1.1", "BART")
-"""Each of encoder and decoder has `num_layers`, and reads `length` tokens."""
+"""Models of which encoder and decoder each have `num_layers`, and read `length` tokens."""
 
 
 def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.Model]:
-    """key -> a model of one of the `FAMILIES` or `ENCODER_DECODERS`; `options` such as `remat`."""
+    """Returns a function from a key to a model of one of the `FAMILIES` or `ENCODER_DECODERS`. `options` are
+    those of the model, such as `remat`."""
     dim, heads = sizes.dim, sizes.num_heads
     by_gpt: dict[str, Any] = {
         "vocab_size": sizes.vocabulary,
@@ -132,7 +134,7 @@ def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, 
 def next_token_loss(
     model: models.DecoderLM, tokens: Int[Array, "batch length"], key: Key[Array, ""] | None
 ) -> rx.Mean:
-    """Mean cross-entropy of each token given those before it."""
+    """Returns the mean cross-entropy of each token after those before it."""
     hidden, _ = model.hidden_states(tokens[:, :-1])
     parallel = model.sequence_parallel
     return rx.layers.cross_entropy(hidden, model.head, tokens[:, 1:], sequence_parallel=parallel)
@@ -141,18 +143,18 @@ def next_token_loss(
 def sequence_to_sequence_loss(
     model: models.EncoderDecoder, batch: dict[str, Int[Array, "batch _"]], key: Key[Array, ""] | None
 ) -> rx.Mean:
-    """Mean cross-entropy of each token given those before it and the source."""
+    """Returns the mean cross-entropy of each token after those before it and the source."""
     hidden = model.hidden_states(batch["source"], batch["target"][:, :-1])
     parallel = model.sequence_parallel
     return rx.layers.cross_entropy(hidden, model.head, batch["target"][:, 1:], sequence_parallel=parallel)
 
 
 def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
-    """One of the library's models.
+    """Makes the case of one of the library's models.
 
-    A layer needs a reduction for each part that is added to the stream: attention and MLP, one where they are
-    side by side, and cross-attention; and the step one each way besides, for the lookup and for the head. An
-    encoder has a lookup of its own, and what all cross-attentions read of it has one gradient.
+    A layer needs a reduction for each part that is added to the stream: attention, MLP (one for both if they
+    are side by side), and cross-attention. The step needs one more each way, for the lookup and for the head.
+    An encoder also has a lookup, and its output, which all cross-attentions read, has one gradient.
     """
     tokens = jax.ShapeDtypeStruct((sizes.batch_size, sizes.length), jnp.int32)
     following = jax.ShapeDtypeStruct((sizes.batch_size, sizes.length + 1), jnp.int32)
@@ -169,7 +171,7 @@ def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
 
 
 def quickstart_case(batch_size: int = 8) -> Case:
-    """The model of `examples/quickstart.py`: a user's own, plain `eqx.nn`."""
+    """Makes the case of the model of `examples/quickstart.py`: plain `eqx.nn`, as a user writes it."""
 
     def make_model(key: Key[Array, ""]) -> quickstart.Transformer:
         return quickstart.Transformer(key=key)
@@ -185,7 +187,7 @@ def quickstart_case(batch_size: int = 8) -> Case:
 
 
 def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[PyTree, PyTree]:
-    """The model with a sharding in each of its abstract arrays, and the tree of these shardings."""
+    """Makes the model with a sharding in each of its abstract arrays, and the tree of these shardings."""
     model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
     shardings = rx.shard_rules(model, mesh, overrides=overrides)
 
@@ -196,7 +198,7 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[P
 
 
 def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()) -> jax.stages.Lowered:
-    """One `train_step` with AdamW, lowered; an `eval_step`, which is the forward pass, if not `train`."""
+    """Lowers one `train_step` with AdamW, or, if not `train`, an `eval_step`, which is the forward pass."""
     model, shardings = abstract_model(case, mesh, overrides)
     optimizer = optax.adamw(1e-3)
     state = rx.init_state(model, optimizer, key=jax.random.key(0))
@@ -210,12 +212,12 @@ def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrid
 
 
 def num_shards(mesh: Mesh) -> int:
-    """Into how many parts the batch is split."""
+    """Returns the number of parts into which the batch is split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """Columns as wide as they need to be; the first `num_left` flush left."""
+    """Formats a table with columns as wide as they need to be, the first `num_left` of them aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Errors and warnings that are raised by name."""
+"""Errors and warnings that a program can catch or filter by name."""
 
 from redco_eqx._checkpoint.runs import CheckpointError as CheckpointError
 from redco_eqx._checkpoint.runs import CheckpointFormatError as CheckpointFormatError

@@ -1,4 +1,4 @@
-"""Building blocks of layers that bring their communication along: over `tensor`, and with remat."""
+"""Building blocks of layers, with built-in communication over `tensor`, and with remat."""
 
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.scan import scan_layers

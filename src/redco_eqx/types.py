@@ -1,4 +1,4 @@
-"""Types that results and annotations have: what is taken and returned, but not made by name."""
+"""Types for annotations: those of arguments and results that a user does not construct by name."""
 
 from redco_eqx._base.protocols import Batch as Batch
 from redco_eqx._base.protocols import CollateFn as CollateFn

@@ -1,1 +1,1 @@
-"""States on disk, exactly."""
+"""States on disk, saved and read back exactly."""

@@ -1,8 +1,8 @@
 """The arrays of a state: their names in a checkpoint, and checksums that do not depend on their layout.
 
-A checksum is computed where the array is, before a checkpoint is written and after it is read, so that it
-covers the whole way over host, network and disk, and costs one pass over device memory instead of a second
-reading of the files.
+A checksum is computed on the devices that have the array, before a checkpoint is written and after it is read.
+So it covers the whole way over host, network and disk, and costs one pass over device memory instead of a
+second reading of the files.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _ROOMS = {"params": "model", "frozen": "model", "model_state": "model_state", "o
 
 
 def to_names(state: TrainState) -> dict[str, AnyArray]:
-    """Every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
+    """Returns every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
     `optimizer/<path>`, `step`, `key`."""
     names: dict[str, AnyArray] = {}
     for field, room in _ROOMS.items():
@@ -36,7 +36,7 @@ def to_names(state: TrainState) -> dict[str, AnyArray]:
 
 
 def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
-    """The inverse of `to_names`: `like` with these arrays."""
+    """Returns `like` with these arrays: the inverse of `to_names`."""
     parts: dict[str, Any] = {"step": arrays["step"], "key": arrays["key"]}
     for field, room in _ROOMS.items():
         own = getattr(like, field)
@@ -45,27 +45,28 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
 
 
 def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """The arrays as they are stored: of keys their data, and none that is empty."""
+    """Returns the arrays in the form in which they are stored: keys as their data, and no empty arrays."""
     return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
 
 
 def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
-    """Describe an array for the record."""
+    """Describes an array for the record."""
     impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
 
-# Checksums, and other numbers that add up over the pieces of an array.
+# Checksums, and other numbers that are sums over the pieces of an array.
 
 Starts: TypeAlias = tuple[int | UInt32[Array, ""], ...]
-"""Where in an array a piece begins, for each dim."""
+"""The index in an array at which a piece begins, for each dim."""
 
 OfPiece: TypeAlias = Callable[[Array, Starts, tuple[int, ...]], Shaped[Array, " n"]]
-"""From a piece, its starts, and the shape of the whole, to numbers that add up over all pieces."""
+"""A function from a piece, its starts and the shape of the whole array to numbers that are summed over all
+pieces."""
 
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Each word as one that looks random."""
+    """Turns each word into one that looks random."""
     # The finalizer of MurmurHash3 (Appleby, public domain): one-to-one on 32 bits.
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -73,7 +74,7 @@ def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def bits_of(x: Array) -> UInt32[Array, "..."]:
-    """The bits of each element as one uint32, or as several in further trailing dims."""
+    """Returns the bits of each element as one uint32, or as several along additional trailing dims."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return bits_of(jnp.stack([x.real, x.imag], axis=-1))
     if x.dtype.itemsize <= 4 and not jnp.issubdtype(x.dtype, jnp.floating):
@@ -85,12 +86,13 @@ def bits_of(x: Array) -> UInt32[Array, "..."]:
 
 
 def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """The row-major index, from 1, of each element of a piece, modulo 2**32.
+    """Computes the row-major index, from 1, of each element of a piece, modulo 2**32.
 
     **Arguments:**
 
-    - `dims`: of the piece; those beyond the dims of the array number the parts of one element.
-    - `starts`, `shape`: where it begins in the whole array, and the shape of that.
+    - `dims`: the shape of the piece. Dims beyond those of the array number the parts of one element.
+    - `starts`: the indices at which the piece begins in the whole array.
+    - `shape`: the shape of the whole array.
     """
     index = jnp.ones(dims, jnp.uint32)
     stride = 1
@@ -104,11 +106,11 @@ def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UI
 
 
 def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3"]:
-    """Two words of a checksum, and whether there is NaN or infinity in `x`: of a piece of an array.
+    """Computes two words of a checksum of a piece `x` of an array, and 1 if `x` has NaN or infinity, else 0.
 
-    With `bits` an element's bits and `i` its row-major index, `h = mix(bits ^ mix(i + 1))`; the words are the
-    sums of `h` and of `mix(h + 1)`, modulo 2**32, so those of pieces add up to those of the whole. A change of
-    a single element always changes the first. Arguments as for `indices`.
+    With `bits` an element's bits and `i` its row-major index, `h = mix(bits ^ mix(i + 1))`. The words are the
+    sums of `h` and of `mix(h + 1)`, modulo 2**32, so the words of all pieces add up to those of the whole. A
+    change of a single element always changes the first word. Arguments as for `indices`.
     """
     bits = bits_of(x)
     hashes = mix(bits ^ mix(indices(bits.shape, starts, shape)))
@@ -120,8 +122,11 @@ def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3
 def _per_device(
     of_piece: OfPiece, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> Callable[[AnyArray], Shaped[Array, "devices n"]]:
-    """The numbers of the piece on each device. No device waits for another: there can be a thousand leaves, and
-    so many collectives at once can block a CPU."""
+    """Makes a function that computes the numbers of the piece on each device.
+
+    No device waits for another: there can be a thousand leaves, and so many collectives at once can block a
+    CPU.
+    """
     axes = (*spec, *[None] * (len(shape) - len(spec)))
 
     def local(x: Array) -> Array:
@@ -137,7 +142,7 @@ def _per_device(
 
 @functools.lru_cache(maxsize=16)
 def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays devices n"]]:
-    """The numbers of all devices for each array, made known to all devices by one collective."""
+    """Makes a function that shares the numbers of each device for each array with all, by one collective."""
     return jax.jit(lambda rows: jnp.stack(rows), out_shardings=replicated(mesh))
 
 
@@ -146,9 +151,9 @@ def _begin(
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Begins to compute `of_piece` on each device. A collective call on several processes, which does not wait.
 
-    The result waits: it gives of each array the numbers of all devices, and those of the first one of each
-    piece, by the axes of the mesh. An array that does not lie on the mesh of the first that has one is put
-    there, whole.
+    Returns a function that waits. It returns for each array the numbers of all devices, and those of the first
+    device of each piece, by the axes of the mesh. The mesh is that of the first array that has one; an array
+    that does not lie on it is put there, whole.
     """
     if not arrays:
         return dict
@@ -176,13 +181,13 @@ def _begin(
 
 
 def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
-    """`of_piece` of each array, added up over its pieces. A collective call on several processes."""
+    """Computes `of_piece` for each array, summed over its pieces. A collective call on several processes."""
     pieces = [first.reshape(-1, first.shape[-1]) for _, first in _begin(of_piece, arrays)().values()]
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
 def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
-    """The checksum of each array, 16 hexadecimal digits, and the names of those that are not finite.
+    """Computes the checksum of each array, 16 hexadecimal digits, and lists the arrays that are not finite.
 
     A collective call on several processes.
     """
@@ -192,10 +197,9 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
 
 
 def unlike_replicas(arrays: Mapping[str, AnyArray]) -> Callable[[], list[str]]:
-    """Begins to compare the copies of each array that devices hold. A collective call, which does not wait.
+    """Begins to compare the copies of each array on all devices. A collective call, which does not wait.
 
-    The result is called for the names of the arrays that have two different copies, and waits for the
-    comparison.
+    Returns a function that waits for the comparison, and returns the names of the arrays whose copies differ.
     """
     wait = _begin(digest, arrays)
     return lambda: [name for name, (every, first) in wait().items() if np.any(every != first)]

@@ -1,4 +1,4 @@
-"""`Checkpoints`: where and when a run is saved, and what of it is kept."""
+"""`Checkpoints`: the directory and the times of saves, and the choice of the checkpoints to keep."""
 
 import contextlib
 import dataclasses
@@ -25,17 +25,17 @@ from redco_eqx._step.state import TrainState, check_is_state, step_of
 
 # A state on disk, by Orbax: written whole or not at all, read onto any mesh, verified.
 #
-# A checkpoint is a directory `<step>` (or `<step>-2`, where one of this step was there already) with
+# A checkpoint is a directory `<step>` (or `<step>-2`, if there is one of this step already) with
 #
 #     arrays/                 a flat dictionary of arrays, as Orbax and tensorstore read it
 #     record/record.json      the rest: see `CheckpointInfo`
 #
-# Orbax writes it under another name and renames it when it is complete, so whatever has this name is whole,
-# unless it was damaged later: that is what the checksums are for. No pickle anywhere.
+# Orbax writes it under another name and renames it when it is complete, so a directory with this name is whole,
+# unless it was damaged later. The checksums detect such damage. No pickle anywhere.
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
-    """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`, which says how."""
+    """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`; see there."""
 
     def __init__(self, config: "Checkpoints"):
         self._config, self._directory = config, local(config.directory)
@@ -56,17 +56,17 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
-        """Copies the state to the host and returns; it is written while training goes on.
+        """Copies the state to the host and returns. The files are written while training continues.
 
-        The state may be donated as soon as this returns. A save that is still being written is waited for.
-        On several processes all must call this, with the same step.
+        The state may be donated as soon as this returns. If the save before is still being written, this waits
+        for it. On several processes all must call this, with the same step.
 
         **Arguments:**
 
-        - `state`: what to save, under the number of its `step`.
+        - `state`: the state to save, under the number of its `step`.
         - `metrics`: results of an evaluation at this step.
-        - `extras`: anything that JSON holds.
-        - `run`: where a run of `fit` stands.
+        - `extras`: anything that JSON can represent.
+        - `run`: the record of a run of `fit`.
 
         **Returns:** The directory that the checkpoint will have.
 
@@ -125,7 +125,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self.release()
 
     def release(self) -> None:
-        """Leaves the directory to other writers."""
+        """Releases the directory to other writers."""
         if self.owner is not None:
             self.owner.release()
 
@@ -133,19 +133,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.close()
 
     def _prepare(self) -> dict[str, Any]:
-        """On process 0: takes the directory, and returns its owner. Who left something half-written in it is
-        dead."""
+        """Takes the directory on process 0, and returns the owner of it. Removes anything half-written there:
+        the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
-        weakref.finalize(self, self.owner.release)  # of a writer that is dropped
+        weakref.finalize(self, self.owner.release)  # for a writer that is dropped without `close`
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
         return self.owner.content["owner"]
 
     def _make_checkpointer(self) -> Any:
-        # Directories are made by `save` itself: in the background, threads would wait for those that cannot be
-        # made, and hold up the end of the process until a time-out of minutes.
+        # `save` itself makes the directories. In the background, threads would wait for directories that cannot
+        # be made, and delay the end of the process until a time-out of minutes.
         options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = self._ocp.CompositeCheckpointHandler(
             composite_options=self._ocp.CompositeOptions(async_options=options),
@@ -156,19 +156,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     @contextlib.contextmanager
     def _naming(self, path: pathlib.Path | None) -> Iterator[None]:
-        """Raises `CheckpointError` for what Orbax raises inside."""
+        """Turns an error that Orbax raises in the block into a `CheckpointError`."""
         try:
             yield
         except Exception as error:
-            # One failure leaves several errors behind, of which each later call would raise another.
+            # One failure leaves several errors behind, and each later call would raise another of them.
             with contextlib.suppress(Exception):
                 self._checkpointer.close()
             self._checkpointer, self._in_flight = self._make_checkpointer(), None
             raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
     def _prune(self, newest: CheckpointInfo) -> None:
-        """Removes what `newest` makes superfluous, of the same run: other attempts at its step, and what is not
-        to be kept."""
+        """Removes the checkpoints of the same run that `newest` makes superfluous: other attempts at its step,
+        and those that `keep_last` and `keep_best` do not keep."""
         last, infos = self._config.keep_last, []
         for step, _, path in entries(self._directory):
             if path != newest.path and (step == newest.step or (last is not None and step < newest.step)):
@@ -183,8 +183,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         for info in infos:
             if info not in kept:
                 hidden = info.path.with_name(info.path.name + ".deleting")
-                with contextlib.suppress(OSError):  # a disk that fails is told by the next save
-                    info.path.rename(hidden)  # at once, so that no half of it is ever taken for a checkpoint
+                with contextlib.suppress(OSError):  # the next save reports a disk that fails
+                    info.path.rename(hidden)  # at once, so that half of one never looks like a checkpoint
                     self._cleaner.submit(shutil.rmtree, hidden, ignore_errors=True)
 
 
@@ -203,7 +203,7 @@ def save(
 
     **Arguments:**
 
-    - `directory`: of the run; the checkpoint becomes a directory in it, named after `state.step`.
+    - `directory`: the directory of the run; the checkpoint becomes a directory in it, named after `state.step`.
     - `state`, `metrics`, `extras`: as for `CheckpointWriter.save`.
 
     **Returns:** The directory of the checkpoint.
@@ -217,7 +217,8 @@ def save(
 
 
 def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
-    """The row whose `metric` is least or greatest, the first of equals; `None` if none has a number there."""
+    """Returns the index of the row whose `metric` is least or greatest, the first of equals; `None` if no row
+    has a number for it."""
     sign = 1 if mode == "min" else -1
     scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
     return min(scored, key=lambda i: sign * rows[i][metric], default=None)
@@ -229,12 +230,12 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The times and the place at which [`fit`][] saves, and what it keeps; `open` gives the same to your own
-    loop.
+    """The times and the directory for the saves of [`fit`][], and the choice of the checkpoints to keep. `open`
+    makes the same available to a loop that you write.
 
-    `fit` saves in the background at the steps asked for, at its end, and when a signal ends it. Without
-    `every_steps` it does so after each epoch. An evaluation that is due comes before, and its results are part
-    of the checkpoint.
+    `fit` saves in the background every `every_steps` steps, at its end, and when a signal ends it. Without
+    `every_steps` it saves after each epoch. An evaluation that is due at the same step comes before the save,
+    and its results are part of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
@@ -242,17 +243,19 @@ class Checkpoints:
                       evaluation=rx.Evaluation(held_out))
     ```
 
-    - `directory`: of this run, which all processes see. If there are checkpoints of it already, `fit` goes on
-        from the newest, provided that they are of a run that began with the same key, parameters and examples.
-        `~` is the home directory.
-    - `every_steps`: how often; without it after each epoch.
-    - `keep_last`: how many to keep; `None` keeps all. With 2 there is another one should the newest be damaged.
-        Those of other runs (see `RunRecord.begin`), and of later steps than the newest, are left alone.
-    - `keep_best`: metrics of the evaluations with what is best, such as `{"eval/loss": "min"}`: the checkpoint
-        where one of them is best is kept besides, and an evaluation that gives a better one is followed by a
-        save.
-    - `allow_changes`: goes on although `batch_size` or the examples have changed, or the key or the parameters
-        that the run begins with; otherwise that is refused, because the run would not be the same.
+    - `directory`: the directory of this run, which all processes see. If it has checkpoints already, `fit`
+        continues from the newest, provided that they are of a run that began with the same key, parameters and
+        examples. `~` is the home directory.
+    - `every_steps`: the number of steps between two saves; without it there is one after each epoch.
+    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2 there is another one if the
+        newest is damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the
+        newest, are left alone.
+    - `keep_best`: metrics of the evaluations, each with `"min"` or `"max"`, such as `{"eval/loss": "min"}`. The
+        checkpoint at which one of them is best is kept too, and a save follows each evaluation that is better
+        than those before.
+    - `allow_changes`: whether `fit` continues although `batch_size` or the examples have changed, or the key or
+        the parameters at the beginning of the run. Without it `fit` refuses, because the run would not be the
+        same.
 
     Raises `ValueError` for a value that cannot be used.
     """
@@ -275,7 +278,7 @@ class Checkpoints:
             )
 
     def open(self) -> CheckpointWriter:
-        """A writer into the directory, to be closed or used by `with`. The caller decides when to save.
+        """Makes a writer into the directory, to be closed or used in a `with`. The caller decides when to save.
 
         ```python
         with rx.Checkpoints("run", keep_last=2).open() as writer:
@@ -285,10 +288,11 @@ class Checkpoints:
                     writer.save(state, extras={"note": "mine"})
         ```
 
-        The directory is made if it is not there. On several processes it is one that all of them see, and all
-        call this. What an earlier process left half-written in it is removed.
+        A directory that does not exist is made. On several processes all must see the same directory, and all
+        call this. Anything that an earlier process left half-written in it is removed.
 
         **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
-        `CheckpointError` if another live writer has it, on this host or (found out in 12 seconds) on another.
+        `CheckpointError` if another live writer uses it, on this host or on another (to detect one on another
+        host takes 12 seconds).
         """
         return CheckpointWriter(self)

@@ -1,8 +1,8 @@
 """The owner of a directory of checkpoints: of two live runs in one directory, the second is refused.
 
-On one host a kernel lock decides, which ends with its process, in whatever way. A file system may not pass
-locks on to other hosts: so the owner also touches its file, and whoever finds the file of another host looks
-whether its time moves.
+On one host a kernel lock decides; it ends with its process, however that ends. A file system may not pass
+locks on to other hosts. So the owner also touches its file, and a process that finds the file of another host
+watches whether the time of the file changes.
 """
 
 import contextlib
@@ -21,27 +21,28 @@ from typing import Any
 from redco_eqx._checkpoint.runs import CheckpointError, Identity
 
 BEGUN = "begun.json"
-"""In a directory of checkpoints: its owner, and the run that began there before its first one is whole."""
+"""The name of a file in each directory of checkpoints: it has the owner of the directory, and the run that
+began there, so that the run is known before its first checkpoint is complete."""
 
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 
 
 class Owner:
-    """This process, as the only one that writes into a directory. Ends by `release`, or with the process."""
+    """The right of this process to write into a directory, alone. Ends by `release`, or with the process."""
 
     def __init__(self, directory: pathlib.Path):
         """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
 
-        Takes at most 13 seconds: that long an owner of another host, or one that is ending, is watched.
+        Takes at most 13 seconds, to watch an owner on another host or one that is ending.
         """
         self._file = directory / BEGUN
         self._done = threading.Event()
-        # The directory: a file open for writing would keep a file system from becoming read-only.
+        # Locks the directory: a file open for writing would keep a file system from becoming read-only.
         self._fd = os.open(directory, os.O_RDONLY)
         _owners.add(self)
         try:
             self.content = self._take()
-            # At once, so that a disk that cannot be written, or a file that is read-only, is told now.
+            # At once, so that a disk that cannot be written, or a read-only file, raises here.
             self._write(owner=_this_process())
         except BaseException:
             self.unlock()
@@ -51,13 +52,15 @@ class Owner:
     def begin(
         self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
     ) -> tuple[str, bool]:
-        """The id of the run that begins here, and whether it began before: it was killed before its first save.
+        """Returns the id of the run that begins here, and true if it began before: then it was killed before
+        its first save.
 
         **Arguments:**
 
-        - `begin`: its first step.
-        - `identity`: what it is; it is kept in the file.
-        - `differs`: true, called with the identity in the file and this one, if they are of two runs.
+        - `begin`: the first step of the run.
+        - `identity`: the identity of the run; it is stored in the file.
+        - `differs`: called with the identity in the file and this one; returns a true value if they are of two
+            runs.
         """
         before = self.content
         if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
@@ -67,10 +70,10 @@ class Owner:
         return run_id, False
 
     def release(self) -> None:
-        """Leave the directory to others. May be called twice."""
+        """Releases the directory to others. May be called twice."""
         if not self._done.is_set():
             self._done.set()
-            with contextlib.suppress(OSError):  # a full disk: the kernel's lock, or the time, tells others
+            with contextlib.suppress(OSError):  # a full disk, say: others see the lock or the file's time
                 if "id" in self.content:
                     self._write(owner=None)
                 else:
@@ -78,13 +81,13 @@ class Owner:
             self.unlock()
 
     def unlock(self) -> None:
-        """Give up the kernel's lock alone."""
+        """Gives up only the kernel's lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _take(self) -> dict[str, Any]:
-        """The content of the file, once nobody else owns it."""
+        """Waits until no other process owns the directory, and returns the content of the file."""
         start, (_, first) = time.monotonic(), _read(self._file)
         while True:
             has_lock, (content, beat) = self._has_lock(), _read(self._file)
@@ -102,16 +105,16 @@ class Owner:
             time.sleep(0.2)
 
     def _has_lock(self) -> bool | None:
-        """Returns true if the kernel's lock is ours; `None` if this file system has none."""
+        """Returns true if this process has the kernel's lock; `None` if this file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # none is where a lock needs a file open for writing, such as NFS
+        except OSError as error:  # NFS, for one, locks only files that are open for writing
             return False if isinstance(error, BlockingIOError) else None
         return True
 
     def _write(self, **changes: Any) -> None:
         self.content = {**self.content, **changes}
-        # In place, which needs no room on a full disk.
+        # In place, which needs no space on a full disk.
         with open(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.write(json.dumps(self.content).encode())
             file.truncate()
@@ -119,19 +122,19 @@ class Owner:
     def _beat(self) -> None:
         """Shows others that this process is alive."""
         while not self._done.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a disk that fails is told by the next save
+            with contextlib.suppress(OSError):  # the next save reports a disk that fails
                 os.utime(self._file)
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-# Or a child that outlives its parent would hold the parent's lock.
+# Otherwise a child that outlives its parent would keep the parent's lock.
 os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners])
 
 
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
-    """Returns when the directory has this owner, on another host perhaps.
+    """Waits until the file in the directory names this owner, which may be on another host.
 
-    Raises `CheckpointError` if that is not so within 12 seconds: it is another directory, of the same name.
+    Raises `CheckpointError` after 12 seconds: then this is another directory, of the same name.
     """
     start = time.monotonic()
     while _read(directory / BEGUN)[0].get("owner") != owner:
@@ -144,20 +147,20 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    """This process, on this host as long as that runs: hosts may share a name."""
+    """Identifies this process, and this host since it was booted, since hosts may share a name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
     return {"host": host, "pid": os.getpid()}
 
 
 def _read(file: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """The content of the file of an owner, and when it was last touched."""
+    """Returns the content of the file of an owner, and the time at which it was last touched."""
     for _ in range(3):
         try:
             with file.open("rb") as opened:
                 return dict(json.loads(opened.read())), os.fstat(opened.fileno()).st_mtime_ns
         except FileNotFoundError:
             break
-        except (ValueError, TypeError):  # just being written; or left so by a process that was killed
+        except (ValueError, TypeError):  # another process is writing it, or was killed while it did
             time.sleep(0.1)
     return {}, 0

@@ -15,7 +15,7 @@ from typing import Any
 from redco_eqx._base.tree import describe
 from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, RunRecord, from_json, to_json
 
-# The small JSON file of a checkpoint: what it holds, of which run, and what the user added.
+# The small JSON file of a checkpoint: its content, its run, and the extras that the user added.
 
 
 FORMAT = 2
@@ -25,9 +25,10 @@ FORMAT = 2
 class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
-    - `dtype`, `shape`: of a typed PRNG key, those of the key; it is stored as its `jax.random.key_data`.
+    - `dtype`, `shape`: those of the array; for a typed PRNG key those of the key, although its
+        `jax.random.key_data` is stored.
     - `checksum`: that of `arrays.digest`, in hexadecimal digits.
-    - `key_impl`: of a typed PRNG key.
+    - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
     """
 
     dtype: str
@@ -40,7 +41,7 @@ class ArrayInfo:
 
 
 def versions() -> dict[str, str]:
-    """Those of Python, this package and what it is built on."""
+    """Returns the versions of Python, of this package and of the packages that it is built on."""
     names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
@@ -50,12 +51,12 @@ class CheckpointInfo:
     """The content of a checkpoint besides its arrays.
 
     - `step`: number of steps taken.
-    - `path`: its directory.
+    - `path`: the directory of the checkpoint.
     - `metrics`: results of an evaluation at this step, if there was one.
-    - `extras`: what the user added.
-    - `run`: the run of `fit` that wrote it.
+    - `extras`: the data that the user added.
+    - `run`: the run of `fit` that wrote the checkpoint; `None` for another writer.
     - `arrays`: `{name: ArrayInfo}`, with names such as `model/layers.0.weight`.
-    - `versions`: of the packages that wrote it.
+    - `versions`: the versions of the packages that wrote the checkpoint.
     """
 
     step: int
@@ -68,7 +69,7 @@ class CheckpointInfo:
 
 
 def encode(info: CheckpointInfo) -> dict[str, object]:
-    """The JSON of a checkpoint: its content, and the SHA-256 of that.
+    """Makes the JSON of a checkpoint: the content, and the SHA-256 of the content.
 
     Raises `ValueError` if `extras` is not plain JSON.
     """
@@ -91,16 +92,17 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# The checkpoints in a directory: which are complete, and what their records say. No array is read.
+# The complete checkpoints in a directory, and their records. No array is read.
 
 
 _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The complete checkpoints of a directory, ascending by step. No array is read.
+    """Lists the complete checkpoints of a directory, ascending by step. No array is read.
 
-    One whose record is damaged, or of a version that this one cannot read, is left out with a warning.
+    A checkpoint whose record is damaged, or was written by a version that this one cannot read, is left out
+    with a warning.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})
@@ -122,10 +124,10 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def read_record(path: pathlib.Path) -> CheckpointInfo:
-    """The record of one checkpoint.
+    """Reads the record of one checkpoint.
 
-    Raises `CheckpointError`, naming it, if it is missing or damaged, and `CheckpointFormatError` if it is of
-    another version.
+    Raises `CheckpointError`, naming the checkpoint, if the record is missing or damaged, and
+    `CheckpointFormatError` if another version wrote it.
     """
     try:
         outer = json.loads((path / "record" / "record.json").read_bytes())
@@ -153,7 +155,7 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
 
 
 def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
-    """`(step, attempt, path)` of what has the name of a complete checkpoint, ascending."""
+    """Lists `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending."""
     if not directory.is_dir():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
@@ -161,7 +163,8 @@ def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """An absolute path, `~` expanded. Raises `ValueError` for a bucket or a file, `TypeError` for no path."""
+    """Makes an absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
+    for an object that is not a path."""
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
             f"the directory of checkpoints must be a path, but is a {type(directory).__name__}. It comes "
@@ -178,7 +181,7 @@ def local(directory: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def orbax_checkpoint() -> ModuleType:
-    """The package, imported at its first use. Raises `ImportError` with the line that installs it."""
+    """Imports the package at its first use. Raises `ImportError` with the command that installs it."""
     try:
         import orbax.checkpoint
     except ImportError as error:

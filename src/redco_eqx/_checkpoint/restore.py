@@ -34,8 +34,8 @@ def restore(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
-    """Reads a checkpoint into a state like `like`: its shapes, dtypes, mesh and layout, whatever the mesh on
-    which it was saved. Every array is verified, bit for bit.
+    """Reads a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. The mesh on which it
+    was saved does not matter. Every array is verified, bit for bit.
 
     ```python
     rx.save("run", state)
@@ -48,25 +48,26 @@ def restore(
     - `directory`: as for `save`.
     - `like`: a state from `init_state`; its arrays may be abstract (`jax.ShapeDtypeStruct` with a sharding).
         It is not changed.
-    - `step`: which checkpoint; by default the newest. If the newest is damaged, it is named in a warning and
-        the one before is taken.
+    - `step`: the step of the checkpoint to read; by default the newest. If the newest is damaged, a warning
+        names it, and the one before is read.
 
     **Other arguments:**
 
     - `only`: `"model"` reads the model alone: optimizer, step and key stay those of `like`.
-    - `renamed`: `{path in the checkpoint's model: path in that of like}`, of leaves or of all below a path,
-        such as `{"encoder": "backbone.encoder"}`. What the optimizer keeps of them follows.
-    - `new`: globs of names, such as `model/head.*`, that keep the value of `like` if the checkpoint has none of
-        this shape and dtype.
-    - `unused`: globs of names of the checkpoint that are left aside.
+    - `renamed`: `{path in the checkpoint's model: path in that of like}`, for leaves or for everything below a
+        path, such as `{"encoder": "backbone.encoder"}`. The optimizer's arrays for these leaves are renamed
+        likewise.
+    - `new`: globs of names, such as `model/head.*`. These arrays keep the value of `like` if the checkpoint has
+        none of this shape and dtype.
+    - `unused`: globs of names in the checkpoint that are ignored.
 
     **Returns:** The state.
 
     **Raises:**
 
-    - `ValueError`: state and checkpoint differ: each name with both shapes and dtypes.
-    - `FileNotFoundError`: there is no (such) checkpoint.
-    - `CheckpointError`: it is damaged, or all are.
+    - `ValueError`: state and checkpoint differ. The message has each name with both shapes and dtypes.
+    - `FileNotFoundError`: there is no checkpoint, or none of this step.
+    - `CheckpointError`: all checkpoints, or all of this step, are damaged.
     - `ImportError` if Orbax is not installed.
     """
     orbax_checkpoint()
@@ -86,7 +87,7 @@ def restore(
 
 
 def _lack(directory: pathlib.Path, step: int | None) -> str:
-    """Why there is no checkpoint, of this step if one is given."""
+    """Explains why there is no checkpoint, or none of this step."""
     if not directory.is_dir():
         return "does not exist. It is the directory that save, or fit(checkpoints=), was given."
     if (directory / "record").is_dir():
@@ -100,7 +101,8 @@ def _lack(directory: pathlib.Path, step: int | None) -> str:
 def first_good(
     paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], T]
 ) -> tuple[T, list[pathlib.Path]]:
-    """`load(path)` of the first that is not damaged, and those that are, each named in a warning.
+    """Returns `load(path)` for the first path that is not damaged, and the damaged paths before it. A warning
+    names each of these.
 
     Raises `CheckpointError` if all are damaged.
     """
@@ -124,7 +126,7 @@ def select(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Choose what to read: `{name in the state: name in the checkpoint}`.
+    """Chooses the arrays to read: `{name in the state: name in the checkpoint}`.
 
     Raises `ValueError` if state and checkpoint differ more than the arguments allow.
     """
@@ -155,9 +157,9 @@ def select(
 
 
 def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
-    """`like` with these arrays of a checkpoint, by their names in it.
+    """Returns `like` with arrays of a checkpoint. `names` is the result of `select`.
 
-    A collective call. Raises `CheckpointError` for damage.
+    A collective call. Raises `CheckpointError` if the checkpoint is damaged.
     """
     own, targets, empty = to_names(like), {}, {}
     for name, stored in names.items():
@@ -189,28 +191,29 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
     import orbax.checkpoint as ocp
     from etils import epath
 
-    # The handler by itself: a checkpointer would wait for the other processes even where one has failed.
+    # The handler alone: a checkpointer would wait for the other processes even if one of them has failed.
     arguments = ocp.args.PyTreeRestore(
         item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
     try:
         return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "arrays"), args=arguments)
-    except Exception as error:  # of many kinds, according to what is damaged
+    except Exception as error:  # the kind of error depends on the damage
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
-    """`{name in the checkpoint: name in the state}`, where paths of the model or their beginnings have changed.
+    """Returns `{name in the checkpoint: name in the state}`. `paths` has the paths of the model, or their
+    beginnings, that have changed.
 
-    What the optimizer keeps of a leaf has the leaf's path at the end of its own, and is renamed with it.
+    The name of an optimizer's array for a leaf ends with the path of that leaf, and is renamed with it.
 
-    Raises `ValueError` for two names that become one.
+    Raises `ValueError` if two names become one.
     """
     leaves = {}
     for room, _, path in (name.partition("/") for name in names):
-        for old in sorted(paths, key=len):  # of several the longest counts
+        for old in sorted(paths, key=len):  # if several match, the longest counts
             if f"{room}/" in MODEL and f"{path}.".startswith(f"{old}."):
                 leaves[path] = paths[old] + path[len(old) :]
     renamed = {}

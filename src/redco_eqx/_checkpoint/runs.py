@@ -1,4 +1,4 @@
-"""The place of a run, as checkpoints and logs record it, and the errors of checkpoints."""
+"""The progress of a run, as checkpoints and logs record it, and the errors of checkpoints."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ Row: TypeAlias = Mapping[str, float | int]
 """Numbers by name."""
 
 Identity: TypeAlias = dict[str, Any]
-"""Of the state, the functions and the examples of a run: see `_training/identity.py`. Plain JSON."""
+"""Plain JSON. Identifies the state, the functions and the examples of a run: see `_training/identity.py`."""
 
 
 class CheckpointError(RuntimeError):
@@ -25,21 +25,22 @@ class CheckpointFormatError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The place of a run of `fit`, as a checkpoint records it.
+    """The progress of a run of `fit`, as a checkpoint records it.
 
-    - `begin`: the step at which it began.
-    - `num_steps`: how many it has taken.
-    - `epoch`, `batch`: whole epochs done, and batches of the next one done.
-    - `batch_size`, `num_examples`: of the training; the examples of the first epoch, `None` of a stream.
-    - `finished`: whether it has come to its end.
-    - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` of each evaluation so far.
+    - `begin`: the step at which the run began.
+    - `num_steps`: the number of steps that it has taken.
+    - `epoch`, `batch`: whole epochs done, and batches of the next epoch done.
+    - `batch_size`: number of examples in a batch of the training.
+    - `num_examples`: number of examples in the first epoch; `None` for a stream.
+    - `finished`: whether the run has reached its end.
+    - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` for each evaluation so far.
     - `window`: metrics that were not logged yet.
-    - `stopped`: whether a hook has ended it.
-    - `order`: how the order of an epoch follows from its key, see `Epochs`; `None` for that of the examples
-        themselves. Records without one are of version 0.1, which sorted random numbers.
-    - `positions`: where each shard of a stream was left: the fields of its `Position`.
-    - `identity`: what the run is besides, by which another one is told from it: see `Identity`.
-    - `id`: what its rows in a log are marked with.
+    - `stopped`: whether a hook has ended the run.
+    - `order`: the name of the method that makes the order of an epoch from its key, see `Epochs`; `None` for
+        the order of the examples themselves.
+    - `positions`: the position at which each shard of a stream was left: the fields of its `Position`.
+    - `identity`: further facts that distinguish the run from another one: see `Identity`.
+    - `id`: the mark of the rows of the run in a log.
     """
 
     begin: int
@@ -52,23 +53,23 @@ class RunRecord:
     evaluations: tuple[Row, ...] = ()
     window: dict[str, Any] | None = None
     stopped: bool = False
-    order: str | None = "sorted"
+    order: str | None = None
     positions: tuple[tuple[Any, ...], ...] | None = None
     identity: Identity | None = None
     id: str | None = None
 
     def advanced(self, epoch: int, batch: int, positions: Any = None) -> "RunRecord":
-        """One step later, which has led to this place."""
+        """Returns the record after one more step, which has led to this place."""
         place = {"epoch": epoch, "batch": batch, "positions": positions}
         return dataclasses.replace(self, num_steps=self.num_steps + 1, window=None, **place)
 
     @property
     def num_shards(self) -> int | None:
-        """In how many shards a stream is read; `None` without a stream."""
+        """The number of shards in which a stream is read; `None` without a stream."""
         return None if self.positions is None else self.positions[0][1]
 
     def evaluated(self, row: Row) -> "RunRecord":
-        """With the results of an evaluation at this step."""
+        """Returns the record with the results of an evaluation at this step."""
         return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
 
     @property
@@ -82,19 +83,19 @@ class RunRecord:
         return bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
 
 
-# Numbers that JSON has no form for, as the strings that `float` reads.
+# Numbers for which JSON has no form become strings that `float` reads.
 
 
 def to_json(x: Any) -> Any:
-    """Strings for NaN and infinities, lists for tuples; all else as it is.
+    """Turns NaN and infinities into strings, and tuples into lists; leaves everything else as it is.
 
-    Raises `TypeError` or `ValueError` for what JSON does not hold.
+    Raises `TypeError` or `ValueError` for an object that JSON cannot represent.
     """
     return json.loads(json.dumps(x), parse_constant=str)
 
 
 def from_json(x: Any) -> Any:
-    """The inverse of `to_json`, but for tuples."""
+    """Inverts `to_json`, except that tuples stay lists."""
     if isinstance(x, dict):
         return {name: from_json(value) for name, value in x.items()}
     if isinstance(x, list):

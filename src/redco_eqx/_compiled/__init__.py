@@ -1,1 +1,1 @@
-"""Compiled programs: their text, and what they communicate."""
+"""Compiled programs: their text, and their communication."""

@@ -1,4 +1,4 @@
-"""`communication`: which collectives a compiled program makes, how often, over which axes, from which line."""
+"""`communication`: the collectives of a compiled program, with their counts, mesh axes and source lines."""
 
 import math
 import os
@@ -31,12 +31,12 @@ _GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+
 
 @lru_cache(maxsize=1024)
 def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
-    """The axes along which members of a group differ; whether every group is all of their devices; the
-    size of the largest group."""
+    """Returns the axes along which members of a group differ, true if every group is all of the devices along
+    them, and the size of the largest group."""
     names, shape = zip(*mesh)
     groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
     coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
-    # Of each group the axes along which not all its coordinates are equal.
+    # For each group the axes along which the coordinates of its devices differ.
     differing = {tuple(np.flatnonzero(np.ptp(x, axis=1)).tolist()) for x in coordinates}
     along = sorted(set().union(*differing))
     sizes = {len(group) for group in groups}
@@ -46,7 +46,7 @@ def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
 
 def _groups(printed: str, num_devices: int) -> list[list[int]]:
     if printed.startswith("{"):
-        # {{0,1},{2,3}}, or {} for one group of all.
+        # {{0,1},{2,3}}, or {} for one group of all devices.
         groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", printed[1:-1])]
         return groups or [list(range(num_devices))]
     if printed.startswith("["):
@@ -54,15 +54,15 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
         shape, numbers = printed.split("<=")
         return _iota(numbers).reshape(_numbers(shape)).tolist()
     # mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a','b':(2)4}: a group lies along 'a', and along the
-    # 4 of 'b' that come after its outer 2. The axes are of XLA's own making.
+    # 4 of 'b' that come after its outer 2. XLA makes up these axes.
     found = re.fullmatch(_MESH, printed)
     assert found is not None  # by _GROUPS
     sizes, listed, grouped = found.groups()
-    axes, num_devices = {}, 1  # of each its size, and how far its neighbours lie apart
+    axes, num_devices = {}, 1  # for each axis its size, and the distance between neighbours
     for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
         axes[name] = int(size), num_devices
         num_devices *= int(size)
-    place = group = np.arange(num_devices)  # of a group the first place: with zeros along its axes
+    place = group = np.arange(num_devices)  # `group`: for each place the first one of its group
     for name, outer, inner in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", grouped):
         size, stride = axes[name]
         num = int(inner or size)
@@ -75,7 +75,7 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
 
 
 def _iota(printed: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
+    """Reads `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
     shape, _, order = printed.partition("T")
     dims = _numbers(shape)
     numbers = np.arange(math.prod(dims)).reshape(dims)
@@ -102,27 +102,28 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, at one place that the program calls it from.
+    """One collective instruction, at one place from which the program calls it.
 
     **Attributes:**
 
-    - `kind`: as XLA calls it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+    - `kind`: the name that XLA uses: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"ragged-all-to-all"`, `"collective-permute"` or `"collective-broadcast"`.
-    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (of a
-        permute: sender and receiver). Axes of size one are never named. Groups that are not all the
-        devices along those axes have the one label `("part of tensor",)`: it never equals a whole axis.
+    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (for a
+        permute: sender and receiver). Axes of size one are never named. If groups do not have all the
+        devices along those axes, the one label is `("part of tensor",)`: it never equals a whole axis.
     - `group_size`: number of devices in one group; 2 for a permute.
-    - `shapes`: shapes of the results on one device, `"f32[8,128]"`; several where the compiler combined
+    - `shapes`: shapes of the results on one device, `"f32[8,128]"`; several if the compiler combined
         several collectives into one.
     - `result_bytes`: size of all results on one device, for one execution, without padding of tiles.
-    - `loops`: trip counts of the enclosing loops, outermost first; None where the text does not tell.
-    - `conditional`: whether it is in a branch of a conditional; only that with the most bytes is kept.
+    - `loops`: trip counts of the enclosing loops, outermost first; None if the text does not have it.
+    - `conditional`: whether it is in a branch of a conditional. Only the branch with the most bytes is
+        kept.
     - `operation`: the JAX operation that it was compiled from, `"jit(step)/transpose(jvp())/dot_general"`,
-        or the instruction's own name. What the compiler adds by itself has the operation of what it sends,
-        and what it combined has that of one of them.
+        or else the name of the instruction. A collective that the compiler added has the operation whose
+        result it sends; a combined one has the operation of one of its parts.
     - `source`: the line of that operation, `"/home/me/train.py:12"`: the innermost that is not in JAX,
-        Equinox, Optax or a building block of this library. Empty where the text does not tell. JAX's persistent
-        compilation cache gives a program with the lines of its first compilation.
+        Equinox, Optax or a building block of this library. Empty if the text does not have it. JAX's
+        persistent compilation cache returns a program with the lines of its first compilation.
     """
 
     kind: str
@@ -137,7 +138,7 @@ class Collective:
 
     @property
     def count(self) -> int:
-        """Executions per call of the program; a loop of unknown length counts as one trip."""
+        """Executions per call of the program. A loop of unknown length counts as one trip."""
         return math.prod(n for n in self.loops if n is not None)
 
     @property
@@ -149,7 +150,7 @@ class Collective:
     def sent_bytes(self) -> int:
         """Bytes that one device sends per call of the program, if the ring algorithm is used.
 
-        It makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
+        This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
         """
         n = self.group_size
         part = (n - 1) / n
@@ -159,11 +160,11 @@ class Collective:
 
     @property
     def is_backward(self) -> bool:
-        """True in a backward pass, by the name that JAX gives to transposed operations."""
+        """True in a backward pass, judged by the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
 
 
-# Only these lines hold or call a collective; no other line is parsed.
+# Only these lines are or call a collective; no other line is parsed.
 _INTERESTING = re.compile(
     rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
     r"|\bconditional\("
@@ -173,14 +174,14 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Collective]:
-    """The collectives of a computation, in its order. An asynchronous pair counts once, and a group of one
-    device, which does not communicate, not at all. Raises `ValueError` for a form that is not known here."""
+    """Yields the collectives of a computation, in its order. An asynchronous pair counts once. A group of one
+    device does not communicate, and does not count. Raises `ValueError` for an unknown form of the text."""
     lines = program.computations[computation].values()
     starts = [hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
     started = {name for x in starts for name in x.operands}
     for x in (hlo.instruction(line) for line in lines if _INTERESTING.search(line)):
         if x.opcode.removesuffix("-start") in KINDS:
-            # TPU prints a collective that is fused with other work in each fusion that drives it on.
+            # For TPU, a collective that is fused with other work is printed in each fusion that advances it.
             if "chain_id=" not in x.attributes or x.name in started:
                 yield from _collective(program, computation, mesh, x)
         elif x.opcode == "while":
@@ -195,7 +196,7 @@ def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Col
                 yield replace(c, conditional=True)
         elif not x.opcode.endswith(("-update", "-done")):
             for callee in (callee for key in _CALLS for callee in x.names(key)):
-                # TPU: an all-reduce fused with the slice that a device keeps of it.
+                # On TPU this is an all-reduce fused with the slice of it that a device keeps.
                 is_scatter = callee.startswith("all-reduce-scatter")
                 for c in _walk(program, callee, mesh):
                     if is_scatter and c.kind == "all-reduce":
@@ -216,7 +217,7 @@ def _collective(
         return
     shape = x.shape
     if x.opcode.endswith("-start") and kind != "all-reduce":
-        # (operands, results, ...); an all-reduce's operands are like its results, and not printed.
+        # (operands, results, ...); the operands of an all-reduce are like its results, and not printed.
         shape = hlo.split_commas(shape[1:-1])[1]
     if not is_whole and not is_permute:
         axes = (f"part of {','.join(axes)}",)
@@ -239,21 +240,21 @@ def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, sha
     }
 
 
-# `communication`: which collectives a compiled program makes, how often, over which axes, from which line.
+# `communication`: the collectives of a compiled program, with their counts, mesh axes and source lines.
 
 
 @dataclass(frozen=True)
 class Total:
-    """Collectives added up, per call of the program.
+    """The sum of collectives, per call of the program.
 
     **Attributes:**
 
     - `count`: executions.
-    - `result_bytes`: of the results, on one device.
-    - `sent_bytes`: what one device sends, if the ring algorithm is used.
-    - `bound`: how the truth stands to these numbers: `""` if equal, `">="` where some are in a loop whose
-        length the program does not tell (it counts as one trip), `"<="` where some are in a branch of a
-        conditional (that with the most bytes counts), `"~"` if both.
+    - `result_bytes`: bytes of the results, on one device.
+    - `sent_bytes`: bytes that one device sends, if the ring algorithm is used.
+    - `bound`: the relation of the true numbers to these: `""` if equal; `">="` if some collectives are in a
+        loop whose length the program does not have (it counts as one trip); `"<="` if some are in a branch
+        of a conditional (the branch with the most bytes counts); `"~"` if both.
     """
 
     count: int
@@ -281,7 +282,7 @@ class Communication:
 
     @property
     def total(self) -> Total:
-        """All of it."""
+        """The total over all collectives."""
         return _total(self.collectives)
 
     @property
@@ -291,12 +292,12 @@ class Communication:
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Total]:
-        """`{("tensor",): total}`, most bytes first; what goes over two axes at once has a key of both."""
+        """`{("tensor",): total}`, most bytes first. A collective over two axes at once has a key of both."""
         return _grouped(self.collectives, lambda c: c.axes)
 
     @property
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """`{(kind, axes): count}`. A test compares it as a whole, so that nothing else can be there."""
+        """`{(kind, axes): count}`. A test should compare the whole dict, so that it allows nothing else."""
         return {key: row.count for key, row in _grouped(self.collectives, lambda c: (c.kind, c.axes)).items()}
 
     def __str__(self) -> str:
@@ -312,11 +313,10 @@ class Communication:
 
 
 def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh) -> Communication:
-    """The collectives of a compiled program: which, over which mesh axes, how many times, how many bytes, and
-    from which line of Python.
+    """Lists the collectives of a compiled program, with their kind, mesh axes, count, bytes and line of Python.
 
     It reads the program's text (optimized HLO) and runs nothing, so the step may be lowered on abstract
-    arguments, for devices that are not there. Loops are multiplied out: the numbers are those of one call.
+    arguments, for devices that are not present. Loops are multiplied out: the numbers are those of one call.
     Not counted: transfers to and from the host, and point-to-point `send` and `recv`.
 
     ```python
@@ -327,20 +327,20 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
 
     **Arguments:**
 
-    - `compiled`: what `jit_step(step).lower(...).compile()` or `jax.jit(f).lower(...).compile()` returns, or
-        its `as_text()`, for CPU, GPU or TPU.
+    - `compiled`: the result of `jit_step(step).lower(...).compile()` or `jax.jit(f).lower(...).compile()`, or
+        of its `as_text()`, for CPU, GPU or TPU.
     - `mesh`: the mesh that the program was compiled for. HLO names a device by its position in
         `mesh.devices.flat`, so only the names and sizes of the axes are used.
 
     **Returns:**
 
-    A `Communication`: the collectives, their totals by kind and by axes, and by `str()` a table.
+    A `Communication`: the collectives, and their totals by kind and by axes. `str()` is a table.
 
     **Raises:**
 
     - `TypeError` if `compiled` is not a compiled program.
     - `ValueError` if its text is not the optimized HLO of one program, is for another number of devices
-        than the mesh has, or holds a form that is not known here. Nothing is skipped silently.
+        than the mesh has, or has an unknown form. Nothing is skipped silently.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         name = type(compiled).__name__
@@ -378,14 +378,14 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) ->
     return dict(sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0]))))
 
 
-# What a compiled step takes of a device, and sends: in bytes, and in a line.
+# The memory and the communication of a compiled step: in bytes, and as a line of text.
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """The most that a program has in the memory of a device at any time, its arguments included.
+    """Returns the most bytes that a program has in the memory of a device at any time, including its arguments.
 
-    The TPU compiler says it. Of others it is the sum of arguments, results that are not written over arguments,
-    and temporaries, which is no less.
+    The TPU compiler reports this number. For others it is the sum of arguments, results that are not written
+    over arguments, and temporaries, which is at least as large.
     """
     stats = compiled.memory_analysis()
     assert stats is not None  # there is one for CPU, GPU and TPU
@@ -397,7 +397,8 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
-    """`a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
+    """Describes the cost of a step in a line:
+    `a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
     stats = compiled.memory_analysis()
     assert stats is not None
     peak = peak_bytes(compiled)
@@ -405,7 +406,7 @@ def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
     line = f"a step takes {size_text(peak)} of each device, {running} of it while it runs"
     try:
         found = communication(compiled, mesh).by_axes
-    except ValueError:  # a form of the text that is not known here
+    except ValueError:  # an unknown form of the text
         return line
     sent = [f"{size_text(total.sent_bytes)} over {' and '.join(axes)}" for axes, total in found.items()]
     return f"{line}, and sends {', '.join(sent) or 'nothing'}"

@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-# Which line of Python an instruction was compiled from, by the tables at the head of the text.
+# The line of Python that an instruction was compiled from, by the tables at the head of the text.
 
 
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
-# Frames of these say how a thing is computed, not where a model or a loop asks for it.
+# Frames in these files implement an operation. The line to report is the one of the model or loop that uses it.
 _LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/redco_eqx/_parallel/|^<")
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """`{id of a stack frame: "/home/me/train.py:12"}`: the innermost line that is not of a library, or the
-    innermost if all are. Empty where the text has no such tables."""
+    """Returns `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line that is not in a library, or
+    the innermost of all if there is none. Empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
     places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
     frames = {int(key): (places[place], int(parent or 0)) for key, place, parent in _FRAME.findall(text)}
-    # Parents are numbered from one or from zero, by version; the outermost frame's is the least, and no frame.
+    # Parents are numbered from one or from zero, depending on the version. The parent of the outermost frame is
+    # the least number, and is not a frame.
     outermost = min((parent for _, parent in frames.values()), default=0)
 
     def source(frame: int) -> str:
@@ -49,19 +50,19 @@ class Instruction:
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]  # names without "%"; of a constant its value, of a parameter its number
-    attributes: str  # with strings emptied: what they say is not an attribute
+    operands: tuple[str, ...]  # names without "%"; for a constant its value, for a parameter its number
+    attributes: str  # with strings emptied, as their text is no attribute
     line: str
 
     def names(self, attribute: str) -> list[str]:
-        """The names in `attribute=%name` or `attribute={%name, %name}`."""
+        """Returns the names in `attribute=%name` or `attribute={%name, %name}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", found[1]) if found else []
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """The text, cut into the lines of its instructions, which are parsed when they are wanted."""
+    """The text, split into the lines of its instructions. Each is parsed only when it is needed."""
 
     computations: dict[str, dict[str, str]]  # name -> {instruction's name: its line}
     roots: dict[str, str]
@@ -76,7 +77,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def parse(text: str) -> HloModule:
-    """The program in a text. Raises `ValueError` if it is not the optimized HLO of one program."""
+    """Reads the program in a text. Raises `ValueError` if the text is not the optimized HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
     entries: list[str] = []
@@ -109,22 +110,22 @@ def parse(text: str) -> HloModule:
 
 @lru_cache(maxsize=1024)
 def instruction(line: str) -> Instruction:
-    """Parse a line of the text."""
+    """Parses a line of the text."""
     definition = _DEFINITION.match(line)
-    assert definition is not None  # lines are stored by it
+    assert definition is not None  # only lines that match it are stored
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
     head = re.match(r"(\(.*?\)|\S+)\s+([\w\-]+)(?=\()", rest)
     if head is None:
         raise ValueError(f"communication: this is not understood as an instruction: {line.strip()[:300]}")
     operands, *_ = split_commas(rest[head.end() :])
     attributes = _STRING.sub('""', rest[head.end() + len(operands) :])
-    # An operand comes with or without its shape and "%".
+    # An operand has a shape and "%", or not.
     names = [operand.split()[-1].lstrip("%") for operand in split_commas(operands.strip()[1:-1])]
     return Instruction(definition[2], head[1], head[2], tuple(names), attributes, line)
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between the commas that no bracket encloses."""
+    """Returns the parts between the commas that are not in brackets."""
     parts, depth, start = [], 0, 0
     for mark in re.finditer(r"[()\[\]{},]", text):
         if mark[0] != ",":
@@ -142,14 +143,14 @@ _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 
 
 def num_elements(array: str) -> int:
-    """Elements of `"f32[8,128]"`."""
+    """Returns the number of elements of `"f32[8,128]"`."""
     dims = array.rstrip("]").split("[")[1]
     # "<=8" is a dim of at most 8.
     return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
 
 
 def shape_bytes(array: str) -> int:
-    """Bytes of `"f32[8,128]"`; elements of less than a byte are packed."""
+    """Returns the bytes of `"f32[8,128]"`; elements of less than a byte are packed."""
     dtype = array.split("[")[0]
     # "s4", "u32", "f16", "f8e4m3fn", "c64": the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)
@@ -159,15 +160,15 @@ def shape_bytes(array: str) -> int:
     return -(-bits * num_elements(array) // 8)
 
 
-# Trip counts of loops. XLA writes them down for CPU and GPU; for TPU the loop's counters are run here.
+# Trip counts of loops. The text has them for CPU and GPU; for TPU the counters of the loop are evaluated here.
 
 
 _MOST_TRIPS = 10_000
-_Value = int | dict[int, Any] | None  # a number; the numbers in what a loop carries, by place; not followed
+_Value = int | dict[int, Any] | None  # a number; the numbers that a loop carries, by place; unknown
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """Return the number of trips of a loop, or None if the text does not tell."""
+    """Returns the number of trips of a loop, or None if the text does not determine it."""
     if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
         return int(known[1])
     body, condition = loop.names("body")[0], loop.names("condition")[0]
@@ -186,11 +187,11 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
 
 
 def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """The value of an instruction, in a computation that is called with `arguments`."""
+    """Computes the value of an instruction, in a computation that is called with `arguments`."""
     x = instruction(program.computations[computation][name])
     if x.opcode == "parameter":
         return arguments[int(x.operands[0])] if arguments else None
-    if not re.match(r"(?:pred|[su]\d+)\[\]", x.shape):  # no whole number
+    if not re.match(r"(?:pred|[su]\d+)\[\]", x.shape):  # not a whole number
         return None
     if x.opcode == "constant":
         return int(x.operands[0]) if re.fullmatch(r"-?\d+", x.operands[0]) else None

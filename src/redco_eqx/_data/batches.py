@@ -1,7 +1,7 @@
 """From examples to batches on the mesh: rows of this process, collation, prefetch, epoch after epoch.
 
-Which examples make a batch is a pure function of numbers, equal on every process; each process reads
-only the rows that its own devices hold. Of a sequence nothing here waits for another process.
+The examples of a batch are a pure function of numbers that are equal on every process. Each process reads only
+the rows that its devices need. With a sequence of examples nothing here waits for another process.
 """
 
 import contextlib
@@ -28,13 +28,15 @@ Made: TypeAlias = tuple[Batch, Place]
 
 
 class Epochs:
-    """The batches of each epoch, in an order of its own, and of a run: epoch after epoch, without end.
+    """The batches of one epoch, or of all epochs of a run, one after the other without end. Each epoch has a
+    different order.
 
     - `batch_size`: number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
-    - `examples_of`: from the number of an epoch to its examples; `None` for a stream.
-    - `order`: how the order follows from a key, for the record of a run; `None` for that of the examples.
-    - `positions`: where a stream begins, for the same.
+    - `examples_of`: a function from the number of an epoch to its examples; returns `None` for a stream.
+    - `order`: the name of the method that makes an order from a key, for the record of a run; `None` for the
+        order of the examples.
+    - `positions`: the position at which a stream begins, also for the record; `None` for a sequence.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Epochs:
         self._is_once = isinstance(self._data, Stream) and self._data.is_once
         self.examples_of: Callable[[int], Any] = lambda _: None
         if isinstance(self._data, Stream):
-            from redco_eqx._data import streams  # loaded where there is one
+            from redco_eqx._data import streams  # imported only for a stream
 
             tail_sizes(0, batch_size, remainder, mesh)
             if remainder != "drop":
@@ -86,7 +88,8 @@ class Epochs:
         )
 
     def num_steps(self, num_epochs: int) -> int | None:
-        """The number of steps of so many epochs, if that is known now. Raises `ValueError` for a stream."""
+        """Returns the number of steps in `num_epochs` epochs, or `None` if it is not known yet. Raises
+        `ValueError` for a stream."""
         if self.num_batches is None:
             raise ValueError(
                 f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long "
@@ -97,7 +100,8 @@ class Epochs:
         return self.num_batches * num_epochs
 
     def place(self, epoch: int, batch: int) -> Place:
-        """The place after so many whole epochs and batches of another, at most all of them."""
+        """Returns the place after `epoch` whole epochs and `batch` batches of the next one, or after all its
+        batches if there are fewer."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
         num_whole, tail = self._sizes(self.examples_of(epoch))
@@ -105,18 +109,20 @@ class Epochs:
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
-        """The batches from a place on, each with the place after it. Closing the generator ends its threads.
+        """Yields the batches from a place on, each with the place after it. Closing the generator ends its
+        threads.
 
-        `key` gives the order of each epoch; that of `fit` is `order_key`. A stream whose place has no positions
-        is read again as far. `reading`: the options of `Reading`, of which `say` is told by the thread that
-        reads.
+        `key` determines the order of each epoch; that of `fit` is `order_key`. A stream is read again up to its
+        place if that has no positions. `reading` are the options of `Reading`; the thread that reads the stream
+        calls its `say`.
         """
         while not (self._is_once and place.epoch > 0):
             yield from self.rest(place, key=key, **reading)
             place = Place(place.epoch + 1, 0, None)
 
     def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
-        """The batches of one epoch from a place on, as for `after`. Raises at once if that is not possible."""
+        """Yields the batches of one epoch from a place on, as `after` does. Raises at once if that is not
+        possible."""
         epoch, start, *_ = place
         if isinstance(self._data, Stream):
             from redco_eqx._data import streams
@@ -168,7 +174,7 @@ class Epochs:
             size = self.batch_size if index < num_whole else tail[index - num_whole]
             offset = self.batch_size * min(index, num_whole) + sum(tail[: max(0, index - num_whole)])
             here = layout(self._mesh, size)[1]
-            positions = np.minimum(offset + here, num_examples - 1)  # past the end: "pad"
+            positions = np.minimum(offset + here, num_examples - 1)  # "pad" repeats the last example
 
             def read() -> list[Any]:
                 wanted = (positions if order is None else order(positions)).tolist()
@@ -186,7 +192,8 @@ class Epochs:
 
 
 def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:
-    """The same, compared with the batches of the other processes. Raises at once if the facts differ."""
+    """Yields the same batches, and compares them with those of the other processes. Raises at once if the facts
+    differ."""
     entries = entries_of(mesh)
     if entries is None:
         return made
@@ -202,11 +209,12 @@ def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Ge
 
 
 def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
-    """Each batch of a stream when it is known whether it is the last one of some process: all stop there.
+    """Yields each batch of a stream once it is known whether it is the last one on any process. All processes
+    stop at that batch.
 
-    Of many processes none waits for another: what is asked about a batch is answered a few batches later.
-    With `is_whole` all read the same. Raises `ValueError` on all of them if their checksums differ, and if
-    there is not one batch from the beginning on.
+    No process waits for another: the answer about a batch comes a few batches later. With `is_whole` all
+    processes read the same examples. Raises `ValueError` on all of them if their checksums then differ, or if
+    an epoch that is read from its beginning has no batch.
     """
     vote = Vote(mesh)
     behind: deque[Made | None] = deque()
@@ -245,7 +253,7 @@ def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one epoch, and the place among them. Made by [`batches`][]."""
+    """The batches of one epoch, and the current place in it. Made by [`batches`][]."""
 
     def __init__(self, made: Generator[Made], place: Place):
         self._made, self._place = made, place
@@ -261,10 +269,11 @@ class Batches(Iterator[Batch]):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments of `batches` that go on after the last batch: plain JSON, for a checkpoint's `extras`.
+        """The arguments with which `batches` continues after the last batch that was yielded: plain JSON, for
+        the `extras` of a checkpoint.
 
-        After the last batch of an epoch those of the next one. Of a stream it is a collective call, as each
-        process knows its own shard.
+        After the last batch of an epoch these are the arguments for the next epoch. For a stream this is a
+        collective call, since each process knows the position in only one shard.
         """
         epoch, start, _, positions, _ = self._place
         place: dict[str, Any] = {"epoch": epoch, "start": start}
@@ -274,7 +283,7 @@ class Batches(Iterator[Batch]):
         return place
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the threads of this iterator."""
         self._made.close()
 
 
@@ -297,7 +306,7 @@ def batches(
         state, metrics = step(state, batch)
     ```
 
-    The iterator says its place, from which another one goes on, in another process, too:
+    The iterator has a place, from which another iterator can continue, even in another process:
 
     ```python
     iterator = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2))
@@ -308,24 +317,24 @@ def batches(
     **Arguments:**
 
     - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging
-        Face dataset. Only the rows that this process needs are read. [`Data`][] says how they are read; a
+        Face dataset. Only the rows that this process needs are read. [`Data`][] sets how they are read; a
         [`Stream`][] has examples that come one after the other.
     - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim
-        `len(examples)`. Called once per batch, with this process's rows in global order; on several
-        processes that is a part of the batch, so the other dims must not depend on which examples came
-        (pad text to a fixed length). The arrays must be new ones: one that is filled again for the next
-        batch may still be in use.
+        `len(examples)`. Called once per batch, with this process's rows in global order. On several
+        processes these rows are a part of the batch, so the other dims must not depend on the examples in
+        them (pad text to a fixed length). The arrays must be new ones: an array that is filled again for the
+        next batch may still be in use.
     - `batch_size`: number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
-    - `key`: shuffles the examples; `None` keeps their order, and so does a stream always.
-    - `epoch`: each epoch has its own order.
-    - `start`: index of the first batch to yield: `batches(start=k)` goes on where an epoch was left
-        after `k` batches.
-    - `positions`: where the shards of a stream stand there, as `place` says it; without them the stream is
-        read again as far.
-    - `remainder`: what becomes of the examples after the last whole batch. `"drop"` (training) leaves
-        them out. `"split"` (evaluation) gives as many as divide over the data shards as one batch, and
-        the rest as another that is replicated, both at their true size: no example is lost or counted
+    - `key`: shuffles the examples. `None` keeps their order; a stream always keeps it.
+    - `epoch`: the number of the epoch; each one has a different order.
+    - `start`: index of the first batch to yield: `batches(start=k)` continues an epoch after its first `k`
+        batches.
+    - `positions`: the positions of the shards of a stream at `start`, as in `place`; without them the stream
+        is read again up to there.
+    - `remainder`: the treatment of the examples after the last whole batch. `"drop"` (training) leaves them
+        out. `"split"` (evaluation) makes one batch of as many of them as divide over the data shards, and of
+        the rest another batch that is replicated. Both have their true size: no example is lost or counted
         twice. `"pad"` (prediction) fills the last batch up by repeating the last example.
 
     **Returns:**
@@ -351,7 +360,8 @@ def batches(
 
 
 def shapes_of(batch: Batch) -> Facts:
-    """The dtype and shape of each leaf. The leading dim is left open: each process has its own rows."""
+    """Returns the dtype and shape of each leaf. The leading dim is left open, since each process has other
+    rows."""
     return {
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)
@@ -359,7 +369,7 @@ def shapes_of(batch: Batch) -> Facts:
 
 
 def as_sequence(examples: Examples | Data | Stream, first: int | None = None) -> Data:
-    """The same as a sequence: of a stream all its examples, or the first ones, in a list."""
+    """Returns the examples as a sequence. A stream becomes a list of all its examples, or of the first ones."""
     data = as_data(examples)
     if isinstance(data, Data):
         if first is None:

@@ -1,4 +1,4 @@
-"""`Data` and `Stream`: examples, how they are read, and in which order."""
+"""`Data` and `Stream`: examples, and the way and the order in which they are read."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +21,24 @@ def check_workers(name: str, prefetch: int, num_workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Data:
-    """Examples and how to read them, wherever examples are taken; alone they stand for all defaults.
+    """Examples and the options for reading them. It is accepted wherever examples are; examples without it are
+    read with the defaults.
 
     ```python
     state, _ = rx.fit(state, rx.Data(examples, num_workers=4), **pipeline, num_epochs=1)
     ```
 
     - `examples`: anything with `len(examples)` and `examples[int]`; for training also a function from the
-        number of an epoch to one.
-    - `shuffle`: whether training goes through them in an order of its own in each epoch. It costs no memory
-        and microseconds for an example, however many there are.
-    - `prefetch`: how many batches are made and placed ahead, in the background; 0 for none, and no thread.
-    - `num_workers`: how many threads collate, each another batch; as many are made ahead at least. Order and
-        errors stay as they are with one. `examples` and `collate_fn` must then allow calls at the same time.
-        Threads speed up what waits (a disk, a network) or leaves Python's lock (most of NumPy); what computes
-        in Python itself belongs in the processes of Grain or of a `DataLoader`, read as a [`Stream`][].
+        number of an epoch to such an object.
+    - `shuffle`: whether training reads the examples of each epoch in a different order. It costs no memory, and
+        microseconds for an example, for any number of examples.
+    - `prefetch`: the number of batches that are made and placed ahead, in the background; 0 for none, and no
+        thread.
+    - `num_workers`: the number of threads that collate, each a different batch; at least as many batches are
+        made ahead. Order and errors are the same as with one thread. With several, `examples` and `collate_fn`
+        must allow calls at the same time. Threads speed up work that waits (for a disk, a network) or releases
+        Python's lock (most of NumPy). For work in Python itself use the processes of Grain or of a
+        `DataLoader`, read as a [`Stream`][].
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -51,13 +54,13 @@ class Data:
 
     @property
     def sequence(self) -> Examples:
-        """The examples, where they are no function of the epoch."""
+        """The examples, if they are not a function of the epoch."""
         return self.examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Examples that come one after the other, in the order in which they come.
+    """Examples that come one after the other, read in that order.
 
     ```python
     def rows(epoch):
@@ -66,26 +69,29 @@ class Stream:
     state, _ = rx.fit(state, rx.Stream(rows), **pipeline, num_steps=20, checkpoints="run")
     ```
 
-    It is read by one thread, and one batch further ahead is made than `prefetch` says (on several processes
-    three), so that its end is known. In training the ragged tail of an epoch is dropped, and the next epoch
-    begins: with what the function gives, or by iterating again, after `set_epoch(epoch)` where there is such a
-    method. An iterator, which can be read only once, ends the run.
+    One thread reads the stream. One batch more than `prefetch` is made ahead (three more on several processes),
+    so that the end is known in time. At the end of an epoch training drops the examples that do not fill a
+    batch. The next epoch then reads the result of the function, or iterates again, after a call of
+    `set_epoch(epoch)` if there is such a method. An iterator can be read only once, so its end is the end of
+    the run.
 
-    A run that goes on reads on after the last batch that was trained on. The position is set by the own
-    `get_state` and `set_state`, or `state_dict` and `load_state_dict`, of the iterable, or of the iterators
-    that it or the function gives, if they have them: to a state from 1,000 to 2,000 examples before (of batches
-    31 to 62), which are read again. If they are not the same (by checksum), or if there is no state so far
-    back, all of the epoch up to there is read again; if that is not the same either, refused, unless
-    `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Of objects that are no numbers, arrays, text,
-    dataclasses or collections of such, type and size alone are compared.
+    A run that continues reads on after the last batch that it was trained on. It sets the position by a state
+    of the source, from 1,000 to 2,000 examples before (31 to 62 items if `batched`), and reads these examples
+    again. For this the iterable, or the iterator that it or the function returns, must have the methods
+    `get_state` and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by
+    checksum), or if there is no state so far back, all of the epoch up to there is read again. If these
+    examples are not the same either, `fit` refuses to continue, unless `Checkpoints(allow_changes=True)`. So a
+    shuffle needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared by their
+    content; other objects only by type and size.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
         `DataLoader(batch_size=None)`), or a function from the number of the epoch to one.
-    - `sharded`: on several processes, what each reads. `False`: the whole stream, of which it keeps the rows
-        that its devices hold; the stream must be the same on all. `True`: `examples(epoch, shard, num_shards)`
-        gives the part of a shard. Processes whose devices hold the same rows (of one tensor-parallel group)
-        read the same shard. Where the part of one ends, the epoch ends for all, at the same step.
-    - `batched`: whether each item is a batch already, of all rows that are read here; `collate_fn` is given
+    - `sharded`: the part that each of several processes reads. `False`: the whole stream, of which the process
+        keeps the rows that its devices need; the stream must be the same on all. `True`: one shard, the result
+        of `examples(epoch, shard, num_shards)`. Processes whose devices need the same rows (of one
+        tensor-parallel group) read the same shard. When one shard ends, the epoch ends for all processes, at
+        the same step.
+    - `batched`: whether each item is a batch already, of all rows that this process reads. `collate_fn` gets
         the item itself, and makes NumPy arrays of it. For training only.
     - `prefetch`, `num_workers`: see [`Data`][].
 
@@ -114,24 +120,24 @@ class Stream:
 
     @property
     def is_function(self) -> bool:
-        """True if there is a new iterable for each epoch."""
+        """True if the examples are a function, which returns a new iterable for each epoch."""
         return callable(self.examples) and not hasattr(self.examples, "__iter__")
 
     @property
     def is_once(self) -> bool:
-        """True of an iterator, which can be read only once."""
+        """True if the examples are an iterator, which can be read only once."""
         return not self.is_function and hasattr(self.examples, "__next__")
 
 
 class Position(NamedTuple):
     """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
 
-    - `shard`, `num_shards`: which part of the stream; 0 of 1 is the whole.
-    - `num_items`: how many items (examples, or batches) have been read.
-    - `state`: the source's own state there or a little before; `None` if it has none.
-    - `checksum`: of the items that have been read; `None` if that is not known.
-    - `state_items`, `state_checksum`: how many had been read when the state was taken, and their checksum. What
-        is read from there must lead to `checksum`: this proves the state.
+    - `shard`, `num_shards`: the part of the stream; 0 of 1 is the whole.
+    - `num_items`: the number of items (examples, or batches) that have been read.
+    - `state`: the state of the source at this position or a little before; `None` if the source has none.
+    - `checksum`: the checksum of the items that have been read; `None` if it is not known.
+    - `state_items`, `state_checksum`: the number of items that had been read when the state was taken, and
+        their checksum. The items after these must lead to `checksum`: this proves the state.
     """
 
     shard: int
@@ -144,11 +150,12 @@ class Position(NamedTuple):
 
 
 class Place(NamedTuple):
-    """`epoch` epochs are done, and `batch` of the `num_batches` of another.
+    """A place in the epochs of a run: `epoch` epochs are done, and `batch` of `num_batches` of the next one.
 
     - `num_batches`: `None` for a stream.
-    - `positions`: where a stream stands: its shard that this process reads, or, of a record, all of them.
-    - `is_end`: whether no batch follows, because a stream that is read only once has ended.
+    - `positions`: the position in the shard of a stream that this process reads; in a record, those in all
+        shards.
+    - `is_end`: whether no batch follows, because a stream that can be read only once has ended.
     """
 
     epoch: int
@@ -159,18 +166,19 @@ class Place(NamedTuple):
 
     @property
     def epochs_done(self) -> float:
-        """With the fraction of the one in hand, if its length is known."""
+        """The number of epochs done, with the fraction of the present one if its length is known."""
         return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
 
 
 def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> Data | Stream:
-    """Examples alone with all defaults."""
+    """Wraps examples that are neither `Data` nor `Stream` in a `Data` with the defaults."""
     return examples if isinstance(examples, Data | Stream) else Data(examples)
 
 
 def check_examples(where: str, examples: Any) -> None:
-    """Raises `TypeError`, naming the argument as `where`, for what is no sequence of examples, function of the
-    epoch, [`Data`][] or [`Stream`][], or would be taken for other examples than are meant."""
+    """Raises `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of
+    the epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and the like, whose items are not the
+    examples that the user means."""
     if isinstance(examples, Stream):
         return
     examples = examples.examples if isinstance(examples, Data) else examples
@@ -197,7 +205,8 @@ def check_examples(where: str, examples: Any) -> None:
 
 
 def _are_columns(examples: tuple[Any, ...]) -> bool:
-    """True if these arrays look like columns (inputs, labels) of more examples than they are themselves."""
+    """Returns true if these arrays look like columns (inputs, labels) of the examples: if there are few arrays,
+    with more rows than there are arrays."""
     if not 2 <= len(examples) <= 4 or not all(is_array(x) and x.ndim > 0 for x in examples):
         return False
     lengths = {x.shape[0] for x in examples}
@@ -205,7 +214,7 @@ def _are_columns(examples: tuple[Any, ...]) -> bool:
 
 
 def num_examples_of(examples: Examples, where: str = "batches: examples") -> int:
-    """Count the examples. Raises `TypeError` if it is no sequence, and `ValueError` if it is empty."""
+    """Counts the examples. Raises `TypeError` if they are no sequence, and `ValueError` if there are none."""
     check_examples(where, examples)
     if not hasattr(examples, "__len__"):
         raise TypeError(f"{where} is a function, which is for training: a sequence of examples is needed.")

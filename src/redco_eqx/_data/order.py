@@ -1,9 +1,9 @@
-"""The order of an epoch: a permutation of which any part is computed when it is wanted, in constant memory.
+"""The order of an epoch: a permutation that is computed only where it is needed, in constant memory.
 
-A Feistel network over pairs of numbers: an index is `x * width + y`, and each round adds to one half a
-pseudo-random function of the other, so that every round can be undone. The pairs are hardly more than the
-examples; an index that falls among the others walks on along its cycle (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002).
+It is a Feistel network over pairs of numbers. An index is `x * width + y`, and each round adds to one half a
+pseudo-random function of the other, so that every round can be undone. There are hardly more pairs than
+examples; an index that becomes none of an example goes through the network again, along its cycle (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 import dataclasses
@@ -16,20 +16,21 @@ from jaxtyping import Int, Integer, UInt64
 from redco_eqx._base.protocols import Key
 
 SHUFFLED = "feistel"
-"""Written into the record of a run: how its order follows from its key. A change of the order changes it."""
+"""The name of the method that makes an order from a key, for the record of a run. A method that makes other
+orders needs another name."""
 
-# Keeps the order of an epoch apart from whatever else is derived from the same key.
+# Makes the order of an epoch independent of other values that are derived from the same key.
 _EPOCH_ORDER = 0x65706F63
 
-# From 16 on, the orders of 2 to 30 examples cannot be told from uniform ones in 200,000 draws.
+# With 16 or more, 200,000 draws cannot distinguish the orders of 2 to 30 examples from uniform ones.
 _NUM_ROUNDS = 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Permutation:
-    """A pseudo-random permutation of the numbers below `num`; called with positions, it says what is there.
+    """A pseudo-random permutation of the numbers below `num`. A call with positions returns the numbers there.
 
-    - `num`: how many numbers, from 1 to 2**63 - 1.
+    - `num`: the count of numbers, from 1 to 2**63 - 1.
     - `keys`: one for each round.
     """
 
@@ -37,14 +38,14 @@ class Permutation:
     keys: UInt64[np.ndarray, " num_rounds"]
 
     def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the examples' numbers at `positions`, each below `num`. Costs microseconds for each."""
+        """Returns the numbers of the examples at `positions`, each below `num`. Costs microseconds for each."""
         numbers = self._once(positions.astype(np.uint64))
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])
         return numbers.astype(np.int64)
 
     def _once(self, numbers: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-        """The network: a permutation of the numbers below `height * width`."""
+        """Applies the network, a permutation of the numbers below `height * width`, once."""
         height = math.isqrt(self.num - 1) + 1
         width = -(-self.num // height)
         x, y = np.divmod(numbers, np.uint64(width))
@@ -55,7 +56,7 @@ class Permutation:
 
 
 def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
-    """The order in which an epoch goes through the examples, equal on every process and in every version.
+    """Returns the order in which an epoch reads the examples, equal on every process and in every version.
 
     Raises `ValueError` if `epoch` is negative or `key` is not one PRNG key.
     """
@@ -63,14 +64,15 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
         raise ValueError(f"batches: epoch={epoch}, but it must be 0 or more.")
     if not isinstance(key, jax.Array) or jax.random.key_data(key).ndim != 1:
         raise ValueError(f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}.")
-    # Its first copy, because a key in a training state is replicated over all processes.
+    # The first copy of the key, because a key in a training state is replicated over all processes.
     words = np.asarray(jax.random.key_data(key.addressable_data(0)))
-    seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])  # NumPy promises that it stays
+    seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])  # stays the same, NumPy promises
     return Permutation(num_examples, seed.generate_state(_NUM_ROUNDS, np.uint64))
 
 
 def _mixed(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of `x` turns half of the others."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of `x` flips half of the
+    bits of the result."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,5 @@
-"""Batches on the mesh: their sizes, the rows that a process needs, and where what `collate_fn` returns goes."""
+"""Batches on the mesh: their sizes, the rows that a process needs, and the placement of the arrays from
+`collate_fn`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,9 +20,10 @@ from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num
 class Job(NamedTuple):
     """A batch that is to be made.
 
-    - `size`: number of its rows.
-    - `here`: those which are made from what `read` gives `collate_fn`.
-    - `after`: the place after it.
+    - `size`: number of rows of the batch.
+    - `here`: the rows that `collate_fn` makes on this process.
+    - `read`: returns the argument for `collate_fn`.
+    - `after`: the place after the batch.
     """
 
     size: int
@@ -31,10 +33,10 @@ class Job(NamedTuple):
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
-    """The number of whole batches of an epoch, and the sizes of those that are made of the rest.
+    """Computes the number of whole batches of an epoch, and the sizes of the batches that are made of the rest.
 
-    One that the data shards divide is split over them. Arguments and errors as for `batches`, but for
-    `check_batch_size`.
+    A batch whose size is a multiple of the number of data shards is split over them. Arguments and errors are
+    those of `batches`, without those of `check_batch_size`.
     """
     num_examples = num_examples_of(examples)
     num_whole, rest = divmod(num_examples, batch_size)
@@ -48,7 +50,7 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
 
 
 def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
-    """The sizes of the batches that are made of the examples after the last whole batch."""
+    """Computes the sizes of the batches that are made of the examples after the last whole batch."""
     left_over = rest % num_batch_shards(mesh)
     tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [batch_size if rest else 0]}
     if remainder not in tails:
@@ -71,11 +73,11 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
-    """The rows that some devices hold together, ascending, each once.
+    """Returns the rows that these devices have together, ascending, each once.
 
     **Arguments:**
 
-    - `indices`: for each device the index of its piece, as given by
+    - `indices`: for each device the index of its piece, as in
         `sharding.addressable_devices_indices_map((size,))`.
     - `size`: number of rows of the whole array.
     """
@@ -87,7 +89,7 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
 
 @functools.lru_cache(maxsize=64)
 def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """The sharding of a batch of this size, and the rows of it that this process needs.
+    """Returns the sharding of a batch of this size, and the rows of the batch that this process needs.
 
     Raises `ValueError` if this process has no device in the mesh.
     """
@@ -102,9 +104,9 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
-    """A batch of this size as global arrays, of which `collate_fn` has made the rows `here`.
+    """Makes global arrays of a batch of this size, of which `collate_fn` has made the rows `here`.
 
-    Raises `ValueError` or `TypeError` for what is no batch.
+    Raises `ValueError` or `TypeError` for an object that is not a batch.
     """
     _check_batch(batch, len(here))
     sharding, _ = layout(mesh, size)
@@ -122,7 +124,8 @@ def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows
 
 
 def _check_batch(batch: Batch, num_examples: int) -> None:
-    """Raises for what is no batch, and for numbers of 64 bits that JAX would make others of in 32 bits."""
+    """Raises for an object that is not a batch, and for 64-bit numbers that JAX would change by making them
+    32-bit numbers."""
     leaves = leaves_with_paths(batch)
     if not leaves:
         raise ValueError(

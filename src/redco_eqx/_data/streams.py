@@ -1,4 +1,4 @@
-"""A stream that is being read: one epoch of it, from any position on."""
+"""The reading of a stream: one epoch, from any position on."""
 
 import array
 import base64
@@ -22,13 +22,13 @@ from redco_eqx._data.placement import Job, layout, tail_sizes
 from redco_eqx._data.workers import noting
 from redco_eqx._sharding.mesh import batch_sharding
 
-# A source's own state as text.
+# The state of a source as text.
 
 
 def state_to_text(state: Any) -> str | None:
-    """A source's state as JSON; `None` if there is something in it that has no form here.
+    """Encodes the state of a source as JSON. Returns `None` if an object in the state cannot be encoded.
 
-    Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch have one.
+    Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch can be encoded.
     """
     try:
         return json.dumps(_encoded(state))
@@ -74,7 +74,7 @@ def _decoded(tagged: dict[str, Any]) -> Any:
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 PROOF = 1000
-"""Over how many examples, at least, a state must give the same ones before it is used."""
+"""The least number of examples after a state that must be the same as before for the state to be used."""
 
 
 class Reading(Iterator[Any]):
@@ -89,22 +89,22 @@ class Reading(Iterator[Any]):
         verify: bool = True,
         say: Callable[[str], object] = lambda _: None,
     ):
-        """Opens the stream, and goes to the position: by the source's own state, if what is read from there
-        gives the checksum that was stored, and else by reading as far from the beginning.
+        """Opens the stream, and goes to the position. It sets the state of the source, if the items from there
+        give the checksum that was stored. Otherwise it reads up to the position from the beginning.
 
         **Arguments:**
 
-        - `verify`: whether other items than those that were read before are refused.
-        - `say`: is told in words how the position is found.
+        - `verify`: whether to refuse items that differ from those that were read before.
+        - `say`: called with a message about the way in which the position was reached.
 
-        Raises `ValueError` if the stream ends before, or gives other items, and `TypeError` if its function
-        returns no iterable.
+        Raises `ValueError` if the stream ends before the position, or gives other items, and `TypeError` if its
+        function does not return an iterable.
         """
         self._stream, self._epoch = stream, epoch
         self._begin = Position(position.shard, position.num_shards)
         self._span = max(1, PROOF // 32) if stream.batched else PROOF
         num_items, why = position.num_items, ""
-        # Of an iterator that is read only once a state that fails could not be undone.
+        # On an iterator that can be read only once, a state that fails could not be undone.
         if None not in (position.state, position.checksum) and not stream.is_once:
             try:
                 if self._reaches(position, position):
@@ -143,7 +143,8 @@ class Reading(Iterator[Any]):
         return item
 
     def position(self) -> Position:
-        """The position after what has been read. Asked after each batch: now and then it takes a state."""
+        """Returns the position after the items that have been read. Called after each batch, since now and then
+        it takes a state of the source."""
         here = self._begin._replace(num_items=self._num_items, checksum=self._checksum)
         if here.num_items - self._marks[1].state_items >= self._span:
             text = None if self._state is None else state_to_text(self._state[0]())
@@ -152,10 +153,10 @@ class Reading(Iterator[Any]):
         return self._marks[0]._replace(num_items=here.num_items, checksum=here.checksum)
 
     def _reaches(self, position: Position, begin: Position) -> bool:
-        """Opens the stream at the state of `begin`, or at its beginning if that has none, and goes to a
-        position. Returns true if the items are those that were read before.
+        """Opens the stream at the state of `begin`, or at the beginning of the stream if `begin` has no state,
+        and goes to a position. Returns true if the items are those that were read before.
 
-        A state is that of the iterable, set before that is iterated, or of the iterator.
+        A state belongs either to the iterable, where it is set before the iteration, or to the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
         owner: Any = source if _state_of(source) else iter(source)
@@ -175,9 +176,10 @@ class Reading(Iterator[Any]):
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
-    """The position before the first item, of the shard that this process reads.
+    """Returns the position before the first item of the shard that this process reads.
 
-    Raises `ValueError` if it is not said what a process reads, or if that is not possible.
+    Raises `ValueError` if there are several processes and `sharded` is not set, or if `sharded=True` is not
+    possible on this mesh.
     """
     rows: dict[int, set[int]] = {}
     for device, (index, *_) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
@@ -199,9 +201,10 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
 
 def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) -> Position:
-    """The position of this process at a place: of those of all shards, or by counting.
+    """Returns the position of this process at a place: one of the positions of all shards, or, if the place has
+    none, the position after as many items as its batches need.
 
-    Raises `ValueError` if it was read in another number of shards.
+    Raises `ValueError` if the stream was read in another number of shards.
     """
     if place.positions is None:
         per_batch = 1 if stream.batched else batch_size // begin.num_shards
@@ -218,7 +221,7 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
 def read_batches(
     stream: Stream, place: Place, at: Position, batch_size: int, remainder: str, mesh: Mesh, **reading: Any
 ) -> Iterator[Job]:
-    """Reads the items of one batch after the other, from a place on, which is at a position."""
+    """Reads the items of one batch after the other, from a place on. `at` is the position at that place."""
     needed = layout(mesh, batch_size)[1]
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
@@ -238,9 +241,9 @@ def read_batches(
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Add the numbers and text in an example to a checksum from 0 to 2**30, which goes on from `begin`.
+    """Adds the numbers and text in an example to a checksum `begin`, and returns it: a number from 0 to 2**30.
 
-    Of other objects their type and size alone count, since their content may cost more than reading them did.
+    Other objects count only by type and size, since their content may cost more than reading them did.
     """
     content, parts = _contents(x)
     if content is not None:
@@ -251,12 +254,13 @@ def checksum(x: Any, begin: int = 0) -> int:
 
 
 def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
-    """The bytes of what has no parts, or only numbers and text; `None` and its parts for all else."""
+    """Returns the bytes of an object that has no parts, or only numbers and text as parts. For any other object
+    returns `None` and its parts."""
     if isinstance(x, list | tuple):
-        if x and type(x[0]) is int:  # tokens, say: the fastest way
+        if x and type(x[0]) is int:  # the fastest way, for tokens
             with contextlib.suppress(TypeError, OverflowError):
                 return array.array("q", x), ()
-        # Not version 3 or 4 of `marshal`, where the bytes depend on what refers to an object.
+        # Not version 3 or 4 of `marshal`, where the bytes depend on the references to an object.
         return marshal.dumps(list(x), 2) if _PLAIN.issuperset(map(type, x)) else None, x
     if type(x) in _PLAIN:
         return marshal.dumps(x, 2), ()
@@ -266,17 +270,18 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
         return None, x.items()
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return None, [getattr(x, field.name) for field in dataclasses.fields(x)]
-    if hasattr(x, "__array__"):  # of torch or JAX, where NumPy can have it
+    if hasattr(x, "__array__"):  # an array of torch or JAX, unless NumPy cannot read it
         with contextlib.suppress(TypeError, RuntimeError):
             return None, [np.asarray(x)]
     if isinstance(x, str | bytes | bytearray | int | float):
         return repr(x).encode(), ()
-    size = getattr(x, "size", None)  # of an image
+    size = getattr(x, "size", None)  # an image has one
     return repr((type(x).__name__, size if isinstance(size, int | tuple) else None)).encode(), ()
 
 
 def check_for_evaluation(stream: Stream) -> None:
-    """Raises `ValueError` if evaluation and prediction, which lose no example, cannot read a stream."""
+    """Raises `ValueError` for a stream that evaluation and prediction cannot read, since they must lose no
+    example."""
     if stream.sharded or stream.batched:
         raise ValueError(
             f"Stream({'sharded' if stream.sharded else 'batched'}=True) is for training. In evaluation and "
@@ -285,7 +290,7 @@ def check_for_evaluation(stream: Stream) -> None:
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Functions that get and set a source's own state, if it has them."""
+    """Returns the functions that get and set the state of a source, or `None` if it has none."""
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
             return getattr(source, get), getattr(source, set_)
@@ -293,11 +298,12 @@ def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 def _twin(source: Any) -> Any:
-    """Another iterable with the same attributes, where that can be: a state that is set leaves the user's be.
+    """Makes another iterable with the same attributes, so that setting a state does not change the user's
+    iterable. Returns `source` itself if that is not possible.
 
-    A dataset of Hugging Face begins at it each time that it is iterated in that epoch.
+    A Hugging Face dataset with a state would begin at it each time that it is iterated in that epoch.
     """
-    # Not `copy.copy`: that of such a dataset has the very same attributes, those that are set later, too.
+    # Not `copy.copy`: a copy of such a dataset shares even the attributes that are set later.
     if hasattr(source, "__next__") or hasattr(type(source), "__del__"):
         return source
     try:
@@ -309,9 +315,10 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """True of a dataset of Hugging Face that shuffles, itself or within, by a buffer, which its state lacks.
+    """Returns true for a Hugging Face dataset that shuffles by a buffer, or contains one that does. Its state
+    does not include the buffer.
 
-    Nothing can prove that its state is exact: of a rare part of a mixture an item may not come for long.
+    Nothing can prove that such a state is exact: in a mixture, an item of a rare part may not come for long.
     """
     inner = [getattr(source, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
     inner += getattr(source, "ex_iterables", ())

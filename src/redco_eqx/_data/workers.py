@@ -1,4 +1,4 @@
-"""Work ahead of a loop, by threads, in order."""
+"""Threads that do the work of a loop ahead of it, in order."""
 
 import contextlib
 from collections import deque
@@ -16,7 +16,7 @@ _END = object()
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
-    """Adds a note to an error that is raised inside."""
+    """Adds a note to an error that is raised in the block."""
     try:
         yield
     except Exception as error:
@@ -25,7 +25,7 @@ def noting(note: str) -> Iterator[None]:
 
 
 def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
-    """`make(job)` for each job in order, made ahead of being asked for, as the options say.
+    """Yields `make(job)` for each job in order. Threads make the results ahead, as the options set.
 
     One thread reads the jobs.
     """
@@ -52,6 +52,6 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
                 return
             yield batch  # pyright: ignore[reportReturnType]
     finally:
-        # Not waiting: each thread ends after the batch in hand, and garbage collection may run in it.
+        # Does not wait: each thread ends after its present batch, and garbage collection may run this in one.
         for threads in {reader, makers}:
             threads.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,1 @@
-"""Many processes: joining, agreeing, failing together. Knows no model and no step."""
+"""Many processes: they join, agree, and fail together. Nothing here depends on a model or a step."""

@@ -1,6 +1,6 @@
 """The place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
 
-The one file that uses names which JAX keeps private, and imports them where only programs of many processes do.
+Only this file uses private names of JAX. It imports them where only programs of many processes need them.
 """
 
 import os
@@ -14,8 +14,9 @@ class Launch(NamedTuple):
     """The place of one process in a run.
 
     - `coordinator_address`: `host:port` of process 0.
-    - `num_processes`, `process_id`: their number, and that of this one.
-    - `local_device_ids`: the devices of this host that are this process's; `None` for all.
+    - `num_processes`: the number of processes.
+    - `process_id`: the number of this process.
+    - `local_device_ids`: the devices of this host that this process uses; `None` for all.
     """
 
     coordinator_address: str
@@ -37,9 +38,9 @@ def find_launch(
     local_device_ids: int | Sequence[int] | None,
     timeout_seconds: int,
 ) -> Launch | None:
-    """Finds the place of this process in its run; `None` if it is the only one.
+    """Finds the place of this process in the run; `None` if it is the only process.
 
-    An argument comes before an environment variable, and that before what JAX detects.
+    An argument has precedence over an environment variable, and that over the values that JAX detects.
 
     Raises `ValueError` if these do not fit together, `RuntimeError` in a batch script of SLURM with several
     tasks but without srun.
@@ -51,7 +52,7 @@ def find_launch(
     if number != 1 and None in (address, number, process):
         from jax._src.clusters import ClusterEnv
 
-        # `jax.distributed.initialize` would do the same, but there is no way to look before it leaps.
+        # `jax.distributed.initialize` would detect the same, but only while it already connects.
         address, number, process, local = ClusterEnv.auto_detect_unset_distributed_params(
             address, number, process, None, None, timeout_seconds
         )
@@ -85,10 +86,10 @@ def find_launch(
 
 
 def share_of_devices(local_process: int) -> tuple[int, ...] | None:
-    """The devices of process number `local_process` of this node, `None` for all that it can see.
+    """Returns the devices of process number `local_process` of this node; `None` for all that it can see.
 
-    JAX takes device number `local_process` alone. That leaves devices idle where there are more of them
-    than tasks, and names one that is not there where the launcher has given each task its own.
+    JAX uses only device number `local_process`. That leaves devices idle if there are more of them than tasks,
+    and names a missing device if the launcher shows each task only some of the devices.
     """
     read = os.environ.get
     num_nodes, num_tasks = read("SLURM_STEP_NUM_NODES", "1"), read("SLURM_STEP_NUM_TASKS")
@@ -108,7 +109,7 @@ def _variable(name: str) -> str:
 
 
 def _read(name: str, argument: Any, parse: Callable[[Any], T], expected: str) -> T | None:
-    """An argument, or else what its environment variable holds."""
+    """Returns an argument, or else the value of the environment variable for it."""
     value = os.environ.get(_variable(name), "").strip() if argument is None else argument
     try:
         return None if value == "" else parse(value)
@@ -124,7 +125,7 @@ def _numbers(value: int | str | Sequence[int]) -> tuple[int, ...]:
 
 
 def _refuse_batch_script() -> None:
-    """In the script that sbatch starts there is one process, whatever the number of tasks."""
+    """Raises in a script that sbatch starts for several tasks: such a script is always a single process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     tasks = os.environ.get("SLURM_NTASKS", nodes)
     is_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ
@@ -137,7 +138,8 @@ def _refuse_batch_script() -> None:
 
 
 def coordination_client() -> Any:
-    """The client of JAX's coordination service, `None` where JAX has not joined others, or has left them."""
+    """Returns the client of JAX's coordination service; `None` if JAX has not joined other processes, or has
+    left them."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -1,10 +1,12 @@
-"""Processes of a run that say the same: facts that one knows or must share, failures that not all have seen.
+"""Agreement between the processes of a run: facts that only one of them knows, facts that must be the same on
+all, and failures that not all have seen.
 
-Facts that must be the same are compared over the key-value store of JAX's service: a difference would have the
-processes wait for each other in a collective, or compute nonsense. Each process keeps a sequence of entries,
-such as the arguments of `fit`, or new shapes of a batch: the n-th entries of any two processes are equal. The
-first process of the mesh reads the entries of all, the others those of the first: at each new entry, and twice
-a second from a thread, since a process that waits in a collective adds none.
+Facts that must be the same are compared over the key-value store of JAX's service. If they differed, the
+processes would wait for each other in a collective, or compute nonsense. Each process keeps a sequence of
+entries, such as the arguments of `fit`, or new shapes of a batch. The n-th entries of any two processes must be
+equal. The first process of the mesh reads the entries of all others, and each of these reads those of the
+first. They do so at each new entry, and twice a second in a thread, since a process that waits in a collective
+adds no entry.
 """
 
 import atexit
@@ -31,7 +33,8 @@ T = TypeVar("T")
 
 
 def from_all(value: T) -> list[T]:
-    """The values that the processes hand in, in their order, on all of them. They must be plain JSON."""
+    """Returns the values of all processes, in the order of the processes, on all of them. The values must be
+    plain JSON."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -43,9 +46,9 @@ def from_all(value: T) -> list[T]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """The result of `make()` on process 0, on all of them; it must be plain JSON.
+    """Calls `make()` on process 0, and returns the result on all processes. It must be plain JSON.
 
-    An error that it raises there is raised on the others as a `RuntimeError`.
+    An error in `make()` is raised on the other processes as a `RuntimeError`.
     """
     if jax.process_count() == 1:
         return make()
@@ -54,14 +57,14 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def on_first(act: Callable[[], object]) -> None:
-    """`act()` on process 0. What it raises there is raised on all."""
+    """Calls `act()` on process 0. An error in it is raised on all processes."""
     from_first(lambda: act() and None)
 
 
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
-    """`load()`, which raises `failure` on every process if it does so on one.
+    """Returns `load()`. If it raises `failure` on one process, it is raised on every process.
 
-    What is an `Exception` there is a `RuntimeError` on the others.
+    If `failure` is `Exception`, the other processes raise a `RuntimeError`.
     """
     result, problem = None, None
     try:
@@ -78,11 +81,11 @@ def together(load: Callable[[], T], failure: type[Exception]) -> T:
 
 
 class Vote:
-    """Small numbers of which every process learns the greatest, without any of them waiting.
+    """A comparison by which every process gets the greatest of small numbers, without any process waiting.
 
-    Each call hands in this process's numbers, and gives the greatest of those of all processes of a few calls
-    ago: the same on each of them, if all call it at the same steps. The devices compare them between two steps.
-    On one process the answer is at once what was handed in.
+    Each call passes this process's numbers, and returns the greatest numbers of all processes a few calls ago.
+    These are the same on each process, if all call it at the same steps. The devices compare the numbers
+    between two steps. With one process a call returns its numbers at once.
     """
 
     NUM_BEHIND = 2
@@ -93,7 +96,7 @@ class Vote:
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...] | None:
-        """`None` as long as there is no answer; so the n-th answer is of the n-th call."""
+        """Returns the next answer, or `None` while there is none. The n-th answer is that to the n-th call."""
         if jax.process_count() == 1:
             return numbers
         self._behind.append(self._greatest(_placed(self._mesh, numbers)))
@@ -106,7 +109,7 @@ def _greatest(rows: Int[Array, "devices n"]) -> Int[Array, " n"]:
     return jnp.max(rows, axis=0)
 
 
-@functools.lru_cache(maxsize=4)  # nearly always zeros
+@functools.lru_cache(maxsize=4)  # the numbers are nearly always zeros
 def _placed(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, "devices n"]:
     row = np.array([numbers], np.int32)
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -116,13 +119,13 @@ def _placed(mesh: Mesh, numbers: tuple[int, ...]) -> Int[Array, "devices n"]:
 # Facts that must be the same on every process of a mesh.
 
 Facts: TypeAlias = dict[str, str]
-"""Values as text, by the names that an error gives them."""
+"""Values as text, by the names that errors use for them."""
 
-_NUM_KEPT = 32  # of entries, and of streams
+_NUM_KEPT = 32  # entries, and streams
 
 
 class Entry(NamedTuple):
-    """Facts about a subject; where that is a stream of batches, from one batch on."""
+    """Facts about a subject. If that is a stream of batches, they hold from batch number `batch` on."""
 
     number: int
     subject: str
@@ -132,14 +135,14 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of one process about the meshes on some processes, compared with those of the others."""
+    """The entries of one process about the meshes on these processes, compared with those of the others."""
 
     def __init__(self, process: int, names: Sequence[str], processes: Sequence[int]):
-        """`names` are those of all processes of the run."""
+        """**Arguments:** `names`: the names of all processes of the run."""
         self._process, self._names, self._processes = process, names, processes
         self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
         self._entries: tuple[Entry, ...] = ()
-        self._streams: dict[int, tuple[int, Facts]] = {}  # the next batch of each, and the newest shapes
+        self._streams: dict[int, tuple[int, Facts]] = {}  # for each the next batch, and the newest shapes
 
     def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
         """Adds an entry, and returns its number. Raises `ValueError` if another process has a different one."""
@@ -154,16 +157,18 @@ class Entries:
         return number
 
     def add_batch(self, stream: int, index: int, shapes: Facts) -> None:
-        """A batch of a stream, which is the number of the entry that opened it. Raises as `add`."""
+        """Adds the shapes of a batch. `stream` is the number of the entry that opened the stream. Raises as
+        `add`."""
         _, before = self._streams.get(stream, (0, None))
         self._streams = {**dict(list(self._streams.items())[-_NUM_KEPT:]), stream: (index + 1, shapes)}
         if shapes != before:
             self.add(f"collate_fn: batch {index}", shapes, stream, index)
 
     def compare(self) -> bool:
-        """True if the others have come as far. Raises `ValueError`, naming the first fact that differs."""
+        """Compares the entries. Returns true if the other processes have as many. Raises `ValueError`, naming
+        the first fact that differs."""
         client, is_first = coordination_client(), self._process == self._processes[0]
-        if client is None or not self._entries:  # JAX has left the others
+        if client is None or not self._entries:  # without a client, JAX has left the others
             return True
         num_there, newest = 0, self._entries[-1].number
         place = self._key if is_first else f"{self._key}/{self._processes[0]}"
@@ -175,9 +180,9 @@ class Entries:
         return num_there >= (len(self._processes) if is_first else 1)
 
     def watch(self, done: threading.Event) -> None:
-        """Compares from time to time, and ends the processes if they differ. For a thread of its own."""
+        """Compares from time to time, and ends the processes if they differ. To be run in a separate thread."""
         try:
-            while not done.wait(max(0.5, len(self._names) / 200)):  # some hundred requests a second in all
+            while not done.wait(max(0.5, len(self._names) / 200)):  # some hundred requests a second overall
                 self.compare()
         except ValueError as error:
             end_process(str(error))
@@ -190,8 +195,8 @@ class Entries:
             reached, shapes = self._streams.get(theirs.stream, (0, {}))
             if theirs.number < self._entries[0].number or theirs.batch >= reached:
                 return  # forgotten, or still to come
-            mine = theirs._replace(facts=shapes)  # here the shapes did not change
-        # In the order of the processes, so that all of them say the same.
+            mine = theirs._replace(facts=shapes)  # on this process the shapes did not change
+        # In the order of the processes, so that all of them report the same.
         (one, this), (other, that) = sorted([(self._process, mine), (process, theirs)])
         one, other = self._names[one], self._names[other]
         names = [name for name in this.facts | that.facts if this.facts.get(name) != that.facts.get(name)]
@@ -208,7 +213,7 @@ class Entries:
         )
 
 
-_lock = threading.Lock()  # a stream may be opened in a thread
+_lock = threading.Lock()  # because a stream may be opened in a thread
 
 
 @functools.lru_cache
@@ -217,7 +222,7 @@ def _processes(mesh: Mesh) -> tuple[int, ...]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """True of a mesh with devices of several processes."""
+    """Returns true for a mesh with devices of several processes."""
     return len(_processes(mesh)) > 1
 
 
@@ -226,22 +231,23 @@ def _made(processes: tuple[int, ...]) -> Entries:
     entries, done = Entries(jax.process_index(), process_names(), processes), threading.Event()
     thread = threading.Thread(target=entries.watch, args=(done,), daemon=True)
     thread.start()
-    # A thread that is inside JAX when the interpreter ends would abort it.
+    # A thread that is inside JAX when the interpreter ends would abort the interpreter.
     atexit.register(lambda: (done.set(), thread.join(5.0)))
     return entries
 
 
 def entries_of(mesh: Mesh) -> Entries | None:
-    """The entries of this process about a mesh, which a thread compares; `None` if it is on one process."""
+    """Returns the entries of this process about a mesh, which a thread compares; `None` if the mesh is on one
+    process."""
     with _lock:
         return _made(_processes(mesh)) if is_shared(mesh) else None
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
-    """Compares facts with the other processes of `mesh`, each of which calls this too: waits until they have.
+    """Compares facts with the other processes of `mesh`. All of them call this; it waits until they have.
 
-    On a mesh of one process it does nothing. Raises `ValueError`, naming the first fact that differs, on the
-    process where it differs from the first of the mesh, and on that.
+    Does nothing on a mesh of one process. Raises `ValueError`, naming the first fact that differs, on the first
+    process of the mesh and on the process that differs from it.
     """
     entries = entries_of(mesh)
     if entries is not None:

@@ -1,9 +1,9 @@
-"""Joining the processes of a run on many hosts, or failing soon and with a reason.
+"""The processes of a run on many hosts join, or fail soon and with a reason.
 
-JAX's service cannot refuse: where a process is missing it aborts the interpreter of those that wait, with no
-name, and one that was told another number of processes aborts alone, while the others go on. So process 0 first
-listens on the coordinator's port itself, hears from each of the others, and then makes room for JAX. The
-connections stay open: by them the processes end together.
+JAX's service cannot refuse a process. If one is missing, it aborts the interpreters of those that wait, and
+does not name the missing one. A process with another number of processes aborts alone, while the others
+continue. So process 0 first listens on the coordinator's port itself, receives a message from each of the
+others, and then frees the port for JAX. The connections stay open: through them the processes end together.
 """
 
 import contextlib
@@ -35,12 +35,13 @@ def initialize_distributed(
     shutdown_timeout_seconds: int = 300,
     leave_seconds: float = 5.0,
 ) -> None:
-    """Joins the processes of a run, each of which calls this before it uses JAX otherwise.
+    """Joins the processes of a run. Each process calls this before it uses JAX in any other way.
 
     Nothing else in a script changes. Under SLURM (`srun`), Open MPI, Kubernetes and on TPU pods no
-    argument is needed: JAX finds them. Elsewhere each process is told by arguments or by the environment
-    variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, which come after arguments
-    and before what is found. With one process, or where nothing says that there are more, it does nothing.
+    argument is needed: JAX detects the values. Elsewhere pass arguments to each process, or set the
+    environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`. Arguments have
+    precedence over these, and these over detected values. With one process, or without any sign of more,
+    this does nothing.
 
     ```python
     rx.initialize_distributed()      # on one machine it does nothing
@@ -50,33 +51,33 @@ def initialize_distributed(
     **Main arguments:**
 
     - `coordinator_address`: `"host:port"` of process 0, which opens that port.
-    - `num_processes`: how many there are.
-    - `process_id`: which one this is, from 0.
+    - `num_processes`: the number of processes.
+    - `process_id`: the number of this process, from 0.
 
     **Other arguments:**
 
     - `local_device_ids`: the numbers of the host's devices that this process uses; also
-        `JAX_LOCAL_DEVICE_IDS`. By default all, and where the launcher starts several tasks on a node, each
-        its part.
-    - `timeout_seconds`: how long to wait for the others to come.
-    - `heartbeat_timeout_seconds`: after how long a process that is frozen, or whose host is gone, counts
-        as lost.
-    - `shutdown_timeout_seconds`: how long a process that is done waits for the others to be done.
-    - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all have ended
-        after this time and three seconds.
+        `JAX_LOCAL_DEVICE_IDS`. By default a process uses all devices; if the launcher starts several tasks on
+        a node, each task uses a part of them.
+    - `timeout_seconds`: the time to wait for the other processes to join.
+    - `heartbeat_timeout_seconds`: the time after which a process that is frozen, or whose host is gone,
+        counts as lost.
+    - `shutdown_timeout_seconds`: the time that a process that is done waits for the others to be done.
+    - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all processes end
+        within this time and three seconds.
 
-    The process that fails is named on the standard error of each. Files are flushed; functions that were
-    registered with `atexit` before this call are not called then. What ends without an exception
+    Each process then names the one that failed on the standard error. Files are flushed; functions that
+    were registered with `atexit` before this call are not called. A process that ends without an exception
     (`sys.exit`) counts as done, not as failed.
 
     **Raises:**
 
     - `ValueError`: the arguments do not fit together, or, on process 0, those of two processes do not.
-    - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`; a host that
-        takes its own name for a loopback address, so that the others could not reach it; what was raised on
-        process 0, in its words.
-    - `TimeoutError`: process 0 does not answer, or, there, others did not come; it says which.
-    - `OSError`: on process 0, the port is taken.
+    - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`; a host whose
+        name resolves to a loopback address there, so that the others could not reach it; an error on process
+        0, with its message.
+    - `TimeoutError`: process 0 does not answer, or, on process 0, others did not join; it names these.
+    - `OSError`: on process 0, the port is in use.
     """
     if jax.distributed.is_initialized():
         raise RuntimeError("initialize_distributed: the processes have joined already. Call it once.")
@@ -94,24 +95,26 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
-    # A process is named before JAX aborts for the same reason, with a message that names no host.
+    # Names a process before JAX aborts for the same reason, with a message that names no host.
     silent_seconds = 0.5 * heartbeat_timeout_seconds
     ProcessGroup(launch.process_id, names, connections, leave_seconds, silent_seconds).start()
 
 
 def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:
-    """Returns on each process when all are there.
+    """Waits on each process until all have joined.
 
     **Returns:**
 
-    The names of all processes; and connections, on process 0 to each other one, on those to process 0.
+    The names of all processes, and connections: on process 0 one to each other process, on the others one to
+    process 0.
 
-    **Raises:** on process 0 `TimeoutError` naming who did not come; `ValueError` if two processes were told
-    the same, or different numbers of processes; `RuntimeError` as `check_addresses`; `OSError` if its port is
-    taken. On the others `RuntimeError` saying the same, or `TimeoutError` if process 0 does not answer.
+    **Raises:** on process 0 `TimeoutError` naming the processes that did not join; `ValueError` if two
+    processes have the same number, or different numbers of processes; `RuntimeError` as `check_addresses`;
+    `OSError` if the port is in use. On the others `RuntimeError` with the same message, or `TimeoutError` if
+    process 0 does not answer.
     """
     host, address = socket.gethostname(), ""
-    with contextlib.suppress(OSError):  # it has no address
+    with contextlib.suppress(OSError):  # the host has no address
         address = socket.gethostbyname(host)
     name = f"process {launch.process_id} (host {host}, pid {os.getpid()})"
     me = Member(launch.process_id, launch.num_processes, name, host, address)
@@ -129,13 +132,14 @@ def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[
         raise
     finally:
         for connection in connections.values():
-            with contextlib.suppress(OSError):  # it is gone, and the kernel will say so
+            with contextlib.suppress(OSError):  # that process is gone, which the kernel will report
                 connection.send_bytes(json.dumps(answer).encode())
     return answer["names"], connections
 
 
 class Member(NamedTuple):
-    """A process of a run, as it introduces itself to process 0; `address` is that of its host's name there."""
+    """A process of a run, as it introduces itself to process 0. `address` is the address to which the name of
+    its host resolves on that host."""
 
     process_id: int
     num_processes: int
@@ -145,10 +149,10 @@ class Member(NamedTuple):
 
 
 def check_addresses(members: Sequence[Member]) -> None:
-    """Refuses a hosts file that gives a host's name a loopback address, where there are other hosts.
+    """Raises `RuntimeError` if, with several hosts, the name of one resolves to a loopback address there.
 
-    On CPU each process tells the others to connect to what its own host name resolves to; a line such as
-    `127.0.1.1 myhost`, which Debian writes, has them wait for themselves. Raises `RuntimeError`.
+    On CPU each process sends the others the address to which its host name resolves, to connect to. With a line
+    such as `127.0.1.1 myhost`, which Debian writes, the others would wait for themselves.
     """
     for member in members:
         if member.address.startswith("127.") and {x.host for x in members} != {member.host}:
@@ -162,7 +166,8 @@ def check_addresses(members: Sequence[Member]) -> None:
 def _gather(
     launch: Launch, timeout_seconds: float, members: dict[int, Member], connections: dict[int, Connection]
 ) -> None:
-    """Adds all other processes to `members` and `connections`, one that does not fit to the latter alone."""
+    """Adds all other processes to `members` and `connections`, and one that does not fit only to
+    `connections`."""
     both, port = socket.has_dualstack_ipv6(), launch.place[1]
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -184,7 +189,7 @@ def _gather(
             try:
                 connection = _connection(server.accept()[0])
                 member = Member(*json.loads(connection.recv_bytes(1 << 12)))
-            except (OSError, EOFError, ValueError, TypeError):  # nobody, or one that looks which ports are open
+            except (OSError, EOFError, ValueError, TypeError):  # no process, or a scan for open ports
                 continue
             process = member.process_id
             if member.num_processes != launch.num_processes:
@@ -202,7 +207,7 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
     try:
         connection = _connect(launch.place, timeout_seconds)
         connection.send_bytes(json.dumps(me).encode())
-        # Process 0 may have begun to wait later, and knows better who is missing.
+        # Process 0 may have begun to wait later, and knows which processes are missing.
         connection.poll(timeout_seconds)
         answer = json.loads(connection.recv_bytes())
         if "names" in answer:
@@ -218,7 +223,7 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
 
 
 def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
-    """A connection to process 0, as soon as it listens."""
+    """Connects to process 0, as soon as it listens."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -230,7 +235,7 @@ def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
 
 
 def _connection(connected: socket.socket) -> Connection:
-    """Messages over a socket, which raise `OSError` where the other side is stuck for a few seconds."""
+    """Makes a connection of a socket. It raises `OSError` if the other side is stuck for a few seconds."""
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0))

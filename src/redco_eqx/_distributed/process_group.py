@@ -1,10 +1,11 @@
-"""The processes of a run: the failure of one ends all of them, soon and by name.
+"""The processes of a run: if one fails, all of them end soon, and name the one that failed.
 
 Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective for
-the one that failed. JAX's service notices only at its next time-out of heartbeats. So each process keeps the
-connection to process 0 by which it has joined: a failing one says so, process 0 tells the others, and all leave
-by `os._exit`. For one that is killed the kernel closes its connection. One that is frozen or out of reach is
-only named here, because Python's threads wait while an extension computes: JAX's heartbeats end the others.
+the one that failed. JAX's service notices only when its heartbeats time out. So each process keeps the
+connection to process 0 by which it has joined. A process that fails sends a message, process 0 passes it to the
+others, and all leave by `os._exit`. If a process is killed, the kernel closes its connection. A process that is
+frozen or out of reach is only named here, because Python's threads wait while an extension computes: JAX's
+heartbeats end the others.
 """
 
 import atexit
@@ -25,20 +26,21 @@ from typing import Any, NoReturn
 import jax
 
 _FLUSH_SECONDS = 1.0
-_MAX_BYTES = 16_000  # of a message, so that it is sent in one piece, from whichever thread
-_FINISHED = "finished"  # a message; any other that is not empty is the line that says who has failed
-_STDERR = 2  # a C function writes to it, also where `sys.stderr` has been replaced
+_MAX_BYTES = 16_000  # the most in a message, so that it is sent in one piece, from any thread
+_FINISHED = "finished"  # a message; any other that is not empty is a line that names the process that failed
+_STDERR = 2  # a C function writes to it, even if `sys.stderr` has been replaced
 
 _group: "ProcessGroup | None" = None
 
 
 def process_names() -> Sequence[str]:
-    """A name for each process: its number, host and pid; its number if another function has joined them."""
+    """Returns a name for each process: its number, host and pid, or only its number if another function has
+    joined the processes."""
     return [f"process {i}" for i in range(jax.process_count())] if _group is None else _group.names
 
 
 def end_process(reason: str) -> NoReturn:
-    """Ends this process now, and with it the others, if there are any. For use by any thread."""
+    """Ends this process now, and with it the others, if there are any. Any thread may call this."""
     if _group is not None:
         _group.fail(reason)
         _group.leave()
@@ -55,11 +57,11 @@ def _is_ending() -> bool:
 class ProcessGroup:
     """This process among the others, with a thread that listens to them.
 
-    - `process`: the number of this one.
-    - `names`, `connections`: as `rendezvous` has returned them.
-    - `leave_seconds`: after a failure anywhere, the time for which the main thread may go on.
-    - `silent_seconds`: the time after which a process that says nothing is named.
-    - `leave_at`: when this process ends; infinite until there is a failure.
+    - `process`: the number of this process.
+    - `names`, `connections`: the results of `rendezvous`.
+    - `leave_seconds`: after a failure anywhere, the time for which the main thread may continue.
+    - `silent_seconds`: the time after which a process that sends nothing is named.
+    - `leave_at`: the time at which this process ends; infinite until there is a failure.
     """
 
     process: int
@@ -73,57 +75,57 @@ class ProcessGroup:
         """Takes over uncaught exceptions and the end of the interpreter, and begins to listen."""
         global _group
         _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
-        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # of those that are not done
+        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # only processes that are not done
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
-            # Nothing is flushed where JAX aborts in its own threads.
+            # If JAX aborts in one of its threads, nothing is flushed.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-        # Now, because Python starts no thread when the interpreter is about to end.
+        # Started now, because Python starts no thread when the interpreter is about to end.
         threading.Thread(target=self._watch, name="redco_eqx.process_group", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Tells every process why this one ends. All are gone soon after `leave_seconds`."""
+        """Sends the reason why this process ends to every process. All end soon after `leave_seconds`."""
         if self._leave_within(self.leave_seconds):
             name = self.names[self.process]
             self._send(f"{name} failed: {reason}")
             log(f"{name} of {len(self.names)} ends: {reason}")
 
     def leave(self) -> NoReturn:
-        """Flushes files, and ends the process, process 0 as the last one."""
+        """Flushes files, and ends the process. Process 0 is the last one to end."""
         self._leave_within(0.0)
         while True:
-            time.sleep(1.0)  # the watching thread does it
+            time.sleep(1.0)  # the watching thread ends the process
 
     def _leave_within(self, seconds: float) -> bool:
-        """Has the watching thread end this process. Returns True the first time."""
+        """Makes the watching thread end this process within `seconds`. Returns True the first time."""
         with self._lock:
             is_new = not _is_ending()
             if is_new:
-                # A thread in C: a full pipe, a dead network or a file that is stuck may hold up the other.
-                # Process 0 is the last one, because JAX aborts those that are there without it.
+                # This starts a thread in C, since a full pipe, a dead network or a stuck file may block the
+                # other. Process 0 ends last, because without it JAX aborts the processes that remain.
                 left = self.leave_seconds + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
                 faulthandler.dump_traceback_later(left, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             self.leave_at = min(self.leave_at, time.monotonic() + seconds)
         return is_new
 
-    def _on_exception(self, *exception: Any) -> None:  # its type, itself, its traceback
+    def _on_exception(self, *exception: Any) -> None:  # the type, the exception, the traceback
         self._previous_hook(*exception)
         self._fail_with(exception[1])
 
     def _fail_with(self, error: BaseException) -> None:
-        # Neither at the prompt, where the session goes on, nor in a child that was forked off.
+        # Not at the prompt, where the session continues, and not in a forked child.
         if hasattr(sys, "ps1") or os.getpid() != self._pid:
             return
         first_line, *_ = str(error).split("\n")
         self.fail(f"{type(error).__name__}: {first_line[:1000]}")
         if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(min(1.0, self.leave_seconds / 2))  # until it is known whose fault it may be
+            time.sleep(min(1.0, self.leave_seconds / 2))  # another process may be the cause, and report it
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        # Set by Python for what was not caught, whoever has replaced our hook since.
+        # Python sets this for an uncaught exception, even if another hook has replaced `_on_exception`.
         error = getattr(sys, "last_value", None)
         if error is not None and not _is_ending():
             self._fail_with(error)
@@ -134,7 +136,7 @@ class ProcessGroup:
     def _send(self, message: str, besides: int | None = None) -> None:
         for process, connection in list(self.connections.items()):
             if process != besides:
-                with contextlib.suppress(OSError):  # it is gone, or frozen
+                with contextlib.suppress(OSError):  # that process is gone, or frozen
                     connection.send_bytes(message.encode()[:_MAX_BYTES])
 
     def _watch(self) -> None:
@@ -152,7 +154,7 @@ class ProcessGroup:
         os._exit(1)
 
     def _listen(self, seconds: float) -> None:
-        """Takes in a message of each process that has sent one, as soon as there is any."""
+        """Waits up to `seconds` for a message, and handles one of each process that has sent any."""
         processes = {connection: process for process, connection in self.connections.items()}
         for connection in wait(list(processes), seconds):
             process = processes[connection]  # pyright: ignore[reportArgumentType]
@@ -172,16 +174,16 @@ class ProcessGroup:
                 self._last_heard[process] = time.monotonic()
 
     def _on_failure(self, line: str, source: int) -> None:
-        """Ends this process soon, because another one is about to, or is gone."""
-        if not jax.distributed.is_initialized():  # JAX has left the others, and waits for none
+        """Ends this process soon, because another one is about to end, or is gone."""
+        if not jax.distributed.is_initialized():  # JAX has left the others, and does not wait for them
             return
         has_coordinator = 0 in (self.process, *self.connections)  # without it JAX aborts
         self._leave_within(self.leave_seconds if has_coordinator else 0.0)
-        self._send(line, besides=source)  # process 0 to the others
+        self._send(line, besides=source)  # on process 0 this passes the line to the others
         log(line)
 
     def _name_silent(self) -> None:
-        """Says once which processes have not answered. If one is frozen, JAX ends the others soon."""
+        """Names each process that has not answered, once. If it is frozen, JAX ends the others soon."""
         for process, last_heard in self._last_heard.items():
             seconds = time.monotonic() - last_heard
             if seconds > self.silent_seconds and not _is_ending():
@@ -190,10 +192,10 @@ class ProcessGroup:
 
 
 class Watchdog:
-    """While entered, ends the process when there was no `beat` for `timeout_seconds`; `None` never does.
+    """A context that ends the process if there is no `beat` for `timeout_seconds`; with `None` it never does.
 
-    It prints where each thread stands, tells the other processes, and exits with status 1. Should Python
-    itself not get to run any more, the same happens without the telling.
+    It prints the stack of each thread, notifies the other processes, and exits with status 1. If Python itself
+    can no longer run, it does the same without the notification.
     """
 
     def __init__(self, timeout_seconds: float | None):
@@ -204,7 +206,7 @@ class Watchdog:
         self._last_beat = 0.0
 
     def beat(self) -> None:
-        """Says that a step, of training or evaluation, has finished or been handed over."""
+        """Restarts the time-out, after a step of training or evaluation has finished or been dispatched."""
         self._last_beat = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -218,9 +220,9 @@ class Watchdog:
 
     def _run(self, seconds: float) -> None:
         while not self._done.wait(min(1.0, seconds / 4)):
-            if _is_ending():  # for which the same thread in C is used
+            if _is_ending():  # the end of the process uses the same thread in C
                 return
-            # A thread in C: an extension that does not release the interpreter stops this one.
+            # This starts a thread in C: an extension that does not release the interpreter stops this one.
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=_STDERR)
             if time.monotonic() - self._last_beat > seconds:
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
@@ -233,18 +235,18 @@ class Watchdog:
 
 
 def log(message: str) -> None:
-    """A line on standard error, from whichever process."""
+    """Writes a line to standard error, on any process."""
     with contextlib.suppress(OSError, ValueError):  # closed
         print(f"redco_eqx: {message}", file=sys.stderr, flush=True)
 
 
 def flush_all() -> None:
-    """Flushes every open file, as `os._exit` does not.
+    """Flushes every open file, which `os._exit` does not do.
 
-    Python keeps no list of open files, so all objects are looked through. The thread that holds a file may be
-    stuck, which is why nobody can be asked to flush his own.
+    Python keeps no list of open files, so this goes through all objects. Threads cannot flush their own files,
+    since one of them may be stuck.
     """
-    # By type, as an object can do anything when asked for its class; and `io.IOBase` itself is slow to ask.
+    # By type, since an object can run any code when its `__class__` is read. A check by `io.IOBase` is slow.
     base = io.IOBase.__mro__[1]
     for file in [thing for thing in gc.get_objects() if issubclass(type(thing), base)]:
         with contextlib.suppress(Exception):

@@ -1,1 +1,1 @@
-"""Plans: a step compiled for devices that need not be there, to see on which mesh it fits."""
+"""Plans: a step is compiled for devices that need not be present, to find a mesh on which it fits."""

@@ -14,14 +14,15 @@ from redco_eqx._base.jaxprs import shape_of
 from redco_eqx._base.tree import is_array
 from redco_eqx._step.state import TrainState
 
-# How many floating-point operations a traced program takes.
+# The number of floating-point operations in a traced program.
 
 
 def num_flops(program: Jaxpr) -> float:
-    """Those of all products of matrices and convolutions: two for each pair of numbers that is multiplied.
+    """Counts the floating-point operations of all products of matrices and convolutions: two for each pair of
+    numbers that is multiplied.
 
-    A scan counts as often as it runs, a `while` once, of a conditional the branch with the most. Elementwise
-    work, solvers and kernels are not counted.
+    The body of a scan counts as often as it runs, that of a `while` once; of a conditional, the branch with the
+    most operations counts. Elementwise work, solvers and kernels are not counted.
     """
     return sum((_of(equation) for equation in program.eqns), 0.0)
 
@@ -38,7 +39,7 @@ def _of(equation: JaxprEqn) -> float:
 
 
 def _depth(equation: JaxprEqn) -> float:
-    """Count the products that each number of the result is the sum of: 0 where it is no sum of them."""
+    """Counts the products that are summed for each number of the result: 0 if it is not a sum of products."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
@@ -48,22 +49,24 @@ def _depth(equation: JaxprEqn) -> float:
     ragged = params.get("ragged_dot_dimension_numbers")
     (contracted, _), _ = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     depth = float(math.prod(shape_of(equation.invars[0])[dim] for dim in contracted))
-    # What is summed within each group has the groups as the first dim of the result.
+    # If the sum is within each group, the groups are the first dim of the result.
     is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted)
     return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
 
 
-# What a device holds while it takes a step.
+# The memory of a device while it takes a step.
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device.
 
-    - `parameters`: of the model, with what is not trained. `optimizer_state`, `batch`: of these.
-    - `gradients`: of all trained parameters at once: a part of `temporaries`, if none is used up before the
-        last is there.
-    - `peak`: the most at any time. `None` if the compiler says no more than that it is too much.
+    - `parameters`: the arrays of the model, including those that are not trained.
+    - `optimizer_state`: the optimizer's state.
+    - `batch`: the batch.
+    - `gradients`: the gradients of all trained parameters at once. They are a part of `temporaries` if none is
+        used up before the last is computed.
+    - `peak`: the most at any time. `None` if the compiler reports only that it is too much.
     """
 
     parameters: int
@@ -74,14 +77,14 @@ class Memory:
 
     @property
     def temporaries(self) -> int | None:
-        """Bytes that the program needs besides its arguments, which are there before and after a step."""
+        """Bytes that the program needs besides its arguments, which are in memory before and after a step."""
         if self.peak is None:
             return None
         return max(0, self.peak - self.parameters - self.optimizer_state - self.batch)
 
 
 def memory_of(state: TrainState, batch: PyTree) -> Memory:
-    """Add up the arguments of a step, abstract ones too."""
+    """Adds up the bytes of the arguments of a step, which may be abstract."""
     return Memory(
         parameters=_bytes((state.params, state.frozen, state.model_state)),
         optimizer_state=_bytes(state.opt_state),
@@ -90,25 +93,25 @@ def memory_of(state: TrainState, batch: PyTree) -> Memory:
     )
 
 
-# The compiler for TPUs says "temporaries" of all that is there at the peak, the arguments included.
+# The TPU compiler calls everything in memory at the peak "temporaries", including the arguments.
 _PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)")
 
 
 def peak_by_message(message: str) -> int | None:
-    """The peak, from the message of a compiler that found no room."""
+    """Reads the peak from the message of a compiler that ran out of memory."""
     found = next(filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None)
     return None if found is None else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
 
 
 def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
-    """The largest arrays of a state on one device, `{path: bytes}`."""
+    """Lists the largest arrays of a state on one device, `{path: bytes}`."""
     arrays = {**state.params, **state.frozen, **state.model_state}
     sizes = {path: _bytes(x) for path, x in arrays.items()}
     return dict(sorted(sizes.items(), key=lambda item: -item[1])[:most])
 
 
 def _bytes(tree: PyTree) -> int:
-    """Add up all arrays, on one device."""
+    """Adds up the bytes of all arrays, on one device."""
     total = 0
     for x in filter(is_array, jax.tree.leaves(tree)):
         shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape

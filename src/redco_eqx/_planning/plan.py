@@ -1,4 +1,4 @@
-"""`plan`: whether a step fits on devices that need not be there, and on which mesh."""
+"""`plan`: finds a mesh on which a step fits. The devices need not be present."""
 
 import dataclasses
 import functools
@@ -28,20 +28,21 @@ from redco_eqx._step.steps import train_step
 MakeModel: TypeAlias = Callable[..., PyTree]
 
 RESERVE = 0.05
-"""Part of a device's memory for what the compiler does not count: its runtime's, and fragments."""
+"""The part of a device's memory for bytes that the compiler does not count: the runtime's, and fragments."""
 
 
-# A plan as people read it: a table.
+# The result of a plan, which prints as a table.
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh on which a step fits, or lacks least. `str()` is a table.
+    """A mesh on which a step fits; if there is none, the mesh on which it lacks the least memory. `str()` is a
+    table.
 
-    - `target`: the devices. By the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
-        `target.margin(mesh)` its margin: what others were measured to ask for.
-    - `capacity`: bytes that a step may take of each device.
-    - `trials`: what was considered, the best first.
+    - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
+        `target.margin(mesh)` its margin, as measured against other compilers.
+    - `capacity`: bytes of each device that a step may use.
+    - `trials`: a trial of each candidate that was considered, the best first.
     """
 
     target: Target
@@ -50,22 +51,22 @@ class MeshPlan:
 
     @property
     def best(self) -> Trial:
-        """The trial that fits best; if nothing does, the one that lacks least."""
+        """The best trial that fits; if none fits, the one that lacks the least memory."""
         return self.trials[0]
 
     @property
     def fits(self) -> bool:
-        """True if anything fits."""
+        """True if any trial fits."""
         return self.best.fits is True
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the axes: `make_mesh(**plan.mesh)`."""
+        """The sizes of the axes, for `make_mesh(**plan.mesh)`."""
         return dict(self.best.candidate.mesh.shape)
 
     @property
     def options(self) -> dict[str, Option]:
-        """The options to call the function with that makes the model."""
+        """The options for the function that makes the model."""
         return dict(self.best.candidate.options)
 
     @property
@@ -74,7 +75,7 @@ class MeshPlan:
 
     @property
     def memory(self) -> Memory | None:
-        """On one device; `None` if nothing was compiled."""
+        """The memory on one device; `None` if nothing was compiled."""
         return self.best.memory
 
     @property
@@ -82,7 +83,7 @@ class MeshPlan:
         """The communication of a step; `None` if it did not compile."""
         return self.best.communication
 
-    def __repr__(self) -> str:  # so that a notebook shows it, too
+    def __repr__(self) -> str:  # so that a notebook shows the table, too
         best = self.best
         lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
         lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate}: {best.verdict}"]
@@ -132,13 +133,13 @@ def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
 
 
 MOST = 12
-"""So many trials are in a table."""
+"""The most trials in a table."""
 
 
-# The search for one.
+# The search for a plan.
 
 
-@context_of(AbstractMesh((1,), ("none",)))  # of the meshes that are tried none is set
+@context_of(AbstractMesh((1,), ("none",)))  # none of the meshes that are tried is set
 def plan(
     model: PyTree | MakeModel,
     *,
@@ -156,13 +157,14 @@ def plan(
     max_compilations: int = 6,
     progress: bool = True,
 ) -> MeshPlan:
-    """Find a mesh on which a training step fits, by the compiler of the devices it is for.
+    """Finds a mesh on which a training step fits, with the compiler for the devices of the step.
 
-    Nothing is allocated, and no device of the target is needed: the TPU compiler comes with
-    `python -m pip install "jax[tpu]"`, that for GPUs with `"jax[cuda12]"`. All meshes that split the batch
-    evenly are ranked by what their layouts (`shard_rules` with `loss_fn` and `batch`) send and compute, at the
-    speeds on the chip's data sheet; no measured time has confirmed these ranks yet. They are compiled in this
-    order, until one fits, and those close behind it; what seems too large, by what others took, comes last.
+    Nothing is allocated, and no device of the target is needed. The TPU compiler comes with
+    `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. All meshes that split the batch
+    evenly are ranked by the communication and the operations of their layouts (`shard_rules` with `loss_fn` and
+    `batch`), at the speeds on the chip's data sheet; no measured time has confirmed these ranks yet. `plan`
+    compiles them in this order until one fits, and also those close behind that one. Meshes that seem too
+    large, judged by the memory of those compiled before, come last.
 
     ```python
     found = rx.plan(make_model, loss_fn=loss_fn, optimizer=optax.adamw(1e-4), batch=batch, target="v5e:4x4",
@@ -175,30 +177,34 @@ def plan(
 
     - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
     - `loss_fn`, `optimizer`: those of the run.
-    - `batch`: what `loss_fn` is given, over all devices; abstract will do.
+    - `batch`: the batch for `loss_fn`, over all devices; its arrays may be abstract.
     - `target`: `"v4:2x2x4"`, `"v5e:4x4"` or the like for TPUs; `"a100-40g:4"`, `"h100:8"` or the like for the
-        GPUs of one server; devices; or nothing, for those of this machine.
+        GPUs of one server; a sequence of devices; or `None` for those of this machine.
 
     **Other arguments:**
 
-    - `mesh`: only this one: sizes by axis, as for `make_mesh`.
-    - `options`: values that `model` may be called with, by name, the best first.
-    - `num_microbatches`: see `train_step`; one, or several to choose from.
+    - `mesh`: the only mesh to try: sizes by axis, as for `make_mesh`.
+    - `options`: values to choose from for each option of `model`, by name, the best first.
+    - `num_microbatches`: see `train_step`; one number, or several to choose from.
     - `trainable`: see `init_state`.
-    - `bytes_per_device`: of memory, in place of what the target has.
-    - `reserve`: which part of that to leave free.
-    - `estimate`: compile for as many virtual CPU devices in the target's place. See `MeshPlan.target`.
-    - `max_compilations`: at most so many candidates are compiled.
-    - `progress`: whether to say on stderr what is compiled. A Ctrl-C returns what is known by then.
+    - `bytes_per_device`: the memory of a device, instead of that of the target.
+    - `reserve`: the part of the memory to leave free.
+    - `estimate`: whether to compile for the same number of virtual CPU devices instead of the target. See
+        `MeshPlan.target`.
+    - `max_compilations`: the most candidates to compile.
+    - `progress`: whether to report each compilation on stderr.
+
+    A Ctrl-C ends the search early, and returns the result so far.
 
     **Returns:**
 
-    A `MeshPlan`: the best that fits, or, with `fits` false, the one that lacks least. `str()` is a table.
+    A `MeshPlan`: the best that fits, or, with `fits` false, the one that lacks the least memory. `str()` is a
+    table.
 
     **Raises:**
 
-    - `ValueError`: a target that is not known, no mesh that splits the batch, a batch or a loss that do not fit
-        each other.
+    - `ValueError`: a target that is not known, no mesh that splits the batch, or a batch and a loss that do not
+        fit each other.
     - `ImportError` if the target's compiler is not installed.
     """
     check_positive("plan", max_compilations=max_compilations)
@@ -219,13 +225,13 @@ def plan(
         raise ValueError(f"plan: mesh={mesh} is of other than the target's {len(on.devices)} devices.")
 
     def ways(values: Mapping[str, Option]) -> Iterator[Candidate]:
-        """To train a model with these values of its options, which is traced once."""
+        """Yields the ways to train a model with these values of its options, which is traced once."""
         make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))
         traced = trace_step(loss_fn, shapes, batch)
         flops = num_flops(traced.jaxpr)
 
-        @functools.cache  # the sizes of other axes change nothing in it
+        @functools.cache  # independent of the sizes of the other axes
         def analysis(tensor: int) -> Analysis:
             return analyse(traced, shapes, make_mesh(tensor=tensor, devices=on.devices))
 
@@ -278,7 +284,8 @@ def _num_rows(batch: Batch) -> int:
 
 
 def _share_split(decisions: Mapping[str, Decision], mesh: Mesh) -> float:
-    """Return the part of the model's bytes that `tensor` splits for use: of the work about the same."""
+    """Returns the part of the model's bytes that `tensor` splits for use. It splits about the same part of the
+    work."""
     whole = {path: d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for path, d in decisions.items()}
     split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
     return split / max(1, sum(whole.values()))

@@ -1,4 +1,4 @@
-"""Targets of a plan: this machine's devices, or those of a pod or a server that is not there."""
+"""Targets of a plan: this machine's devices, or those of a pod or a server that need not be present."""
 
 import dataclasses
 import importlib.util
@@ -14,14 +14,14 @@ from jax.experimental import topologies
 
 from redco_eqx._base.protocols import check_positive
 
-# What accelerators have: memory, and the speeds by which plans are ranked. From their makers' data sheets.
+# The memory of accelerators, and the speeds by which plans are ranked. From their makers' data sheets.
 
 
 GIB = 2**30
 
 
 def gib(num_bytes: int) -> str:
-    """`1.25` of so many bytes."""
+    """Formats a number of bytes as GiB: `1.25`."""
     return f"{num_bytes / GIB:.2f}"
 
 
@@ -29,9 +29,11 @@ def gib(num_bytes: int) -> str:
 class Chip:
     """One device, as JAX counts devices.
 
-    - `memory`: bytes; of a TPU what its compiler lets a program have, if that is known.
-    - `flops`: dense products in bfloat16 (float16 on V100) in a second, at best.
-    - `bandwidth`: bytes in a second that a device sends to others of its server or pod, at best.
+    - `memory`: bytes; for a TPU those that the compiler allows to a program, if that is known.
+    - `flops`: the greatest number of floating-point operations in a second, in dense products in bfloat16
+        (float16 on V100).
+    - `bandwidth`: the greatest number of bytes in a second that a device sends to others of the same server or
+        pod.
     """
 
     memory: int
@@ -53,10 +55,12 @@ class Architecture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GPU(Chip):
-    """A GPU, with what NVIDIA's compiler asks about one that is not there.
+    """A GPU, with the facts that NVIDIA's compiler needs about one that is not present.
 
-    - `name`: as its driver tells it. `num_cores`: streaming multiprocessors.
+    - `name`: the name that the driver reports.
+    - `num_cores`: number of streaming multiprocessors.
     - `memory_bandwidth`: bytes in a second.
+    - `kind`: the architecture.
     """
 
     name: str
@@ -66,7 +70,7 @@ class GPU(Chip):
 
     @property
     def description(self) -> str:
-        """A `stream_executor.GpuTargetConfigProto`, as text."""
+        """The text of a `stream_executor.GpuTargetConfigProto`."""
         limits = self.kind._asdict()
         major, minor = limits.pop("capability")
         limits |= {
@@ -90,7 +94,7 @@ class GPU(Chip):
         )
 
 
-# Links of a chip, in gigabits per second and both ways added up as the sheets have it, over 16: bytes one way.
+# The data sheets give the links of a chip in gigabits per second, the sum of both ways; over 16: bytes one way.
 TPUS = {
     "v2": Chip(8 * GIB, 22.5e12, 496e9 / 16),
     "v3": Chip(16 * GIB, 61.5e12, 656e9 / 16),
@@ -115,26 +119,28 @@ GPUS = {
 
 
 _NO_TRIALS = {"xla_gpu_enable_triton_gemm": False}
-"""With no GPU to try Triton's products out on, XLA may take tiles that do not compile: cuBLAS has them all."""
+"""Without a GPU on which to try out Triton's products, XLA may choose tiles that do not compile. cuBLAS can
+compute all products."""
 
 _UNKNOWN = Chip(0, 1e14, 1e10)
-"""For the ranks of plans on devices that nothing is known of: the ratio of the two counts."""
+"""A stand-in for an unknown device, for the ranks of plans: only the ratio of the two speeds counts."""
 
 
 MARGINS = {"fsdp": (0.94, 1.79), "": (1.04, 3.16)}
-"""The CPU compiler's peak over that by the target's, on meshes with `fsdp` and without: the least and the most
-of what `benchmarks/applicability.py estimates-tpu estimates-gpu` measured (`benchmarks/RESULTS.md`)."""
+"""The peak by the CPU compiler over the peak by the target's compiler, on meshes with `fsdp` and without: the
+least and the most that `benchmarks/applicability.py estimates-tpu estimates-gpu` measured
+(`benchmarks/RESULTS.md`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Devices to plan for.
 
-    - `name`: as it was asked for.
-    - `devices`: of the topology; of this machine for an estimate.
-    - `chip`: what one of them has; its `memory` is 0 if no limit is known.
-    - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`; the last is an estimate for any other.
-    - `compiler_options`: what it is told besides the program.
+    - `name`: the name that the caller used.
+    - `devices`: the devices of the topology; for an estimate those of this machine.
+    - `chip`: the memory and the speeds of one device; the `memory` is 0 if no limit is known.
+    - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`; the last one makes an estimate for any other.
+    - `compiler_options`: options for the compiler.
     """
 
     name: str
@@ -144,7 +150,7 @@ class Target:
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def margin(self, mesh: Mapping[str, int]) -> tuple[float, float] | None:
-        """The least and the most that the peak of an estimate is to be divided by; else `None`."""
+        """Returns the least and the greatest divisor for the peak of an estimate; `None` if this is not one."""
         return None if self.compiler != "cpu" else MARGINS["fsdp" if mesh.get("fsdp", 1) > 1 else ""]
 
     def __str__(self) -> str:
@@ -153,7 +159,7 @@ class Target:
 
 
 def find_target(target: str | Sequence[Any] | None, *, bytes_per_device: int | None, estimate: bool) -> Target:
-    """The devices that `target` stands for (see `plan`).
+    """Finds the devices that `target` stands for (see `plan`).
 
     **Raises:**
 
@@ -198,7 +204,7 @@ def _named(name: str, estimate: bool) -> Target:
 
 
 def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
-    """So many virtual devices of the CPU."""
+    """Returns `count` virtual devices of the CPU."""
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
         raise ValueError(
@@ -209,7 +215,7 @@ def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
 
 
 def _present(device: Any) -> Chip:
-    """Describe a device of this machine."""
+    """Describes a device of this machine."""
     known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
     kind = device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
     named = known.get(kind, _UNKNOWN)
@@ -217,7 +223,7 @@ def _present(device: Any) -> Chip:
     return dataclasses.replace(named, memory=int(statistics.get("bytes_limit", named.memory)))
 
 
-_COMPILERS = {  # the modules that have it, what installs it, how large that is
+_COMPILERS = {  # the modules of the compiler, the package to install, the size of that
     "TPU": (("libtpu",), "jax[tpu]", "700 MB"),
     "GPU": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "jax[cuda12]", "5.5 GB"),
 }
@@ -231,7 +237,7 @@ _TPU_ENVIRONMENT = {
 
 @cache
 def _topology(name: str) -> tuple[Any, ...]:
-    """Devices that are not there."""
+    """Makes devices that need not be present."""
     kind, _, shape = name.partition(":")
     of = "TPU" if kind in TPUS else "GPU"
     modules, package, size = _COMPILERS[of]
@@ -241,7 +247,8 @@ def _topology(name: str) -> tuple[Any, ...]:
             "is needed). Or pass estimate=True."
         )
     if of == "TPU":
-        # Read when the compiler is loaded: it is not to ask for a machine's metadata, nor to be alone.
+        # The compiler reads these when it is loaded: they keep it from asking for a machine's metadata, and
+        # allow other processes to load it, too.
         for variable, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         given = {"platform": "tpu", "topology_name": name}

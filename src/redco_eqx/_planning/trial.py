@@ -1,4 +1,4 @@
-"""One choice put to the test: its step, compiled for the target."""
+"""The trial of one candidate: its step, compiled for the target."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from redco_eqx._planning.targets import gib
 from redco_eqx._sharding.mesh import batch_sharding
 from redco_eqx._step.state import TrainState, layout_of
 
-# Which meshes, and which variants of a model, a plan chooses among, and in what order.
+# The meshes and the variants of a model among which a plan chooses, and their order.
 
 
 Option: TypeAlias = bool | int | float | str | None
@@ -26,15 +26,17 @@ Option: TypeAlias = bool | int | float | str | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """One way to train, with what is known of it from the program and its layout.
+    """One way to train, with the facts that follow from the program and its layout.
 
-    - `mesh`: of the target's devices. `options`: of the model, by name.
+    - `mesh`: a mesh of the target's devices.
+    - `options`: the options of the model, by name.
     - `num_microbatches`: as for `train_step`.
-    - `state`: of a run, with no number in it, laid out on the mesh.
-    - `state_bytes`: of parameters and optimizer state on one device: a step needs more.
-    - `flops`: products on one device, recomputed ones included, if all devices have the same to do.
-    - `sent_bytes`: what a device sends in a step.
-    - `seconds`: `flops` and `sent_bytes` at the speeds of the chip, one after the other. For ranks only.
+    - `state`: the abstract state of a run, laid out on the mesh.
+    - `state_bytes`: bytes of parameters and optimizer state on one device. A step needs more.
+    - `flops`: floating-point operations in products on one device, including recomputed ones, if all devices
+        do the same work.
+    - `sent_bytes`: bytes that a device sends in a step.
+    - `seconds`: the time for `flops` and then `sent_bytes` at the speeds of the chip. For ranks only.
     """
 
     mesh: Mesh
@@ -54,7 +56,7 @@ class Candidate:
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """All sizes of `data`, `fsdp` and `tensor` that use all devices and split the batch evenly."""
+    """Yields all sizes of `data`, `fsdp` and `tensor` that use all devices and split the batch evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for tensor, fsdp in itertools.product(divisors, repeat=2):
         data, left = divmod(num_devices, tensor * fsdp)
@@ -63,7 +65,7 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 
 def variants(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]:
-    """Every combination of values, the first of each first."""
+    """Returns every combination of values. The first one has the first value of each option."""
     return [dict(zip(options, values)) for values in itertools.product(*options.values())]
 
 
@@ -71,10 +73,10 @@ def variants(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]
 class Trial:
     """The outcome of a candidate.
 
-    - `fits`: whether it does; `None` if it was not compiled.
-    - `verdict`: why it was taken or not, in words.
-    - `memory`, `communication`: of the compiled step; `None` without one.
-    - `seconds`: what tracing and compiling took.
+    - `fits`: whether the candidate fits; `None` if it was not compiled.
+    - `verdict`: the reason, in words.
+    - `memory`, `communication`: those of the compiled step; `None` without one.
+    - `seconds`: the time to trace and compile.
     """
 
     candidate: Candidate
@@ -92,8 +94,7 @@ def attempt(
     capacity: int,
     compiler_options: Mapping[str, bool],
 ) -> Trial:
-    """Compiles the `train_step` of a candidate, which fits if it takes no more than `capacity` bytes of a
-    device."""
+    """Compiles the `train_step` of a candidate, which fits if it needs at most `capacity` bytes of a device."""
     start = time.monotonic()
     rows, state = batch_sharding(candidate.mesh), candidate.state
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
@@ -116,7 +117,7 @@ def attempt(
     return Trial(candidate, fits, verdict, memory, sent, time.monotonic() - start)
 
 
-# The search: the fastest first, until one fits.
+# The search compiles the fastest candidates first, until one fits.
 
 
 CLOSE = 1.1
@@ -129,10 +130,12 @@ def search(
     capacity: int,
     max_compilations: int,
 ) -> tuple[Trial, ...]:
-    """Compiles candidates, the fastest first, until one fits, and those that are close; the best comes first.
+    """Compiles candidates, the fastest first, until one fits, and then those that are close behind it. Returns
+    the best first.
 
-    One that seems too large, by what others took, waits for the rest: only its state is a reason to refuse it.
-    After those that fit come those that do not, the one that lacks least first, and then what was not compiled.
+    A candidate that seems too large, judged by the memory of others, comes after the rest; it is refused
+    without compilation only if its state alone is too large. The trials that fit are followed by those that do
+    not, the one that lacks the least memory first, and then by those that were not compiled.
     """
     by_state = sorted(candidates, key=lambda c: c.state_bytes)
     refused = [
@@ -165,13 +168,14 @@ def search(
 
 
 def _likely_bytes(candidate: Candidate, tried: Sequence[Trial]) -> int:
-    """Guess what a candidate takes of a device: its state, and the activations of others with its options."""
+    """Estimates the bytes that a candidate needs on a device: its state, and the activations of other
+    candidates with the same options."""
     likely = candidate.state_bytes
     for trial in tried:
         other, peak = trial.candidate, None if trial.memory is None else trial.memory.peak
         if peak is not None and other.options == candidate.options:
             share = min(1.0, other.num_microbatches / candidate.num_microbatches)
-            activations = max(0, peak - 2 * other.state_bytes)  # less gradients, and copies in part
+            activations = max(0, peak - 2 * other.state_bytes)  # without gradients, and some of the copies
             likely = max(likely, candidate.state_bytes + int(activations * share))
     return likely
 

@@ -1,5 +1,5 @@
-"""The course of a run: what is due at a step, what a function of the user's may change in it, and how it ends
-before its time: by a step that is not finite, or by a signal, with the state in hand."""
+"""The course of a run: the things that are due at a step, the changes that a hook may make, and the early end
+of a run by a step that is not finite or by a signal. The state survives either end."""
 
 import dataclasses
 import signal
@@ -20,17 +20,17 @@ from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState, check_is_state, first_change
 from redco_eqx._training.loggers import History
 
-# What is due at a step, as a pure function of where a run stands and what was planned.
+# The things that are due at a step: a pure function of the plan and of the run so far.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The length of a run, and what it does on the way.
+    """The length of a run, and the intervals at which it logs, evaluates and saves.
 
-    - `num_epochs`, `num_steps`: how long; exactly one of them.
+    - `num_epochs`, `num_steps`: the length of the run; exactly one of them.
     - `log_every`: the number of steps that a row of the log covers.
-    - `evaluate`, `save`: after how many steps, 0 for after each epoch, `None` for never. What is done at all is
-        done at the end, too.
+    - `evaluate`, `save`: the number of steps between two of them: 0 for once after each epoch, `None` for
+        never. Unless it is `None`, the end of the run has one, too.
 
     Raises `ValueError` for numbers that cannot be used.
     """
@@ -54,10 +54,10 @@ class Plan:
 class Due:
     """The things that are due after a step, in this order.
 
-    - `log`: a row with the metrics since the last one.
+    - `log`: a row with the metrics since the last row.
     - `evaluate`: an evaluation, on a state that is known to be finite.
-    - `save`: a checkpoint, which holds the results of the evaluation.
-    - `finish`: nothing more; the run is at its end.
+    - `save`: a checkpoint, which includes the results of the evaluation.
+    - `finish`: the end of the run.
     """
 
     log: bool
@@ -67,14 +67,14 @@ class Due:
 
 
 def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False) -> Due:
-    """List what is due where a run stands, after its last step or where it goes on.
+    """Lists the things that are due at the present step of a run: after it was taken, or when the run resumes.
 
     **Arguments:**
 
-    - `plan`: of the run.
-    - `run`: where it stands, with its evaluations so far: none is made twice at one step.
-    - `stop`: whether the run has been asked to stop: it saves and evaluates no more. What it saves holds the
-        metrics that are not logged yet; without a save they are logged.
+    - `plan`: the plan of the run.
+    - `run`: the run so far, with its evaluations: no step is evaluated twice.
+    - `stop`: whether a signal is to end the run. It then saves, and does not evaluate. The checkpoint includes
+        the metrics that are not logged yet; a run that does not save logs them.
     - `is_end`: whether there are no more batches.
     """
     is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
@@ -90,7 +90,7 @@ def _is_due(every: int, run: RunRecord) -> bool:
     return run.num_steps % every == 0 if every else run.batch == 0
 
 
-# What a hook changes.
+# The changes that a hook makes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,10 @@ class Change:
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
     ```
 
-    - `stop`: whether the run ends here, as at its last step: with an evaluation if one is wanted, and a save.
-    - `state`: the state to go on with, of the same structure, shapes and dtypes. It is laid out as the one
-        that the hook was given, whose `key` and `step` it keeps.
+    - `stop`: whether the run ends here. It ends as at its last step: with an evaluation, if it makes any, and a
+        save.
+    - `state`: the state to go on with. It has the structure, shapes, dtypes, `key` and `step` of the state that
+        the hook received, and is laid out like that state.
     """
 
     stop: bool = False
@@ -117,15 +118,16 @@ class Change:
 
 @runtime_checkable
 class Hook(Protocol):
-    """`(run, row, state) -> None`, or a [`Change`][]: called by `fit` after each row and each evaluation.
+    """`(run, row, state) -> None`, or a [`Change`][]: `fit` calls it after each row and each evaluation.
 
-    - `run`: where the run stands ([`RunRecord`][]), with all its `evaluations`.
+    - `run`: the run so far ([`RunRecord`][]), with all its `evaluations`.
     - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
-    - `state`: after the last step. The next step deletes its arrays: `jax.device_get` what is to be kept.
+    - `state`: the state after the last step. The next step deletes its arrays; copy those that you want to
+        keep with `jax.device_get`.
 
-    It is called on every process at the same steps. All of them must change the state alike; whether to stop
-    is what process 0 says. A resumed run is exact if the hook decides by its arguments alone:
-    what it keeps elsewhere is lost when the run ends.
+    `fit` calls the hook on every process at the same steps. All processes must change the state alike; process
+    0 decides whether the run stops. A resumed run is exact if the hook decides by its arguments alone: anything
+    that it stores elsewhere is lost when the run ends.
     """
 
     def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> Change | None: ...
@@ -134,7 +136,7 @@ class Hook(Protocol):
 def apply_hook(
     hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
 ) -> tuple[RunRecord, TrainState]:
-    """The run and the state after the hook.
+    """Calls the hook, and returns the run and the state with its change.
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """
@@ -154,7 +156,8 @@ def apply_hook(
 
 
 def _changed(old: TrainState, new: TrainState) -> TrainState:
-    """`new`, laid out as `old`, and sharing no array with it or with anything else but where both have it."""
+    """Returns `new`, laid out like `old`. Each array is the one of `old` if `new` has that one in the same
+    place, and otherwise a copy."""
     check_is_state(new, "hook: Change's state")
     change = first_change(old, new)
     if change is not None:
@@ -173,13 +176,13 @@ def _changed(old: TrainState, new: TrainState) -> TrainState:
             )
 
     def one(before: Any, after: jax.Array) -> jax.Array:
-        # The next step takes over the memory, so what stands twice, or is held elsewhere, must be a copy.
+        # The next step takes over the memory, so an array that is used twice, or elsewhere, must be copied.
         return before if after is before else jnp.copy(put_global(after, before.sharding))
 
     return jax.tree.map(one, old, new)
 
 
-# How it ends before its time.
+# The early end of a run.
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -187,8 +190,9 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
     the rows until then.
 
-    It says which id or label of the batch was outside of what it is looked up in (on many processes, the one
-    that holds the row does); under `jax_debug_nans`, which metric, or the gradient of which parameter.
+    If an id or label of the batch is outside the table in which it is looked up, the message names it (on many
+    processes, only on the process that has that row). Under `jax_debug_nans` the message names the metric that
+    is not finite, or the parameter whose gradient is not.
     """
 
     state: TrainState
@@ -206,15 +210,15 @@ class NonFiniteError(ArithmeticError):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainingInterrupted(KeyboardInterrupt):
-    """`fit` was ended by SIGINT (Ctrl-C) or SIGTERM (preemption). Uncaught, it ends the program with the exit
+    """SIGINT (Ctrl-C) or SIGTERM (preemption) ended `fit`. Uncaught, this error ends the program with the exit
     code 128 + `signal`: 130 or 143.
 
     In IPython and Jupyter Ctrl-C only ends the cell, and `sys.last_value` is this error.
 
-    - `state`: that after the last whole step.
-    - `step`: its number.
-    - `signal`: which signal it was.
-    - `checkpoint`: the directory where the state was saved, if `fit` was given one for checkpoints.
+    - `state`: the state after the last whole step.
+    - `step`: the number of that step.
+    - `signal`: the signal.
+    - `checkpoint`: the directory of the checkpoint with this state, if `fit` saves checkpoints.
     - `history`: the rows and evaluations until then.
     """
 
@@ -226,7 +230,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     @property
     def code(self) -> int:
-        """The status with which the program ends."""
+        """The exit code with which the program ends."""
         return 128 + self.signal
 
     def __str__(self) -> str:
@@ -237,16 +241,17 @@ class TrainingInterrupted(KeyboardInterrupt):
         )
 
     def _render_traceback_(self) -> list[str]:
-        """Show this in IPython."""
+        """Renders this error for IPython."""
         return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
 
 
 class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The same as an exit: Python ends by its `code`, and prints no traceback."""
+    """The same error as an exit: Python ends with its `code`, and prints no traceback."""
 
 
 def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
-    """The error to raise: one that ends the program, but for Ctrl-C in IPython, which would say how to exit."""
+    """Makes the error to raise. It ends the program, except for Ctrl-C in IPython: there an exit would print a
+    hint about how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None
     kind = TrainingInterrupted if is_interactive and signum == signal.SIGINT else _Exiting
@@ -254,7 +259,7 @@ def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: A
 
 
 class InterruptFlag:
-    """While entered, a first SIGINT or SIGTERM only sets `signal`; a second one does what it always does.
+    """A context in which the first SIGINT or SIGTERM only sets `signal`, and the second has its usual effect.
 
     Does nothing outside the main thread, nor for a signal that the program handles itself.
     """
@@ -277,5 +282,5 @@ class InterruptFlag:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signal = signum
-        # Already now: the second one then also ends a program that is stuck outside Python.
+        # Restored at once, so that a second signal also ends a program that is stuck outside Python.
         self.__exit__()

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict`, and `Evaluation`: a whole set of examples, none lost and none counted twice."""
+"""`evaluate`, `predict`, and `Evaluation`: each covers a whole set of examples, every example exactly once."""
 
 import contextlib
 import dataclasses
@@ -38,8 +38,9 @@ from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
 
 NUM_AHEAD = 4
-"""Steps that may not be done yet: batches that wait hold memory, and the CPU client can deadlock when
-computations that wait for each other take all of its threads (see `give_threads`; no upstream issue known)."""
+"""The most steps that may be unfinished at a time. Waiting batches take memory, and the CPU client can deadlock
+when computations that wait for each other take all of its threads (see `give_threads`; no upstream issue
+known)."""
 
 
 @in_own_context
@@ -53,8 +54,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
 
-    The model is in inference mode. A scalar that `loss_fn` returns weighs the number of examples of its
-    batch; a [`Mean`][] weighs what it says. The compiled program is kept for a next call with the same
+    The model is in inference mode. A scalar that `loss_fn` returns is weighted by the number of examples in the
+    batch, and a [`Mean`][] by its weight. The compiled program is kept for the next call with the same
     `loss_fn`.
 
     ```python
@@ -64,10 +65,12 @@ def evaluate(
 
     **Arguments:**
 
-    - `state`: from `init_state` (an optimizer is not needed); it also gives the mesh and the randomness.
+    - `state`: from `init_state` (an optimizer is not needed). The mesh and the random key are those of the
+        state.
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
-    - `batch_size`: a multiple of the number of data shards. The tail is evaluated at its true size.
+    - `batch_size`: a multiple of the number of data shards. The last examples, if they do not fill a batch,
+        are evaluated without padding.
 
     **Returns:**
 
@@ -90,10 +93,10 @@ def predict(
     output_fn: OutputFn | None = None,
     batch_size: int,
 ) -> list[Any]:
-    """Compute `predict_fn` for each example, in order, on every process.
+    """Computes `predict_fn` for each example, in order, on every process.
 
-    The model is in inference mode. The last batch is filled up by repeating its last example, and what
-    belongs to the repetitions is dropped.
+    The model is in inference mode. The last batch is filled up by repeating its last example; the predictions
+    for the repetitions are dropped.
 
     ```python
     outputs = rx.predict(state, held_out, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=64)
@@ -102,13 +105,13 @@ def predict(
 
     **Arguments:** as for `evaluate`, with `predict_fn` a [`PredictFn`][], and
 
-    - `output_fn`: `(example, prediction) -> anything`, from the arrays of one example to what a person reads:
-        decoded text, a label's name.
+    - `output_fn`: `(example, prediction) -> anything`. It turns the arrays of one example into something that a
+        person can read: decoded text, or the name of a label.
 
     **Returns:**
 
-    A list with one entry per example: what `predict_fn` returns for it, as NumPy arrays without the
-    batch dim; or what `output_fn` makes of that.
+    A list with one entry per example: the result of `predict_fn` as NumPy arrays without the batch dim, or
+    the result of `output_fn` if there is one.
 
     **Raises:**
 
@@ -129,8 +132,11 @@ def _outputs(
     watch: Callable[[], object] = lambda: None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
-    """Yields what `step`, with the one function of the user's, gives for each batch, once a few more have been
-    dispatched. `watch` is called before each batch, and at the end; what it raises ends this."""
+    """Yields the result of `step` for each batch, once a few more batches have been dispatched.
+
+    `function` is the one function of the user's that `step` takes, by name. `watch` is called before each
+    batch, and at the end; an error that it raises ends this.
+    """
     check_is_state(state, f"{where}: state")
     check_examples(f"{where}: examples", examples)
     check_functions(where, collate_fn=collate_fn, **function)
@@ -150,7 +156,7 @@ def _outputs(
             programs[shapes] = kept(tuple(function.values()), key, lambda: lower().compile())
         return programs[shapes]
 
-    # Predictions may be large. The last batch of an evaluation has its true size.
+    # Predictions may be large. The last batch of an evaluation is not padded.
     num_ahead, remainder = (1, "pad") if where == "predict" else (NUM_AHEAD, "split")
     stream = batches(examples, collate_fn, batch_size=batch_size, mesh=state_mesh(state), remainder=remainder)
     ahead: deque[PyTree] = deque()
@@ -165,9 +171,9 @@ def _outputs(
 
 
 def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
-    """The means over all batches, added up in float64."""
+    """Computes the means over all batches, summed in float64."""
     totals: dict[str, np.ndarray] = {}
-    with contextlib.closing(outputs):  # an error holds this frame, and with it the thread
+    with contextlib.closing(outputs):  # an error keeps this frame alive, and the frame keeps the thread
         for metrics in outputs:
             for name, mean in jax.device_get(metrics).items():
                 totals[name] = totals.get(name, 0.0) + np.array([mean.total, mean.weight], np.float64)
@@ -175,7 +181,8 @@ def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
 
 
 def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
-    """The result of `output_fn` for each example; predictions that fill up the last batch are dropped."""
+    """Returns the result of `output_fn` for each example, without the predictions for padding of the last
+    batch."""
     rows: list[Any] = []
     with contextlib.closing(outputs):
         for output in outputs:
@@ -192,7 +199,7 @@ def _to_host(x: Array) -> np.ndarray:
     return np.asarray(x if is_here else multihost_utils.process_allgather(x, tiled=True))
 
 
-# `Evaluation`: what a run measures on other examples: loss, predictions, metrics of them.
+# `Evaluation`: the loss, the predictions and the metrics of these, which a run measures on other examples.
 
 
 MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
@@ -201,8 +208,8 @@ MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that [`fit`][] makes: of which examples, when, and how; called with a state, it does so at
-    once.
+    """An evaluation that [`fit`][] makes: the examples, the times, and the functions. A call with a state
+    evaluates that state at once.
 
     ```python
     def worst(examples, outputs):
@@ -213,13 +220,15 @@ class Evaluation:
     row = rx.Evaluation(held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)(state)
     ```
 
-    - `examples`: those to evaluate (see `evaluate`); a stream is read anew each time.
-    - `every_steps`: how often; without it after each epoch. At the end of a run in any case.
-    - `collate_fn`, `loss_fn`, `batch_size`: in `fit` its own by default.
-    - `state_fn`: from the state of the run to the one to evaluate: the same with averaged parameters, say.
-    - `predict_fn`, `output_fn`, `metric_fn`: predictions for the examples (see `predict`), what a person reads
-        of each, and what `metric_fn(examples, predictions)` makes of these outputs: a dict of numbers.
-    - `predictions_directory`: where the outputs are written beside their examples, as `step-<step>.jsonl`.
+    - `examples`: the examples to evaluate (see `evaluate`). Each evaluation reads a stream from its beginning.
+    - `every_steps`: the number of steps between two evaluations; without it there is one after each epoch. The
+        end of a run always has one.
+    - `collate_fn`, `loss_fn`, `batch_size`: by default those of the call of `fit`.
+    - `state_fn`: turns the state of the run into the state to evaluate: the same with averaged parameters, say.
+    - `predict_fn`, `output_fn`: make a prediction for each example (see `predict`), and turn it into something
+        that a person can read.
+    - `metric_fn`: `metric_fn(examples, predictions)` returns a dict of numbers, computed from these outputs.
+    - `predictions_directory`: the directory for the outputs and their examples, as `step-<step>.jsonl`.
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -251,24 +260,24 @@ class Evaluation:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
 
     def or_else(self, **defaults: Any) -> "Evaluation":
-        """The same, with values for fields that are `None`."""
+        """Returns a copy, with these values for the fields that are `None`."""
         return dataclasses.replace(
             self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
         )
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
-        """Evaluates one batch, so that what is broken fails before a run and not in it. Writes no file."""
+        """Evaluates one batch, so that an error comes before a run and not during it. Writes no file."""
         with noting("This happened when fit tried the evaluation on the first batch of its examples."):
             first = as_sequence(self.examples, first=self.batch_size or 1)
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
     def __call__(self, state: TrainState, *, watch: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """The row `{"eval/loss": ..., "eval/<metric>": ...}`; writes the predictions to their file.
+        """Returns the row `{"eval/loss": ..., "eval/<metric>": ...}`, and writes the predictions to their file.
 
-        `watch` is called before each batch, and at the end; what it raises ends this.
+        `watch` is called before each batch, and at the end; an error that it raises ends the evaluation.
 
-        Raises `ValueError` for what is missing or cannot be used, and what the functions raise.
+        Raises `ValueError` for a value that is missing or cannot be used, and the errors of the functions.
         """
         if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
@@ -292,7 +301,7 @@ class Evaluation:
 
 
 def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
-    """The row of what `metric_fn` has returned, beside what is `taken` by `loss_fn`."""
+    """Makes a row of the result of `metric_fn`. The names in `taken` are those of the metrics of `loss_fn`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
@@ -311,11 +320,11 @@ def _number(name: str, x: Any) -> float:
 
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
-    """One line of JSON for each example: `{"example": ..., "prediction": ...}`; whole or not at all."""
+    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`: the whole file or none."""
     pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
     lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A half of a surrogate pair is not UTF-8; what the handler writes for it is its escape in JSON.
+    # Half of a surrogate pair has no form in UTF-8; the handler writes its JSON escape instead.
     write_whole(path, "".join(lines).encode(errors="backslashreplace"))
 
 
@@ -327,5 +336,5 @@ def _json(x: Any) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Arrays as nested lists, and what else JSON has no form for by its `repr`."""
+    """Turns an array into nested lists, and any other object for which JSON has no form into its `repr`."""
     return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)

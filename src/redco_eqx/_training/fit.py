@@ -1,4 +1,4 @@
-"""`fit`: the training loop, with its evaluations, logs and signals around the pure steps."""
+"""`fit`: the training loop. Evaluations, logs and signals are handled around the pure steps."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
 
-if TYPE_CHECKING:  # imported where checkpoints are wanted
+if TYPE_CHECKING:  # otherwise imported only for a run with checkpoints
     from redco_eqx._checkpoint.checkpoints import Checkpoints
     from redco_eqx._training.saving import Saver
 
@@ -60,10 +60,10 @@ def fit(
 ) -> tuple[TrainState, History]:
     """Trains, and returns the new state and the numbers of the run.
 
-    Mesh and layout are read from the arrays of `state`. Each call starts its own epochs, whose order
-    depends on the key of `state` and on the step at which the call begins. Training drops the ragged tail
-    of an epoch (other examples each time). The compiled step is kept: a next call with the same functions,
-    which close over the same values, and the same shapes compiles nothing.
+    `fit` reads mesh and layout from the arrays of `state`. Each call starts new epochs. The order of their
+    examples depends on the key of `state` and on the step at which the call begins. At the end of an epoch
+    training drops the examples that do not fill a batch (others each time). The compiled step is kept: the
+    next call with the same functions, which close over the same values, and the same shapes compiles nothing.
 
     ```python
     state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
@@ -72,51 +72,52 @@ def fit(
 
     **Main arguments:**
 
-    - `state`: from `init_state`. It is taken over: its arrays (and so the model's) are deleted, and only the
-        returned state lives on. To keep it, pass a copy: `jax.tree.map(jnp.copy, state)`.
-    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one; [`Data`][]
-        also says how they are read. A [`Stream`][] has examples that come one after the other.
+    - `state`: from `init_state`. `fit` deletes its arrays (and so the model's); only the returned state can be
+        used afterwards. To keep `state`, pass a copy: `jax.tree.map(jnp.copy, state)`.
+    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one. [`Data`][]
+        also sets how they are read. A [`Stream`][] has examples that come one after the other.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
-    - `optimizer`: the one that `init_state` was given.
+    - `optimizer`: the same one as for `init_state`.
     - `batch_size`: number of examples in a step, over all devices.
-    - `num_epochs`, `num_steps`: how long; exactly one of them, and `num_steps` for a stream.
+    - `num_epochs`, `num_steps`: the length of the run. Pass exactly one of them, and `num_steps` for a stream.
 
     **Other arguments:**
 
     - `num_microbatches`: see `train_step`.
     - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
-        end. Before anything is compiled for training, a batch of them goes through it.
+        end. `fit` tries it on one batch of them before it compiles anything for training.
     - `hook`: a [`Hook`][], called with the run, the row and the state after each row and each evaluation. It
-        may end the run, change the state, or do what it likes; each call waits for the devices.
-    - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and what to keep. If a run
-        that began with `state` has left checkpoints there, it continues exactly: its state is read, and the
-        rows that `loggers` have of later steps are dropped (by their method `rewind`, if they have one). A run
-        that ended before its first checkpoint begins anew, its rows dropped likewise.
+        may end the run, change the state, or do anything else; each call waits for the devices.
+    - `checkpoints`: a directory, or [`Checkpoints`][], which also sets when to save and which checkpoints to
+        keep. If a run that began with `state` has left checkpoints there, that run continues exactly: `fit`
+        reads its state, and drops the rows of later steps from `loggers` (by their method `rewind`, if they
+        have one). A run that ended before its first checkpoint begins again, and its rows are dropped likewise.
     - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
         end comes first.
     - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
-        bar on a terminal. `()` prints nothing at all. Names in a row are such as `train/loss` and `eval/loss`.
-    - `step_timeout_seconds`: ends the process, and with it the others, when no step has finished for so
-        long, be it of training, of evaluation, or the compilation of one; prints where each thread stands.
-        Going on with a stream counts, which may have to be read again.
+        bar on a terminal. `()` prints nothing at all. Names in a row are `train/loss`, `eval/loss` and the
+        like.
+    - `step_timeout_seconds`: ends this process, and thereby the others, if no step of training or evaluation
+        finishes for this many seconds, and prints the stack of each thread. The time to compile a step counts,
+        and so does the time to get back to a place in a stream, which may have to be read again.
 
     **Returns:**
 
-    The state after the last step, and the [`History`][] of the whole run: its rows and its evaluations, with
-    those of earlier calls that this one goes on from.
+    The state after the last step, and the [`History`][] of the whole run: its rows and its evaluations,
+    including those of earlier calls that this call continues.
 
     **Raises:**
 
     - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used.
     - `NonFiniteError` for a loss or a gradient norm that is not finite, with the last good state. Under
-        `jax_debug_nans` or `jax_debug_infs` it comes from the line of `loss_fn` that made it.
+        `jax_debug_nans` or `jax_debug_infs` it comes from the line of `loss_fn` that made the value.
     - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
         saved first if there are `checkpoints`; a second signal leaves at once.
     - `ImportError` if `checkpoints` are wanted and Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
-    An error that ends a run which has begun has the state after its last step as its attribute `state`, and
-    the `history`; the state is saved too if there are `checkpoints`.
+    An error that ends the run after it has begun has two attributes: `state`, the state after the last step,
+    and `history`. The state is saved too if there are `checkpoints`.
     """
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     check_is_state(state, "fit: state")
@@ -188,14 +189,14 @@ def fit(
             say=lambda how: reporter.say(f"fit: {how}"),
         )
         stack.enter_context(contextlib.closing(places))
-        if source is not None:  # what is due there may not have been done
+        if source is not None:  # the earlier call may have ended before it did everything due at this step
             places = itertools.chain([(None, place)], places)
         training = Training(
             state=state, run=run, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=num_microbatches,
             plan=plan, evaluation=evaluation, hook=hook,
             reporter=reporter, saver=saver, watchdog=watchdog, interrupt=interrupt,
         )  # fmt: skip
-        del state  # `training` has it; a second name would keep the first one's memory
+        del state  # `training` has it; this name would keep the memory of the initial state
         with training:
             return training.loop(places)
 
@@ -212,7 +213,8 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
-    """The run that begins with `state`. Its identity is found out only for `facts`: see `identify`."""
+    """Makes the record of the run that begins with `state`. Computes its identity only if there are `facts`:
+    see `identify`."""
     identity = None
     if facts is not None:
         from redco_eqx._training.identity import identify
@@ -224,7 +226,8 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
 
 
 def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object) -> None:
-    """Says what a run reads, what of it is not compared, and from which checkpoint it goes on."""
+    """Reports the examples of a run, the parts of them that are not compared, and the checkpoint from which
+    the run continues."""
     reporter.say(f"fit: {epochs}")
     if run.identity is not None and run.identity.get("changing"):
         changing = " and ".join(run.identity["changing"])
@@ -235,7 +238,7 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
-    """Count the steps that `fit` takes, for learning-rate schedules.
+    """Counts the steps that `fit` takes, for learning-rate schedules.
 
     ```python
     num_steps = rx.num_train_steps(len(examples), batch_size=64, num_epochs=3)

@@ -1,7 +1,8 @@
-"""The identity of a run: what it is, so that no other run, and no process that does otherwise, is taken for it.
+"""The identity of a run: facts about its state, functions and examples. They distinguish it from another run,
+and show a process that does something else.
 
-It is computed once, compared between processes before the first step, stored with every checkpoint, and
-compared again when a run goes on.
+The identity is computed once, compared between processes before the first step, stored with every checkpoint,
+and compared again when a run continues.
 """
 
 import contextlib
@@ -50,20 +51,21 @@ def identify(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
 ) -> Identity:
-    """The identity of the run that begins with `state`, the same on every process. A collective call.
+    """Computes the identity of the run that begins with `state`, the same on every process. A collective call.
 
     Costs a pass over the model and two readings of at most 32 examples; on several processes also two calls of
     `collate_fn` on 8.
 
     **Arguments:**
 
-    - `examples`: of the first epoch; `None` for a stream, of whose items nothing is looked at.
-    - `arguments`: of `fit`, which are compared between processes alone.
+    - `examples`: those of the first epoch; `None` for a stream, of which no item is read.
+    - `arguments`: those of `fit`. They are compared between processes, but not stored.
 
     **Returns:** Plain JSON: `key` (hexadecimal), `parameters` (see `parameter_sums`), `examples`
-    (`{index: checksum}`), and `changing`: what gave two answers here, and is not compared.
+    (`{index: checksum}`), and `changing`: the names of the things that differed between the two readings, and
+    so are not compared.
 
-    Raises `ValueError`, naming the first thing that differs, if the processes are not all given the same.
+    Raises `ValueError`, naming the first thing that differs, if the processes do not all have the same.
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
@@ -92,15 +94,16 @@ def identify(
 def programs_of(
     state: TrainState, batch: Batch, *, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> dict[str, str]:
-    """A digest of what the loss and the optimizer compute on one device, for a batch of 8 rows like this one.
+    """Computes digests of the programs of the loss and the optimizer, on one device and for a batch of 8 rows
+    like this one.
 
-    A digest is empty if the function cannot be traced so.
+    A digest is empty if the function cannot be traced in this way.
     """
 
     def optimize(params: dict[str, Array], opt_state: Any) -> Any:
         loss = jnp.zeros(())
         once = update(optimizer, params, opt_state, params, loss, lambda params: (loss, params))
-        return optimizer.init(params), once  # hyperparameters are in what it begins with
+        return optimizer.init(params), once  # the initial state has the hyperparameters
 
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), batch)
     arrays = state.params, state.frozen, state.model_state
@@ -119,7 +122,7 @@ def compare_states(state: TrainState, reason: str) -> None:
 def compare_copies(arrays: Mapping[str, Any], reason: str) -> Callable[[], None]:
     """Begins to compare the copies of arrays on all devices. A collective call, which does not wait.
 
-    The result waits, and raises `ValueError` if there are arrays whose copies differ.
+    Returns a function that waits, and raises `ValueError` if there are arrays whose copies differ.
     """
     unlike = unlike_replicas(arrays)
 
@@ -135,9 +138,9 @@ def compare_copies(arrays: Mapping[str, Any], reason: str) -> Callable[[], None]
 
 
 def what_differs(before: Identity | None, now: Identity) -> list[str]:
-    """Names what makes it another run.
+    """Names the differences that make a run another run than the one before.
 
-    Parameters are compared with a tolerance of 1e-3, as another mesh or compiler may give other last bits.
+    Compares parameters with a tolerance of 1e-3, since another mesh or compiler may give other last bits.
     """
     if before is None:
         return []
@@ -154,11 +157,12 @@ def what_differs(before: Identity | None, now: Identity) -> list[str]:
 
 
 def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
-    """Eight sums over the model's floating arrays: four that follow their directions, and four their scales.
+    """Computes eight sums over the model's floating arrays: four depend on their directions, and four on their
+    scales.
 
-    Of each array `x` some elements are drawn, and `sum(sign * x) / norm(x)` is taken over them, with signs and
-    draw fixed by the element's index. It is of order 1 for any random array, and 1e-6 exact. The scale is
-    `log(norm(x))`.
+    Some elements of each array `x` are drawn, and `sum(sign * x) / norm(x)` is taken over them. The index of an
+    element alone decides its signs and whether it is drawn. The sum is of order 1 for any random array, and
+    1e-6 exact. The scale is `log(norm(x))`.
     """
     model = {
         name: x
@@ -174,17 +178,20 @@ def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> str:
-    """The digest of a function of arrays that lie on no mesh; empty if it cannot be traced so."""
+    """Computes the digest of a function of arrays that lie on no mesh; empty if it cannot be traced."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step's own trace gives them
+        warnings.simplefilter("ignore")  # the trace of the step gives the same warnings
         return program_digest(jax.make_jaxpr(function)(*abstract))
     return ""
 
 
 def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int], Batch]:
-    """Checksums of some examples, the first ones and others, by index; and of each leaf of the batch that
-    `collate_fn` makes of some of them, with that. What fails is left out: it ends the run where it is met."""
+    """Computes checksums of some examples by index, the first ones and others, and of each leaf of the batch
+    that `collate_fn` makes of some of them. Returns both, and the batch.
+
+    Leaves out examples and batches that raise an error here. They end the run when training meets them.
+    """
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
     sample, rows, batch = {}, {}, None
     for i in sorted({*range(min(len(examples), _NUM_FIRST)), *spread}):
@@ -202,7 +209,7 @@ def _projections(x: Array, starts: Starts, shape: tuple[int, ...]) -> Float[Arra
         x = jnp.stack([x.real, x.imag], axis=-1)
     x = x.astype(jnp.float32)
     hashes = mix(indices(x.shape, starts, shape))
-    # Few enough that float32 adds them well in any order, however large the array is.
+    # Few enough elements for float32 to sum them well in any order, even if the array is large.
     size = max(1, int(np.prod(shape, dtype=np.float64)))
     is_drawn = mix(hashes) <= jnp.uint32(int(min(1, _NUM_DRAWN / size) * (2**32 - 1)))
     x = jnp.where(is_drawn & jnp.isfinite(x), x, 0)

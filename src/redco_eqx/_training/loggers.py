@@ -1,7 +1,7 @@
-"""The rows of a run: its history, and loggers that take them: console with a bar, JSON lines, TensorBoard.
+"""The history of a run, and the loggers that receive its rows: console with a bar, JSON lines, TensorBoard.
 
-A logger is anything that takes `logger(step, row)`; these are the ones that come along. They know nothing of
-processes: the `Reporter` of a run uses them on one.
+A logger is any callable `logger(step, row)`; this module has the loggers of this package. They need not know
+about processes: the `Reporter` of a run calls them on one process only.
 """
 
 import contextlib
@@ -23,17 +23,18 @@ from redco_eqx._step.window import Window, window_row
 
 
 class _Closing(contextlib.AbstractContextManager[Any]):
-    """`with` for what has a `close`."""
+    """Makes an object with a `close` a context manager."""
 
     def close(self) -> None:
-        """Releases what is held. May be called twice."""
+        """Releases the resources of this logger. May be called twice."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class ConsoleLogger(_Closing):
-    """Prints one line per row, its columns aligned; in `fit` also a progress bar, and what it goes on from.
+    """Prints one line per row, with aligned columns. In `fit` it also shows a progress bar, and prints the
+    messages of `fit`, such as the checkpoint from which a run continues.
 
     ```python
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=[rx.ConsoleLogger(progress=False)])
@@ -63,10 +64,10 @@ class ConsoleLogger(_Closing):
 class JSONLLogger(_Closing):
     """Appends each row to a file as one line of JSON: `{"step": 10, "time": 1.7e9, "train/loss": 2.3}`.
 
-    `time` is in seconds since 1970. In a run of `fit` with checkpoints there is also `run`, by which `fit`
-    finds the rows of that run again, should it be killed: several runs can have one file, one at a time. Each
-    line is handed to the operating system at once, so that a crash loses none. JSON has no NaN or infinities:
-    they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads back.
+    `time` is in seconds since 1970. In a run of `fit` with checkpoints there is also `run`. It lets `fit` find
+    the rows of that run again if the run is killed, so that several runs can use one file, one at a time. Each
+    line goes to the operating system at once, so that a crash loses none. JSON has no NaN or infinities: they
+    are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads back.
 
     ```python
     loggers = [rx.ConsoleLogger(), rx.JSONLLogger("log.jsonl")]
@@ -76,7 +77,7 @@ class JSONLLogger(_Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """**Arguments:** `path`: the file; made, with its directories, at the first row. `~` is expanded."""
+        """**Arguments:** `path`: the file; the first row creates it and its directories. `~` is expanded."""
         self._path = pathlib.Path(path).expanduser()
         self._run: str | None = None
 
@@ -85,20 +86,23 @@ class JSONLLogger(_Closing):
         about = {"step": int(step), "time": time.time(), **({"run": self._run} if self._run else {})}
         line = json.dumps({**about, **values}, allow_nan=False)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Closed after each row: a file system that is to be unmounted is not held up.
+        # Closed after each row, so that the file does not prevent the unmounting of its file system.
         with self._path.open("a+b", buffering=0) as file:
-            if file.tell() > 0:  # a machine that went down can leave half a line
+            if file.tell() > 0:  # a crash of the machine can leave half a line
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else "\n" + line
             file.write((line + "\n").encode())
 
     def set_run(self, run: str | None) -> None:
-        """Marks the rows that come as those of a run, or of none."""
+        """Marks later rows as those of a run, or of none."""
         self._run = run
 
     def rewind(self, step: int) -> list[Row]:
-        """Drops the run's rows after `step`, and half a line: for a run that goes on from there. Rows of other
-        runs stay. Returns those of the run that are left, `step` first: what it was called with."""
+        """Drops the run's rows after `step`, and any incomplete line: for a run that continues from there. Rows
+        of other runs stay.
+
+        Returns the remaining rows of the run, as the logger received them, with `step` first.
+        """
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         kept, rows = [], []
         for line in lines:
@@ -114,14 +118,14 @@ class JSONLLogger(_Closing):
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file such that a kill leaves what was there before, or all of it."""
+    """Writes a file so that a kill leaves either the file as it was before or the whole new one."""
     partial = path.with_name(path.name + ".tmp")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 class TensorBoardLogger(_Closing):
-    """Writes rows as TensorBoard scalars, by tensorboardX (`pip install "redco_eqx[log]"`).
+    """Writes rows as TensorBoard scalars, with tensorboardX (`pip install "redco_eqx[log]"`).
 
     ```python
     loggers = [rx.ConsoleLogger(), rx.TensorBoardLogger("logs")]   # tensorboard --logdir logs
@@ -130,7 +134,7 @@ class TensorBoardLogger(_Closing):
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        """**Arguments:** `directory`: the run's; made at the first row. `~` is expanded.
+        """**Arguments:** `directory`: the directory of the run; the first row creates it. `~` is expanded.
 
         Raises `ImportError` if tensorboardX is not installed.
         """
@@ -144,7 +148,7 @@ class TensorBoardLogger(_Closing):
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None:
         if self._writer is None:
-            # tensorboardX names files by the second, and one of the same name would be overwritten.
+            # tensorboardX names files by the second, and would overwrite one of the same name.
             suffix = f".{os.getpid()}.{time.time_ns()}"
             self._writer = self._make_writer(**self._arguments, filename_suffix=suffix)
         for name, value in row.items():
@@ -152,20 +156,20 @@ class TensorBoardLogger(_Closing):
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Has TensorBoard hide the rows after `step`: for a run that goes on from there."""
+        """Makes TensorBoard hide the rows after `step`: for a run that continues from there."""
         self.close()
         self._arguments["purge_step"] = step + 1
 
     def close(self) -> None:
-        """Closes the event file. A later row opens another."""
+        """Closes the event file. A later row opens another one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            self._arguments.pop("purge_step", None)  # what this process wrote itself stays
+            self._arguments.pop("purge_step", None)  # or the next file would hide rows of this process
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
-    """A bar of tqdm over the steps of a run, `total` of them if that is known, of which `initial` are done.
+    """Makes a tqdm bar over the steps of a run: `total` steps (`None` if unknown), of which `initial` are done.
 
     `show` is the `progress` of a `ConsoleLogger`; the stream is `sys.stderr` by default.
     """
@@ -177,12 +181,13 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
 
 
 FILE = "history.jsonl"
-"""In a directory of checkpoints: the rows of its runs, each marked with the id of its run."""
+"""The name of a file in each directory of checkpoints: it has the rows of the runs there, each marked with the
+id of its run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The numbers of a run of [`fit`][], from its first step on, whichever calls have made them.
+    """The numbers of a run of [`fit`][] since its first step, even if several calls have made them.
 
     ```python
     state, history = rx.fit(state, examples, **pipeline, num_epochs=2, evaluation=rx.Evaluation(held_out))
@@ -193,12 +198,12 @@ class History:
     `history["eval/loss"]` is a column: the numbers of that name in order, as a list. For a name that is in no
     row it raises `KeyError`.
 
-    - `rows`: `{"step": 50, "train/loss": 2.3, ..., "train/epoch": 0.5}` for each row of the training, as the
-        loggers get it, but for the rates: all that is here is the same on every process, and the same in a
-        resumed run as in an uninterrupted one.
+    - `rows`: `{"step": 50, "train/loss": 2.3, ..., "train/epoch": 0.5}` for each row of the training. It is the
+        row that the loggers receive, without the rates. Every number is the same on every process, and the
+        same in a resumed run as in an uninterrupted one.
     - `evaluations`: `{"step": 100, "eval/loss": 2.1, ...}` for each evaluation.
 
-    The rows of a run with checkpoints are kept beside these, in the file `history.jsonl` of their directory.
+    If a run has checkpoints, its rows are stored beside them, in the file `history.jsonl` of their directory.
     """
 
     rows: tuple[Row, ...] = ()
@@ -213,11 +218,13 @@ class History:
 
 
 class Reporter:
-    """Keeps the rows of one run; feeds its loggers, its file and its progress bar, on process 0 only.
+    """Keeps the rows of one run. Updates the loggers, the file and the progress bar of the run, on process 0
+    only.
 
-    - `rows`: of the training, since the run began.
-    - `metrics`: of the last of these, without rates.
-    - `console`, `bar`: the first console among the loggers, and its bar, which is hidden without one.
+    - `rows`: the rows of the training since the run began.
+    - `metrics`: the metrics of the last of these rows, without rates.
+    - `console`: the first console among the loggers, or `None`.
+    - `bar`: the progress bar, which is hidden if there is no console.
     """
 
     def __init__(
@@ -229,16 +236,15 @@ class Reporter:
         num_steps: int | None,
         is_again: bool,
     ):
-        """Marks the rows that come as those of `run`, for loggers that have a method `set_run`. A collective
-        call.
+        """Marks later rows as those of `run`, for loggers that have a method `set_run`. A collective call.
 
         **Arguments:**
 
-        - `loggers`: if a [`ConsoleLogger`][] is among them, it says whether there is a bar and messages.
-        - `directory`: of the run's checkpoints, if it has any.
-        - `num_steps`: of the whole run, if it is known.
-        - `is_again`: whether the run began before. Its rows after `run` come again: they are cut off, also
-            those of loggers that have a method `rewind`.
+        - `loggers`: the bar and the messages appear only if a [`ConsoleLogger`][] is among them.
+        - `directory`: the directory of the run's checkpoints, if it has any.
+        - `num_steps`: the number of steps of the whole run, if it is known.
+        - `is_again`: whether the run began in an earlier call. Its rows after `run` will come again, so they
+            are removed: from the file, and from loggers that have a method `rewind`.
         """
         self._loggers: list[Any] = list(loggers) if jax.process_index() == 0 else []
         self.console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
@@ -257,28 +263,29 @@ class Reporter:
             for logger in self._loggers:
                 if hasattr(logger, "rewind"):
                     logger.rewind(run.step)
-            # With metrics saved that are not in a row yet, the row of this very step comes again, too.
+            # If the checkpoint has metrics that are in no row yet, the row of this step comes again, too.
             step = run.step if run.window is None else run.step - 1
             self.rows = from_first(lambda: file.rewind(step) if file else [])
 
     def say(self, message: str) -> None:
-        """A line on the console, above the bar."""
+        """Prints a line on the console, above the bar."""
         if self.console is not None:
             self.console.say(message)
 
     def start_clock(self, num_untimed: int) -> None:
-        """Leaves the first steps of a window, of which the last one compiled, out of the rates."""
+        """Excludes the first steps of a window, the last of which compiled, from the rates."""
         self._since, self._num_untimed = time.perf_counter(), num_untimed
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside (an evaluation) out of the rates."""
+        """Excludes the time of the block (an evaluation, say) from the rates."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
 
     def report(self, step: int, epochs_done: float, window: Window, done_at: float) -> None:
-        """Takes a fetched window that ended at `step`, and was done at this time of `time.perf_counter`."""
+        """Makes the row of a fetched window, and reports it. `step` is the last step of the window, and
+        `done_at` the time of `time.perf_counter` at which the devices were done with it."""
         elapsed, self._since = done_at - self._since, done_at
         num_timed, self._num_untimed = int(window.num_steps) - self._num_untimed, 0
         self.metrics, epoch, rates = window_row(window), {"train/epoch": epochs_done}, {}
@@ -298,6 +305,6 @@ class Reporter:
         self.row(step, {**self.metrics, **rates, **epoch})
 
     def row(self, step: int, row: Mapping[str, float]) -> None:
-        """Hands a row to every logger."""
+        """Passes a row to every logger."""
         for logger in self._loggers:
             logger(step, row)

@@ -1,4 +1,4 @@
-"""A run of `fit` in progress: its steps, what is done after each, and the metrics until they are logged."""
+"""A run of `fit` in progress: its steps, the actions after each step, and the metrics until they are logged."""
 
 import contextlib
 import dataclasses
@@ -36,18 +36,19 @@ from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation
 from redco_eqx._training.loggers import History, Reporter
 
-if TYPE_CHECKING:  # what few runs need is imported where it is used
+if TYPE_CHECKING:  # few runs need this, so it is imported where it is used
     from redco_eqx._training.saving import Saver
 
 # The compiled step.
 
 
 class TrainProgram(NamedTuple):
-    """A guarded step, compiled.
+    """A compiled step that leaves the state as it was if the step is not finite.
 
     - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
-    - `window`: an empty one, on the devices.
-    - `digest`: of its text before it was compiled, if there are other processes to compare it with.
+    - `window`: an empty window, on the devices.
+    - `digest`: the digest of the program text before compilation, if there are other processes to compare it
+        with; otherwise empty.
     """
 
     compiled: jax.stages.Compiled
@@ -56,9 +57,10 @@ class TrainProgram(NamedTuple):
 
 
 def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """`train_step` with these options, guarded, for states that lie as this one does and such batches.
+    """Compiles `train_step` with these options, for states that are laid out like this one and for batches of
+    these shapes. The step leaves the state as it was if it is not finite.
 
-    Raises `ValueError` as `accumulated` does, and what the functions of the user's raise.
+    Raises `ValueError` as `accumulated` does, and the errors of the user's functions.
     """
     step = functools.partial(train_step, **options, shardings=layout_of(state))
     program = trace(step, state, batch)
@@ -68,7 +70,7 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
     digest = ""
-    if jax.process_count() > 1:  # without addresses in memory
+    if jax.process_count() > 1:  # addresses in memory, which differ between processes, are removed
         text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return TrainProgram(lowered.compile(), window, digest)
@@ -81,10 +83,11 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
 class _Step:
     """A step that was dispatched and may not be done yet.
 
-    - `number`: of the state after it.
-    - `window`: after it.
-    - `epochs_done`: if a row of the log ends with it; whole ones and the fraction of another.
-    - `done_at`: when it was seen that the devices are done with it.
+    - `number`: the number of the state after the step.
+    - `window`: the window after the step.
+    - `epochs_done`: if a row of the log ends with this step, the number of epochs so far, with the fraction of
+        the present one; otherwise `None`.
+    - `done_at`: the time at which the step was first seen to be done.
     """
 
     number: int
@@ -95,18 +98,18 @@ class _Step:
 
 
 class _StoppedError(Exception):
-    """An evaluation is given up, as a signal has come."""
+    """A signal came, so the evaluation stops."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Training:
-    """The state of a run and its record, moved on together.
+    """The state of a run and its record, which advance together.
 
-    - `state`: after the last step that was dispatched.
-    - `run`: where that is.
-    - `evaluation`, `hook`, `saver`: `None` for a run without.
-    - `watchdog`: is told of each step, of evaluations too.
-    - the others: as `fit` has them.
+    - `state`: the state after the last step that was dispatched.
+    - `run`: the record of the run at that step.
+    - `evaluation`, `hook`, `saver`: `None` for a run without one.
+    - `watchdog`: notified of each step, also those of evaluations.
+    - the others: as in `fit`.
     """
 
     state: TrainState
@@ -142,9 +145,9 @@ class Training:
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
     def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> tuple[TrainState, History]:
-        """Takes the steps, and does what is due after each, until the plan is fulfilled.
+        """Takes the steps, and after each does everything that is due, until the plan is fulfilled.
 
-        Raises `TrainingInterrupted` if a signal came before.
+        Raises `TrainingInterrupted` if a signal comes first.
         """
         stop, vote = 0, Vote(self._mesh)
         for batch, place in places:
@@ -176,7 +179,8 @@ class Training:
         return self.state, self.history
 
     def _step(self, batch: Batch, place: Place) -> None:
-        """Dispatches a step, which leads to `place`. Waits for the first one, which may compile."""
+        """Dispatches a step; `place` is the place in the examples after it. Waits for the first step, which may
+        compile."""
         is_first, shapes = self._program is None, signature(batch)
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
@@ -187,12 +191,12 @@ class Training:
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._ahead.append(_Step(self.run.step, batch, window))
-        # With JAX's own debugging each step is waited for, so that it can be told where it went wrong.
+        # Under JAX's debugging options each step is waited for, so that the error can name the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
         if is_first:
             if self.reporter.console is not None:
-                # Not at the head: the reader of compiled text is wanted only where it is heard.
+                # Imported here because only a run with a console needs the reader of compiled text.
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
@@ -201,7 +205,7 @@ class Training:
         self.reporter.bar.update()
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
-        """The program for batches of these shapes."""
+        """Returns the program for batches of these shapes."""
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         if self._program is None:
             self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -223,11 +227,11 @@ class Training:
         return program
 
     def _catch_up(self, num_ahead: int = 0) -> None:
-        """Waits until so many steps are left that may not be done, and hands out the rows of those that are.
+        """Waits until at most `num_ahead` steps may be unfinished, and reports the rows of the finished ones.
 
-        Raises `NonFiniteError` for the first that was not finite, while its batch is at hand.
+        Raises `NonFiniteError` for the first step that was not finite, while its batch is still available.
         """
-        for step in self._ahead:  # a look, not a wait: a row is fetched only some steps after it was done
+        for step in self._ahead:  # does not wait: a row is fetched only some steps after it was done
             ok: Any = step.window.ok
             if step.epochs_done is not None and step.done_at is None and ok.is_ready():
                 step.done_at = time.perf_counter()
@@ -244,14 +248,15 @@ class Training:
         from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 
         where = None
-        with contextlib.suppress(Exception):  # it explains an error; one of its own would hide that
+        with contextlib.suppress(Exception):  # another error here would hide the one to explain
             where = find_outside(self.state, batch, loss_fn=self.loss_fn)
         if where is None and _is_debugging():
             where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
         return NonFiniteError(self.state, step_of(self.state), where)
 
     def _log(self, place: Place, hook: Hook | None) -> None:
-        """Ends the window, unless it is empty. Its row comes when its last step is done, at once for a hook."""
+        """Ends the window, unless it is empty. Its row is reported when its last step is done; with a hook, the
+        call waits for that step."""
         if self._num_in_window == 0 or self._window is None:
             return
         if not self._ahead:
@@ -260,7 +265,7 @@ class Training:
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
-            self._compared()  # at the last row
+            self._compared()  # waits for the comparison that began at the last row
             self._compared = compare_copies(self.state.params, f"That was so at step {self.run.step}")
         program = self._program
         self._window = program and dataclasses.replace(program.window, ok=self._window.ok)
@@ -270,15 +275,15 @@ class Training:
             self._call(hook, self.reporter.metrics)
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluates the state, which must be finite; logs and remembers the results.
+        """Evaluates the state, which must be finite; logs the results and adds them to the record of the run.
 
-        Returns false if a signal came before its end.
+        Returns false if a signal came before the end of the evaluation.
         """
         self._catch_up()
 
         def watch() -> None:
             self.watchdog.beat()
-            # Of many processes none stops within an evaluation: the others would wait for it.
+            # With several processes none stops during an evaluation: the others would wait for it.
             if self.interrupt.signal and jax.process_count() == 1:
                 raise _StoppedError
 
@@ -304,7 +309,7 @@ class Training:
         self.watchdog.beat()
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
-        """Saves, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
+        """Saves the state, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None
@@ -315,14 +320,15 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
-        """Saves the state if an error ends the run, and gives it to the error, and the history."""
+        """Saves the state if an error ends the run, and sets the state and the history as attributes of the
+        error."""
         if kind is None or not issubclass(kind, Exception):
             return
         is_good, where = not isinstance(error, NonFiniteError), ""
-        # Not on many processes: the others know nothing of the error, and would not take part.
+        # Only on a single process: other processes know nothing of the error, and would not take part.
         is_alone = jax.process_count() == 1
         if is_good and is_alone:
-            with contextlib.suppress(Exception):  # rows of steps that were on their way
+            with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched
                 self._catch_up()
         is_good = is_good and not any(map(lack_of_value, jax.tree.leaves(self.state)))
         if is_good and is_alone and self.saver is not None and not issubclass(kind, CheckpointError):
@@ -331,7 +337,7 @@ class Training:
                 where = f", and was saved as {self.saver.wait()}"
             except Exception as problem:
                 where = f", and could not be saved: {problem}"
-        with contextlib.suppress(AttributeError):  # it takes none
+        with contextlib.suppress(AttributeError):  # some errors allow no new attributes
             error.history = self.history
             if is_good:
                 error.state = self.state

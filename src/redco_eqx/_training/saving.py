@@ -1,4 +1,4 @@
-"""When `fit` saves, what it keeps, and where it goes on."""
+"""The checkpoints of `fit`: when it saves, which ones it keeps, and from which one a run continues."""
 
 import dataclasses
 import os
@@ -24,12 +24,12 @@ from redco_eqx._training.identity import compare_states, programs_of, what_diffe
 class Saver:
     """The checkpoints of one run of `fit`.
 
-    - `path`: the one that the run goes on from, and then the last save.
-    - `began_before`: whether there is one, or an attempt that ended without.
+    - `path`: the checkpoint from which the run continues; after a save, the last one that was saved.
+    - `began_before`: whether an earlier call has begun the run, with or without a checkpoint.
     """
 
     def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
-        """Raises `TypeError` or `ValueError` for what is no directory."""
+        """Raises `TypeError` or `ValueError` for an argument that is not a directory."""
         self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         self.directory = local(self.config.directory)
         self._saved: tuple[int, int, bool] | None = None
@@ -52,17 +52,18 @@ class Saver:
                 )
 
     def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
-        """The newest state of the run that began with `state`, laid out like it, and its place.
+        """Returns the newest state of the run that began with `state`, laid out like it, and the record of the
+        run at that state.
 
-        `state` itself, at the run's beginning, if that run has no checkpoint. The arrays of `state` are deleted
-        before those of the checkpoint are read, so that there is no need of memory for both.
+        If that run has no checkpoint, returns `state` itself and the record of the beginning. The arrays of
+        `state` are deleted before those of the checkpoint are read, so that both need not fit in memory.
 
-        **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if its examples
-        have changed; `CheckpointError` if all are damaged.
+        **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if the examples
+        have changed; `CheckpointError` if all checkpoints are damaged.
         """
         found, same_step = from_first(lambda: _candidates(self.directory, step_of(state)))
         if not found:
-            owner: Any = self._writer.owner  # there is one on process 0
+            owner: Any = self._writer.owner  # used on process 0 only, where it is not `None`
             run_id, self.began_before = from_first(
                 lambda: owner.begin(run.begin, run.identity or {}, what_differs)
             )
@@ -85,7 +86,7 @@ class Saver:
         self._source, self.path, self._saved = info, info.path, _saved(before)
         began = {name: x for name, x in (before.identity or {}).items() if name in ("key", "parameters")}
         changes: dict[str, Any] = {
-            # With other numbers the same part of the epoch counts as done.
+            # If the batch size has changed, the same part of the epoch still counts as done.
             "batch": -(-before.batch * before.batch_size // run.batch_size),
             "identity": {**(run.identity or {}), **began},
             **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
@@ -93,11 +94,12 @@ class Saver:
         return restored, dataclasses.replace(before, **changes)
 
     def identified(self, run: RunRecord, state: TrainState, batch: Batch, **functions: Any) -> RunRecord:
-        """The run with the digests of its functions (see `programs_of`); warns of those that are others."""
+        """Adds the digests of the functions (see `programs_of`) to the identity of the run. Warns of functions
+        whose digest has changed."""
         info, programs = self._source, programs_of(state, batch, **functions)
         before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
         changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
-        if info is not None and changed and info.versions == versions():  # others trace otherwise
+        if info is not None and changed and info.versions == versions():  # other versions trace otherwise
             warnings.warn(
                 f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
                 f"which goes on from {info.path}.",
@@ -106,18 +108,19 @@ class Saver:
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
     def is_best(self, run: RunRecord) -> bool:
-        """True if the last evaluation is better than all before, by one of the metrics; process 0 decides."""
+        """Returns true if the last evaluation is better than all before it by one of the metrics. Process 0
+        decides."""
         metrics, rows = self.config.keep_best.items(), run.evaluations
         if not metrics or not run.is_evaluated:
             return False
         return from_first(lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics))
 
     def save(self, state: TrainState, run: RunRecord) -> None:
-        """Saves in the background, unless this very moment is saved already, with as much in it.
+        """Saves in the background, unless a checkpoint of this step with the same evaluations exists already.
 
         Raises as `CheckpointWriter.save`.
         """
-        # Or it would take the place of one that can be read.
+        # A checkpoint of states that differ would replace one that can be read.
         compare_states(state, f"That was so at step {run.step}")
         if self._saved == _saved(run):
             return
@@ -127,7 +130,7 @@ class Saver:
         self._saved = _saved(run)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if a save has failed. On many processes the next save tells."""
+        """Raises `CheckpointError` if a save has failed. On many processes the next save raises it."""
         if jax.process_count() == 1:
             self._writer.check()
 
@@ -137,8 +140,8 @@ class Saver:
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # A second Ctrl-C waits for nothing. Nor does an error on one of many processes: a save is complete when
-        # all have written, and the others may never do so.
+        # A second Ctrl-C does not wait. Nor does an error on one of many processes: a save is complete when all
+        # have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
         try:
@@ -146,7 +149,7 @@ class Saver:
         except CheckpointError as problem:
             if error is None:
                 raise
-            error.add_note(f"fit: {problem}")  # in its place it would take the state away
+            error.add_note(f"fit: {problem}")  # raised instead, it would hide the error that has the state
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
@@ -154,10 +157,10 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
-    """The checkpoints of the run that a state at `step` belongs to, newest first; and the one of this very
-    step, if the run began before it.
+    """Returns the checkpoints of the run that a state at `step` belongs to, newest first; and the checkpoint of
+    exactly this step, if the run began before it.
 
-    What cannot be read may belong to it, and is among them.
+    Includes checkpoints that cannot be read, since they may belong to the run.
     """
     infos, unreadable, found = [], [], entries(directory)
     for at, _, path in found:
@@ -167,7 +170,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             unreadable += [path] if at >= step else []
     runs = {info.path: info.run for info in infos if info.run is not None}
     begins = {run.begin for run in runs.values()}
-    # A state at a step where no run began was saved before its run had ended.
+    # If no run began at this step, the state comes from a checkpoint of a run that had not ended yet.
     among = [x for x, run in runs.items() if run.step == step and not run.finished and step not in begins]
     begin = step if step in begins else runs[among[-1]].begin if among else None
     if begin is None:
@@ -190,7 +193,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
-    """Raises `ValueError` if a checkpoint of the same step holds another state. A collective call."""
+    """Raises `ValueError` if a checkpoint of the same step has another state. A collective call."""
     checksums, _ = digests(storable(to_names(state)))
     other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
     if other:
@@ -203,7 +206,7 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
 
 
 def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
-    """Raises `ValueError` if the run of a checkpoint is not the one that is to go on."""
+    """Raises `ValueError` if the run of a checkpoint is not the run that is to continue."""
     if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
         raise ValueError(
             f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "
@@ -223,7 +226,7 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
                 "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
             )
     others = what_differs(before.identity, run.identity or {})
-    if before.begin != run.begin:  # a state of its middle, see `_check_state`
+    if before.begin != run.begin:  # a state from the middle of the run, see `_check_state`
         others = [what for what in others if "example" in what]
     if others:
         raise ValueError(
