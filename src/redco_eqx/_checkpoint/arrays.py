@@ -1,7 +1,7 @@
 """The arrays of a state: their names in a checkpoint, and checksums that do not depend on their layout.
 
 A checksum is computed on the devices that have the array, before a checkpoint is written and after it is read.
-So it covers the whole way over host, network and disk, and costs one pass over device memory instead of a
+So it covers the whole path through host, network and disk, and costs one pass over device memory instead of a
 second reading of the files.
 """
 

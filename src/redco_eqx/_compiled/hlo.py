@@ -150,7 +150,7 @@ def num_elements(array: str) -> int:
 
 
 def shape_bytes(array: str) -> int:
-    """Returns the bytes of `"f32[8,128]"`; elements of less than a byte are packed."""
+    """Returns the size of `"f32[8,128]"` in bytes; elements of less than a byte are packed."""
     dtype = array.split("[")[0]
     # "s4", "u32", "f16", "f8e4m3fn", "c64": the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)

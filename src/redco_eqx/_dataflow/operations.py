@@ -108,7 +108,7 @@ def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[V
 
 
 def _lead(walk: Walk, equation: JaxprEqn, group: Dim, rhs: Value, outputs: int, count: int) -> None:
-    """Makes `group` lead the outputs of a kernel, which are `count` groups, one after the other."""
+    """Makes `group` the leading factor of the outputs of a kernel, which are `count` groups in a row."""
     each = shape_of(equation.invars[1])[outputs] // count
     if not unify(rhs.dims[outputs], (*group, *new_dim(each))):
         walk.event("reshard", [rhs.dims[outputs]], rhs, equation)

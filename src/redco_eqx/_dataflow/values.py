@@ -144,8 +144,8 @@ class Value:
     - `weights`: the numbers of the parameters upstream, if only parameters are upstream. The value is then a
         weight.
     - `is_data`: true if the batch is upstream; `is_learned`: true if a parameter is upstream.
-    - `sums`: the events whose result, or sum of results, this value is: these can be summed over devices at
-        once.
+    - `sums`: the events that this value is the result of, or the sum of the results of: these can be summed
+        over devices at once.
     """
 
     dims: tuple[Dim, ...]

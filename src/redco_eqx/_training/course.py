@@ -136,7 +136,7 @@ class Hook(Protocol):
 def apply_hook(
     hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
 ) -> tuple[RunRecord, TrainState]:
-    """Calls the hook, and returns the run and the state with its change.
+    """Calls the hook, and returns the run and the state as the hook has changed them.
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """

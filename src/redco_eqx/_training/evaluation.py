@@ -181,7 +181,7 @@ def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
 
 
 def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
-    """Returns the result of `output_fn` for each example, without the predictions for padding of the last
+    """Returns the result of `output_fn` for each example, without the predictions for the padding of the last
     batch."""
     rows: list[Any] = []
     with contextlib.closing(outputs):
@@ -277,7 +277,7 @@ class Evaluation:
 
         `watch` is called before each batch, and at the end; an error that it raises ends the evaluation.
 
-        Raises `ValueError` for a value that is missing or cannot be used, and the errors of the functions.
+        Raises `ValueError` for a value that is missing or cannot be used, and whatever the functions raise.
         """
         if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")

@@ -193,7 +193,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
-    """Raises `ValueError` if a checkpoint of the same step has another state. A collective call."""
+    """Raises `ValueError` if a checkpoint of the same step holds a different state. A collective call."""
     checksums, _ = digests(storable(to_names(state)))
     other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
     if other:
