@@ -134,6 +134,111 @@ def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
     )
 
 
+def of_mlp(loss: Any, batch: Any) -> Any:
+    """A case of an MLP that reads the last dim of an array of any rank."""
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        return loss(lambda x: jax.vmap(model)(x.reshape(-1, 16)).reshape(x.shape), batch)
+
+    return lambda key: eqx.nn.MLP(16, 16, 32, 1, key=key), loss_fn, batch
+
+
+def in_place(layer: Any, x: Any) -> Any:
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] = layer(x).sum()
+    written = jax.new_ref(jnp.zeros(x.shape))
+    written[...] = layer(x)
+    return (written[...] ** 2).mean() + total[...] ** 2 / x.size
+
+
+def no_steps(layer: Any, x: Any) -> Any:
+    return (jax.lax.scan(lambda y, _: (layer(y), None), layer(x), None, length=0)[0] ** 2).mean()
+
+
+def branches(layer: Any, x: Any) -> Any:
+    return (jax.lax.cond(x.sum() > 1e9, jnp.zeros_like, layer, layer(x)) ** 2).mean()
+
+
+ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
+CASES |= {
+    "in_place": of_mlp(in_place, ROWS),
+    "no_steps": of_mlp(no_steps, ROWS),
+    "branches": of_mlp(branches, ROWS),
+    # What XLA's partitioner has wrong where the batch is split before or after it.
+    "every_third_row": of_mlp(lambda layer, x: (jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2).mean(), ROWS),
+    "every_fifth_token": of_mlp(lambda layer, x: (layer(x.reshape(128, 16))[3:100:5] ** 2).mean(), ROWS),
+    "largest_so_far": of_mlp(lambda layer, x: jax.lax.cummax(layer(x), 0).mean(), ROWS),
+    "folded_rows": of_mlp(lambda layer, x: (layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2).mean(), ROWS),
+}
+
+
+@pytest.mark.parametrize("mesh", ["data2xtensor4", "2x2x2"])
+@pytest.mark.parametrize("case", list(CASES)[4:])
+def test_odd_programs_have_the_numbers_of_one_device(case: str, mesh: str) -> None:
+    loss_fn = CASES[case][1]
+    one, of_one, _ = stepped(case, mesh_of("one"), loss_fn)
+    state, metrics, _ = stepped(case, mesh_of(mesh), rx.split_activations(loss_fn))
+    assert_close(state.params, one.params, rtol=2e-5, atol=2e-6)
+    assert_close(metrics["grad_norm"].value, of_one["grad_norm"].value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_callback_of_the_loss_is_called() -> None:
+    seen: list[float] = []
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        x = jax.vmap(model)(batch)
+        jax.debug.callback(lambda value: seen.append(float(value)), x.mean())
+        return (x**2).mean()
+
+    stepped("tokens", mesh_of("data2xtensor4"), rx.split_activations(loss_fn))
+    jax.effects_barrier()
+    assert seen
+
+
+def test_under_vmap_over_an_axis_of_the_mesh() -> None:
+    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
+    losses = []
+    for loss in (loss_fn, rx.split_activations(loss_fn)):
+        model = rx.init_model(make, mesh, key=jax.random.key(0))
+        shardings = rx.shard_rules(model, mesh, loss_fn=loss, batch=batch)
+        state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
+        step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
+        mapped = jax.jit(jax.vmap(step, in_axes=(None, 0), spmd_axis_name="data"))
+        losses.append(mapped(state, np.stack([batch, batch * 0.5]))[1]["loss"].value)
+    assert_close(losses[1], losses[0], rtol=1e-5)
+
+
+def test_a_scalar_in_the_batch() -> None:
+    make, _, batch = CASES["tokens"]
+    found = []
+    for mesh, wrap in ((mesh_of("one"), lambda f: f), (mesh_of("data2xtensor4"), rx.split_activations)):
+        loss_fn = wrap(lambda model, batch, key: (jax.vmap(model)(batch["x"]) ** 2).mean() * batch["scale"])
+        model = rx.init_model(make, mesh, key=jax.random.key(0))
+        step = partial(rx.eval_step, loss_fn=loss_fn, shardings=rx.shard_rules(model, mesh))
+        state = rx.init_state(model, key=jax.random.key(1))
+        found.append(jax.jit(step)(state, {"x": batch, "scale": np.float32(2)})["loss"].value)
+    assert_close(found[1], found[0], rtol=1e-5)
+
+
+def test_an_override_that_no_activation_can_follow_stands() -> None:
+    mesh = mesh_of("data2xtensor4")
+    stack = eqx.filter_eval_shape(
+        eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key)), jax.random.split(jax.random.key(0), 4)
+    )
+
+    def loss_fn(stack: Any, batch: Any, key: Any) -> Any:
+        arrays, static = eqx.partition(stack, lambda x: x is not None and hasattr(x, "shape"))
+        body = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)  # noqa: E731
+        return (jax.lax.scan(body, batch, arrays)[0] ** 2).mean()
+
+    with pytest.warns(rx.errors.ShardingWarning, match="activations do not count in this layout"):
+        found = rx.explain(
+            stack, mesh, loss_fn=rx.split_activations(loss_fn), batch=np.ones((8, 16), np.float32),
+            overrides=[("weight", P("tensor"))],
+        )  # fmt: skip
+    assert found.decisions["weight"].spec == P("tensor")
+
+
 def test_microbatches_evaluations_and_predictions() -> None:
     mesh, (_, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["attention"]
     one, _, _ = stepped("attention", mesh_of("one"), loss_fn)

@@ -126,8 +126,9 @@ class Values:
         """The dims of a value that the batch axes split."""
         key = id(value)
         if key not in self._batch_dims:
-            found = [i for i, dim in enumerate(value.dims) if dim and self._leads.has_batch([dim])]
-            self._batch_dims[key] = frozenset(found[:1])
+            found = [i for i, dim in enumerate(value.dims) if dim and self._leads.has_batch([dim])][:1]
+            # Rows in two dims, the first of which is shorter than the number of shards, are left whole.
+            self._batch_dims[key] = frozenset(i for i in found if size_of(value.dims[i]) % self.num_shards == 0)
         return self._batch_dims[key]
 
     def local_bytes(self, value: Value) -> float:

@@ -211,9 +211,11 @@ def walk_through(traced: TracedStep) -> tuple[Walk, list[Value], list[Value | No
     for i, value in enumerate(parameters):
         value.weights, value.is_learned = (i,), True
     for value in rows:
+        value.is_data = True
+    rows = [value for value in rows if value.dims]  # not a scalar that all examples share
+    for value in rows:
         unify(rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
-        value.is_data = True
     walk.rows = rows
     results = walk.run(traced.jaxpr, values)
     gradients = [None if number is None else results[number] for number in traced.trained]

@@ -169,9 +169,10 @@ class _Search:
         flows: dict[tuple[State, tuple[State, bool]], int] = {}
         for own, other in itertools.product(states, ends):
             way = (own, other[0]) if is_operand else (other[0], own)
-            price = times * self.values.change(value, *way)
+            price = self.values.change(value, *way)
             if price == math.inf:
                 continue
+            price *= times  # 0 in a scan of no steps
             if not is_operand and operation.over_batch:
                 price += times * self.values.over_batch(value, own, other[1])
             flows[own, other] = self.variable(0.0 if is_operand else price)

@@ -271,9 +271,14 @@ def explain(
 
     fixed = {path: tensor_dim(spec) for path, (_, spec) in chosen.items()}
     budget = _budget(model, max_bytes_per_device)
-    return explain_by(
-        choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget), model, mesh, chosen
-    )
+    layout: Any = analysis
+    try:
+        layout = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget)
+    except ValueError as error:  # the layout of the parameters alone keeps the limit and the overrides too
+        warnings.warn(
+            f"shard_rules: activations do not count in this layout: {error}.", ShardingWarning, stacklevel=3
+        )
+    return explain_by(layout, model, mesh, chosen)
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +17,7 @@ from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
 from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num_batch_shards
+from redco_eqx._step.layout import lay
 
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
@@ -65,15 +67,16 @@ class _Constraints:
         def read(atom: Operand) -> Operand:
             return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-        def put(atom: Operand, value: Value, state: State) -> Operand:
+        def put(atom: Operand, value: Value, state: State, whole: Sequence[int] = ()) -> Operand:
             if isinstance(atom, Literal) or state == PENDING or not any(shape_of(atom)):
+                return atom
+            if not isinstance(atom.aval, ShapedArray):  # what is written to in place, `jax.new_ref`
                 return atom
             if jnp.issubdtype(dtype_of(atom), jax.dtypes.extended):
                 return atom
-            sharding = NamedSharding(self.mesh, self.spec(value, state))
-            one = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-                abstract(type_of(atom))
-            )
+            entries = [None if i in whole else entry for i, entry in enumerate(self.spec(value, state))]
+            sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+            one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
             equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
             return one.jaxpr.outvars[0]
 
@@ -95,15 +98,28 @@ class _Constraints:
                     handed[i] = take(atom, value, strategy.takes[0])
             return handed
 
+        def leave() -> list[Operand]:
+            """Returns the results. Those of all branches have one layout, or XLA refuses the program."""
+            if around is None or around.equation.primitive.name != "cond":
+                return hand(around, jaxpr.outvars, found.results)
+            pairs = zip(jaxpr.outvars, around.results)
+            return [
+                put(read(x), value, self.state(value)) if any(value.dims) else read(x) for x, value in pairs
+            ]
+
         outside = [x for x in found.arguments if not x.is_data] if around is None else around.operands
         known = {id(x) for x in outside}  # laid out already
         for var, value in zip(jaxpr.invars, found.arguments):
             if id(value) not in known and any(value.dims):
                 names[var] = put(var, value, self.state(value))
-        for visit in found.steps:
+        visits = {id(visit.equation): visit for visit in found.steps}
+        for equation in jaxpr.eqns:
+            visit = visits.get(id(equation))
+            if visit is None:  # no result depends on it, but it may print or write
+                equations.append(equation.replace(invars=[read(atom) for atom in equation.invars]))
+                continue
             operands = [read(atom) for atom in visit.equation.invars]
             gives: Sequence[State] = [None] * len(visit.results)
-            equation = visit.equation
             if id(visit) in self._of_step:
                 strategy = self._of_step[id(visit)]
                 taken = iter(strategy.takes)
@@ -114,13 +130,16 @@ class _Constraints:
             elif visit.bodies:
                 operands = hand(visit, equation.invars, visit.operands)
                 equation = self._inside(visit)
+            apart = self._apart(visit)
+            if apart:
+                operands[0] = put(operands[0], visit.operands[0], WHOLE, apart)
             equations.append(equation.replace(invars=operands))
             if visit.bodies and visit.equation.primitive.name not in ("scan", "while", "cond"):
                 continue  # the body of a call has constrained the results
             for var, value, given in zip(visit.equation.outvars, visit.results, gives):
                 if not any(value.dims):
                     continue
-                own, out = self.state(value), var
+                own, out = self.state(value), put(var, value, WHOLE, apart) if apart else var
                 given = given if given is None else self.values.slot(value, given)
                 # With a constraint to another split right away, the partitioner would change the operands
                 # instead.
@@ -129,7 +148,23 @@ class _Constraints:
                 # This may be a weight that is not gathered yet.
                 is_stored = "fsdp" in self._axes and not value.is_data
                 names[var] = out if is_stored else put(out, value, own)
-        return jaxpr.replace(eqns=equations, outvars=hand(around, jaxpr.outvars, found.results))
+        return jaxpr.replace(eqns=equations, outvars=leave())
+
+    def _apart(self, visit: Step) -> list[int]:
+        """Returns the padded dims that the batch splits before or after, but not both.
+
+        With padding between elements, or a negative one, XLA's partitioner computes wrong numbers there (as in
+        plain JAX 0.10.2 under the same constraints), so they are whole on both sides.
+        """
+        if visit.equation.primitive.name != "pad":
+            return []
+        before, after = map(self.values.batch_dims, (visit.operands[0], visit.results[0]))
+        config = visit.equation.params["padding_config"]
+        return [
+            i
+            for i, (low, high, between) in enumerate(config)
+            if (between or min(low, high) < 0) and (i in before) != (i in after)
+        ]
 
     def _inside(self, visit: Step) -> JaxprEqn:
         """The operation with its bodies constrained."""

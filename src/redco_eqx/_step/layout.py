@@ -82,7 +82,10 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
     for path, x in leaves_with_paths(batch):
         rows = getattr(x, "shape", ())[dim : dim + 1]
         if rows and rows[0] % shards == 0:
-            x = _split_p.bind(jnp.asarray(x), mesh=mesh, dim=dim, axes=batch_axes(mesh, rows[0]))
+            x = jnp.asarray(x)
+            entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            entries[dim] = batch_axes(mesh, rows[0])
+            x = lay(x, NamedSharding(mesh, PartitionSpec(*entries)))
         elif rows and rows[0] > shards:  # a tail with fewer rows can only be computed whole
             odd.append(f"{path or 'array'} has {rows[0]} rows")
         leaves.append(x)
@@ -96,29 +99,37 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
-def _split(x: Array, *, mesh: Mesh | AbstractMesh, dim: int, axes: tuple[str, ...]) -> Array:
-    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    entries[dim] = axes
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+def lay(x: Array, sharding: NamedSharding) -> Array:
+    """Constrains the layout of an array. Under `vmap`, an axis that `spmd_axis_name` names is left to it."""
+    return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
 
 
-def _batched(axis: Any, operands: Any, dims: Any, *, dim: int, axes: tuple[str, ...], **mesh: Any) -> Any:
-    """Splits the same dim of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
+def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    """Constrains the same dims of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
     (x,), (new,) = operands, dims
     taken = getattr(axis, "spmd_name", None) or ()
-    axes = tuple(name for name in axes if name not in taken)
-    dim = dim if new is None else dim + (new <= dim)
-    return _split_p.bind(x, dim=dim, axes=axes, **mesh) if axes else x, new
+    entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
+    for i, entry in enumerate(entries):
+        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        kept = tuple(name for name in names if name not in taken)
+        entries[i] = entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
+    if new is not None:
+        entries.insert(new, taken or PartitionSpec.UNCONSTRAINED)
+    return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
 
 
 # A primitive, because `with_sharding_constraint` raises an error, where it should give way, under
 # `vmap(spmd_axis_name="data")`, which lays clients over `data`.
-_split_p = Primitive("split_rows")
-_split_p.def_impl(lambda x, **_: x)
-_split_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_split_p, lambda cotangent, *_, **options: [cotangent])
-batching.fancy_primitive_batchers[_split_p] = _batched
-mlir.register_lowering(_split_p, mlir.lower_fun(_split, multiple_results=False))
+_lay_p = Primitive("lay")
+_lay_p.def_impl(lambda x, **_: x)
+_lay_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_lay_p, lambda cotangent, *_, **options: [cotangent])
+batching.fancy_primitive_batchers[_lay_p] = _batched
+mlir.register_lowering(_lay_p, mlir.lower_fun(_lay, multiple_results=False))
 
 
 # A batch in microbatches.
