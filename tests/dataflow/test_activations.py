@@ -212,11 +212,11 @@ def test_a_scalar_in_the_batch() -> None:
     make, _, batch = CASES["tokens"]
     found = []
     for mesh, wrap in ((mesh_of("one"), lambda f: f), (mesh_of("data2xtensor4"), rx.split_activations)):
-        loss_fn = wrap(lambda model, batch, key: (jax.vmap(model)(batch["x"]) ** 2).mean() * batch["scale"])
+        loss_fn = wrap(lambda model, batch, key: (jax.vmap(model)(batch["rows"]) ** 2).mean() * batch["scale"])
         model = rx.init_model(make, mesh, key=jax.random.key(0))
         step = partial(rx.eval_step, loss_fn=loss_fn, shardings=rx.shard_rules(model, mesh))
         state = rx.init_state(model, key=jax.random.key(1))
-        found.append(jax.jit(step)(state, {"x": batch, "scale": np.float32(2)})["loss"].value)
+        found.append(jax.jit(step)(state, {"rows": batch, "scale": np.float32(2)})["loss"].value)
     assert_close(found[1], found[0], rtol=1e-5)
 
 
