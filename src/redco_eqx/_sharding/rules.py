@@ -450,9 +450,9 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     guesses = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
     if guesses and axis_size(mesh, "tensor") > 1:
         messages.append(
-            f"shard_rules: the names do not say which of these follow one another, so only their order counts, "
-            f"which may send several times more than necessary: {first_few(guesses)}. Pass loss_fn and batch "
-            "to let the traced program decide."
+            f"shard_rules: the names do not say which of these follow one another, so their order alone "
+            f"counts, which may send several times more than necessary: {first_few(guesses)}. Pass loss_fn and "
+            "batch to let the traced program decide."
         )
     whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
     whole.sort(key=lambda d: -d.bytes_per_device)
