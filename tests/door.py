@@ -546,7 +546,7 @@ MISTAKES: list[Mistake] = [
         "restore of a step in text",
         lambda: rx.restore(rx.save(PLACE / "text", STATE).parent, STATE, step="0"),  # pyright: ignore
         FileNotFoundError,
-        ["no checkpoint of step '0', but of [0]"],
+        ["no checkpoint of step '0', only of [0]"],
     ),
     (
         "restore of nothing",

@@ -242,7 +242,7 @@ def init_model(
     if any(map(is_array, jax.tree.leaves(make_model))):  # a function from `eqx.filter_jit` has none
         raise TypeError(
             f"init_model: make_model must be a function of a key, but is a {type(make_model).__name__}. Pass "
-            "lambda key: ... that makes the model; one that is made already is placed by "
+            "lambda key: ... that makes the model. To place a model that you have already made, use "
             "eqx.filter_shard(model, shard_rules(model, mesh))."
         )
     check_function("init_model", "make_model", make_model, "key")

@@ -345,7 +345,7 @@ def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
     assert_same(swapped.params["up.weight"], make(Odd).params["up.weight"])
     with pytest.raises(ValueError, match=r"model/up\.weight: missing in the state"):
         rx.restore(directory, like, renamed={"up.wait": "base.up.weight"})
-    with pytest.raises(ValueError, match=r"two arrays of the checkpoint become model/down\.bias"):
+    with pytest.raises(ValueError, match=r"two arrays of the checkpoint the name model/down\.bias"):
         rx.restore(directory, make(Odd), renamed={"up.bias": "down.bias"})
 
 
@@ -425,7 +425,7 @@ def test_a_donated_state_says_how_to_restore(saved: Any) -> None:
 def test_no_checkpoint(tmp_path: pathlib.Path, saved: Any) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         rx.restore(tmp_path / "nowhere", saved[0])
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 8, but of \[7\]"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 8, only of \[7\]"):
         rx.restore(saved[1], saved[0], step=8)
 
 
@@ -496,7 +496,7 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: Any, tmp_path: pat
         state = dataclasses.replace(state, step=state.step + 1)
         rx.save(tmp_path, state, extras={"note": "mine"})
     damage(tmp_path / "2" / "record" / "record.json")
-    with pytest.warns(UserWarning, match=f"{tmp_path}/2.*damaged.*The one before it is used"):
+    with pytest.warns(UserWarning, match=f"{tmp_path}/2.*damaged.*The checkpoint before it is used"):
         assert int(rx.restore(tmp_path, state).step) == 1
     with pytest.warns(UserWarning, match="It is left out"):
         assert [info.step for info in rx.list_checkpoints(tmp_path)] == [1]

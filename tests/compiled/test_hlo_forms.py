@@ -349,7 +349,7 @@ ENTRY main {{
         (module(f"  %r = q7[4] all-reduce(%p), {G}"), "width of dtype 'q7'"),
         (module("  %r = f32[4] all-reduce(%p), replica_groups=<0,1>"), "groups of this.*all-reduce"),
         (module("  %r = f32[4] all-reduce(%p), replica_groups={{0,9}}"), "index 9 is out of bounds"),
-        (module("  %r = f32 [4] all-reduce(%p), replica_groups={}"), "not understood.*all-reduce"),
+        (module("  %r = f32 [4] all-reduce(%p), replica_groups={}"), "cannot read this line.*all-reduce"),
     ],
 )
 def test_errors(text: str, message: str) -> None:

@@ -492,10 +492,10 @@ def test_start_at_the_end_yields_nothing():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.int64(2**31), r"leaf 'x' is int64\[8\] and has 2147483648, but JAX holds it as int32"),
+        (np.int64(2**31), r"leaf 'x' is int64\[8\] and has 2147483648, but JAX stores it as int32"),
         (np.int64(-(2**40)), r"has -1099511627776, but"),
-        (np.uint64(2**32), r"has 4294967296, but JAX holds it as uint32"),
-        (np.float64(-1e39), r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX holds it as float32"),
+        (np.uint64(2**32), r"has 4294967296, but JAX stores it as uint32"),
+        (np.float64(-1e39), r"leaf 'x' is float64\[8\] and has -1e\+39, but JAX stores it as float32"),
     ],
 )
 def test_what_32_bits_do_not_hold_is_refused(value, message):

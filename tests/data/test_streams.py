@@ -116,7 +116,7 @@ def test_it_goes_on_after_what_was_consumed(kind, prefetch, at):
     by_state = kind in WITH_STATE and place.batch > 1  # from the first batch on, with a proof
     assert (place.positions[0].state is not None) == by_state
     assert len(said) == (place.batch > 0)
-    assert all(("set to the state" in how) == by_state for how in said)
+    assert all(("continues from the stored state" in how) == by_state for how in said)
 
 
 # States that are wrong, and streams that are others
@@ -162,14 +162,14 @@ class Failing(WithState):
     [
         (lambda: Refilling(range(NUM)), "does not lead to the same items"),
         (lambda: lambda epoch: Refilling(range(NUM)), "does not lead to the same items"),
-        (lambda: Failing(range(NUM)), "cannot be set to the state that it had there: KeyError"),
+        (lambda: Failing(range(NUM)), "cannot be set to the stored state: KeyError"),
     ],
     ids=["iterable", "function", "error"],
 )
 def test_a_state_that_is_wrong_is_not_used(make, why):
     found, expected, (said,) = resumed(make)
     assert found == expected
-    assert "read again from its beginning: 16 items are left out" in said
+    assert "read again from its beginning: 16 items are skipped" in said
     assert why in said
 
 
@@ -183,21 +183,19 @@ def test_the_fault_that_the_proof_finds():
 
 
 def test_other_items_are_refused():
-    with pytest.raises(
-        ValueError, match=r"first 16 items of epoch 0 are others.*generator=.*allow_changes=True"
-    ):
+    with pytest.raises(ValueError, match=r"first 16 items of epoch 0 differ.*generator=.*allow_changes=True"):
         resumed(lambda: Unlike(range(NUM)))
     found, expected, said = resumed(lambda: Unlike(range(NUM)), verify=False)
     assert len(found[0]) == 8
     assert found != expected
-    assert "going on all the same (allow_changes=True)" in said[-1]
+    assert "continuing anyway (allow_changes=True)" in said[-1]
 
 
 def test_one_item_that_is_another_is_refused():
     before = list(range(NUM))
     _, place = taken(epochs_of(rx.Stream(before)), 2)[-1]
     for other in ([*before[:3], 99, *before[4:]], [*before[:3], 4, 3, *before[5:]]):
-        with pytest.raises(ValueError, match="others than when the run was saved"):
+        with pytest.raises(ValueError, match="differ from those when the run was saved"):
             taken(epochs_of(rx.Stream(other)), 1, place.epoch, place.batch, place.positions)
 
 
@@ -392,7 +390,7 @@ def int_as_any() -> Any:
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
         (lambda: rx.Data([1], num_workers=-1), ValueError, r"Data: .* num_workers=-1"),
         (lambda: rx.Data([1], num_workers=2, prefetch=0), ValueError, r"num_workers=2.* work ahead"),
-        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 has not one whole batch"),
+        (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 does not fill one batch"),
         (
             lambda: taken(epochs_of(rx.Stream(lambda epoch: int_as_any())), 1),
             TypeError,
@@ -401,7 +399,7 @@ def int_as_any() -> Any:
         (
             lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3),
             ValueError,
-            r"left after 24 items of epoch 0, but now gives only 20",
+            r"stopped after 24 items of epoch 0, but the stream now gives only 20",
         ),
         (
             lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 1, [(0, 2, 4, None)]),

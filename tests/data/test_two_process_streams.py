@@ -77,7 +77,7 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
     arguments: Any = {"optimizer": COUNTING, "num_steps": 9, "batch_size": 8}
     sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
     begin = linear_state()
-    with pytest.raises(ValueError, match=r"read in 1 shards, but was in 2 .*Go on with as many processes"):
+    with pytest.raises(ValueError, match=r"read in 1 shards, but was in 2 .*Use as many processes as before"):
         fit(begin, sharded, checkpoints=directory / "sharded", **arguments)
     allowed = rx.Checkpoints(directory / "sharded", allow_changes=True)
     with pytest.raises(ValueError, match="read in 1 shards, but was in 2"):
@@ -101,6 +101,6 @@ def test_with_another_number_of_processes(results: list[Any], directory: pathlib
 
 def test_what_is_refused(results: list[Any]) -> None:
     for result in results:
-        assert "have not read the same examples for a batch" in result["unlike"]
-        assert "on several processes say what each of them reads" in result["unsaid"]
+        assert "read different examples for a batch" in result["unlike"]
+        assert "with several processes, say what each of them reads" in result["unsaid"]
         assert result["interleaved"] is None  # each process holds every second row: a shard of its own

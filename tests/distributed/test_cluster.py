@@ -55,7 +55,7 @@ def test_arguments_come_before_the_environment(monkeypatch):
         (("a", 2, 0), {}, ValueError, "coordinator_address='a'.*host:port"),
         (("a:", 2, 0), {}, ValueError, "host:port"),
         (("a:99999", 2, 0), {}, ValueError, "host:port"),
-        (("a:1", 2, None), {}, ValueError, "not process_id.*JAX_PROCESS_ID"),
+        (("a:1", 2, None), {}, ValueError, "lacks process_id.*JAX_PROCESS_ID"),
         (("a:1", None, None), {}, ValueError, "JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
         ((None, 2, 0), {}, ValueError, "JAX_COORDINATOR_ADDRESS"),
         (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, ValueError, r"JAX_PROCESS_ID\) is 'x'"),

@@ -67,7 +67,7 @@ def test_all_are_connected_by_name_and_leave_the_port_to_jax():
 @pytest.mark.parametrize(
     ("places", "seconds", "kind", "message"),
     [
-        ([(4, 0), (4, 2)], 0.5, TimeoutError, r"in 0\.5 s 2 of 4 processes did not come .* 1, 3\."),
+        ([(4, 0), (4, 2)], 0.5, TimeoutError, r"in 0\.5 s 2 of 4 processes did not reach .* 1, 3\."),
         ([(3, 0), (2, 1)], 60.0, ValueError, r"process 1 \(host .* has num_processes=2, not 3"),
         ([(3, 0), (3, 1), (3, 1)], 60.0, ValueError, "process_id=1 was given twice"),
     ],
@@ -103,7 +103,7 @@ def test_another_service_at_the_address(answer):
             connection.recv(1000)
             connection.sendall(answer)
             connection.shutdown(socket.SHUT_WR)
-            with pytest.raises(TimeoutError, match=f"at {address}.* no other program's"):
+            with pytest.raises(TimeoutError, match=f"at {address}.* no other program uses it"):
                 joined.result()
 
 

@@ -290,7 +290,7 @@ def faults(session):
     env = harness.environment(num_devices=2, **place, REDCO_TIMEOUT="5")
     processes = harness.start([[sys.executable, harness.PROGRAM, out, "equal"]], [env], out)
     codes, took = processes.leave(60)
-    named = "has no answer of process 0 at 127.0.0.1" in processes.text()
+    named = "has no answer from process 0 at 127.0.0.1" in processes.text()
     outcome = f"{took.get(0, 99):.0f} s from start, codes {codes}, named: {named}"
     row("faults", "no coordinator (time-out 5 s)", outcome, codes == [1] and named)
 

@@ -164,7 +164,7 @@ def test_it_goes_on_where_it_was_left(source: Any, has_state: bool) -> None:
         rest = taken(rx.Stream(source()), 12 - at, place.epoch, place.batch, **options)
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
         by_state = has_state and place.batch > 1  # from the first batch on, with a proof
-        assert ["set to the state" in how for how in said] == [by_state] * (place.batch > 0)
+        assert ["continues from the stored state" in how for how in said] == [by_state] * (place.batch > 0)
 
 
 def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
@@ -175,7 +175,7 @@ def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
 
     _, place = taken(make(), 3)[-1]
     with pytest.raises(
-        ValueError, match=r"12 items of epoch 0 are others.*DataLoader\(shuffle=True\) needs a gen"
+        ValueError, match=r"12 items of epoch 0 differ.*DataLoader\(shuffle=True\) needs a new gen"
     ):
         taken(make(), 1, 0, 3, positions=place.positions)
     ((batch, _),) = taken(make(), 1, 0, 3, positions=place.positions, verify=False)

@@ -205,11 +205,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {**TOO_MANY, "target": "v5e:4x4"},
         r"16 virtual devices, but there are 8.*jax_num_cpu",
     ),
-    "memory of a CPU": ({"bytes_per_device": None}, r"kind 'cpu' have is not known.*bytes_per_device"),
+    "memory of a CPU": ({"bytes_per_device": None}, r"kind 'cpu' is not known.*bytes_per_device"),
     "no memory": ({"bytes_per_device": 0}, "bytes_per_device=0.*positive"),
     "no devices": ({"target": []}, "no devices"),
     "a mesh of others": ({"mesh": {"tensor": 3}}, "tensor = 3 must divide the number of devices"),
-    "a mesh of fewer": ({"mesh": {"data": 4}}, r"\{'data': 4\} is of other than the target's 8"),
+    "a mesh of fewer": ({"mesh": {"data": 4}}, r"\{'data': 4\} must use exactly the target's 8"),
     "an unknown axis": ({"mesh": {"model": 2}}, r"axes \['model'\]"),
     "a batch that no mesh splits": ({"mesh": {"data": 8}, "num_microbatches": 3}, "batch of 16 evenly into 3"),
     "no microbatch": ({"num_microbatches": 0}, "num_microbatches=0"),
@@ -235,7 +235,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(name: str
 
 
 def test_options_are_for_functions() -> None:
-    with pytest.raises(ValueError, match="options are for a function"):
+    with pytest.raises(ValueError, match="options need a function"):
         plan(eqx.filter_eval_shape(make_mlp, jax.random.key(0)), options={"width": [1, 2]})
 
 

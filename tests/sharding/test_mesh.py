@@ -224,5 +224,5 @@ def test_what_is_no_name_of_an_axis_is_refused():
             make_mesh(mesh=own, names=names)
     with pytest.raises(ValueError, match=r"Leave out tensor, fsdp, data, devices"):
         make_mesh(mesh=own, names=("data", "tensor"), tensor=4)
-    with pytest.raises(ValueError, match=r"mesh=, which is missing"):
+    with pytest.raises(ValueError, match=r"but mesh= is missing"):
         make_mesh(names=("data", "tensor"))

@@ -115,7 +115,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert info.run.positions is not None
     said = capsys.readouterr().err
     batch = caught.value.step % 5
-    assert ("is set to the state" in said) == (kind in WITH_STATE and batch > 1)
+    assert ("continues from the stored state" in said) == (kind in WITH_STATE and batch > 1)
     assert ("is read again" in said) == (batch == 1 or (kind not in WITH_STATE and batch > 1))
     assert rows("cut")[-1] == rows("whole")[-1]
 
@@ -132,7 +132,7 @@ def test_a_saved_state_need_not_be_used(tmp_path: pathlib.Path, capsys: Any) -> 
     assert info.run.positions is not None
     assert info.run.positions[0][3] is not None
     found = run("iterable", 7)
-    assert "is read again from its beginning: 12 items are left out" in capsys.readouterr().err
+    assert "is read again from its beginning: 12 items are skipped" in capsys.readouterr().err
     assert_same(found, fit(linear_state(), KINDS["iterable"](EXAMPLES), num_steps=7))
 
 
@@ -143,10 +143,10 @@ def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
         return fit(linear_state(), stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
 
     run(3)
-    with pytest.raises(ValueError, match=r"first 12 items of epoch 0 are others than when the run was saved"):
+    with pytest.raises(ValueError, match=r"first 12 items of epoch 0 differ from those when the run was saved"):
         run(5)
     assert int(run(5, allow_changes=True).step) == 5
-    assert "others than when the run was saved: going on all the same" in capsys.readouterr().err
+    assert "from those when the run was saved: continuing anyway" in capsys.readouterr().err
 
 
 def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:

@@ -162,12 +162,12 @@ def test_an_array_may_stand_twice_in_what_a_hook_returns_and_be_kept() -> None:
         (
             lambda state: rx.Change(state=dataclasses.replace(state, step=state.step + 1)),
             ValueError,
-            r"another step. The run goes on with its own",
+            r"another step, but a run must keep it",
         ),
         (
             lambda state: rx.Change(state=dataclasses.replace(state, key=jax.random.key(5))),
             ValueError,
-            r"another key. The run goes on with its own",
+            r"another key, but a run must keep it",
         ),
         (
             lambda state: rx.Change(state=dataclasses.replace(state, stored=("bias",))),

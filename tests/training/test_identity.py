@@ -254,7 +254,7 @@ def test_another_version_is_an_error_of_its_own_that_touches_nothing(
     sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     record.write_text(json.dumps({"sha256": sha256, "content": content}))
     before = content_of(tmp_path)
-    what = r"its format is 7, but this one reads 2" if "format" in change else "unexpected keyword argument"
+    what = r"its format is 7, but this version reads 2" if "format" in change else "unexpected keyword argument"
     message = f"was written by another version of redco_eqx .*{what}"
     for act in (
         lambda: fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path),

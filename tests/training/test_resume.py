@@ -316,7 +316,7 @@ def test_a_run_that_began_otherwise_is_refused(other: Any, what: str, tmp_path: 
     arguments: Any = {"optimizer": COUNTING, "batch_size": 8, "num_steps": 2, "prefetch": 0}
     expected = fit(reseeded(), examples, checkpoints=tmp_path, **arguments)
     state = reseeded(**other)
-    with pytest.raises(ValueError, match=rf"is another one: it has {what}\. Pass another directory"):
+    with pytest.raises(ValueError, match=rf"is another one: it has {what}\. To begin a new run"):
         fit(state, examples, checkpoints=tmp_path, **arguments)
     assert_same(state, reseeded(**other))  # nothing was taken over
     allowed = rx.Checkpoints(tmp_path, allow_changes=True)
@@ -641,13 +641,13 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.
     assert steps_in(tmp_path) == [6, 7]
     for path in (tmp_path / "7").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-20])
-    with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The one before it is used"):
+    with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The checkpoint before it is used"):
         found = counted(linear_state(), tmp_path)
     assert_counted(found, 12, linear_state())
     assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json", "history.jsonl"]
 
 
-@pytest.mark.filterwarnings("ignore:.*The one before it is used")
+@pytest.mark.filterwarnings("ignore:.*The checkpoint before it is used")
 @pytest.mark.parametrize("which", ["record/record.json", "arrays/manifest.ocdbt"])
 def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.Path) -> None:
     counted(linear_state(), tmp_path)

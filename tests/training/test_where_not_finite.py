@@ -102,7 +102,7 @@ def test_an_index_outside_is_named(mesh: str, loss: Any, name: str, value: int) 
     # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
     line = r"test_where_not_finite.py:\d+ \(" if loss is by_optax and name == "ids" else ""
     expected = (
-        rf"at step 2 .*: the batch's {name} has {value} in row 2, which is looked up among 16 at .*{line}"
+        rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
     )
     for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
         with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:

@@ -229,7 +229,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
     if name == "loss_fn" and _is_gradient(function):
         raise TypeError(
             f"{where}: loss_fn gives a gradient, but the step takes the gradient of the loss itself. Pass the "
-            "function that jax.value_and_grad (jax.grad, eqx.filter_value_and_grad) was given."
+            "function that you gave to jax.value_and_grad (jax.grad, eqx.filter_value_and_grad)."
         )
     try:
         signature = inspect.signature(function)
@@ -239,7 +239,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
         signature.bind(*arguments)
     except TypeError as error:
         raise TypeError(
-            f"{where}: {name} is called as {form}, but what was given takes {signature}: {error}."
+            f"{where}: {name} is called as {form}, but this function takes {signature}: {error}."
         ) from None
 
 

@@ -273,8 +273,8 @@ class Checkpoints:
         best = self.keep_best
         if not isinstance(best, Mapping) or any(mode not in ("min", "max") for mode in best.values()):
             raise ValueError(
-                f"Checkpoints: keep_best={best!r}, but it must say of each metric whether it is best at its "
-                '"min" or "max", as in {"eval/loss": "min"}.'
+                f"Checkpoints: keep_best={best!r}, but it must say for each metric whether the best value "
+                'is the "min" or the "max", as in {"eval/loss": "min"}.'
             )
 
     def open(self) -> CheckpointWriter:

@@ -99,8 +99,8 @@ class Owner:
                 who = f"process {owner.get('pid')} on {owner.get('host')}"
                 who = "this very process" if owner == this else who
                 raise CheckpointError(
-                    f"{self._file.parent} is in use: {who} is writing its checkpoints there (a run that goes "
-                    "on, or a writer that was not closed). Pass another directory, or wait until it has ended."
+                    f"{self._file.parent} is in use: {who} is writing its checkpoints there (a run that has "
+                    "not ended, or a writer that is not closed). Pass another directory, or wait until it ends."
                 )
             time.sleep(0.2)
 
@@ -140,8 +140,8 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
     while _read(directory / BEGUN)[0].get("owner") != owner:
         if time.monotonic() - start > _WATCH_SECONDS:
             raise CheckpointError(
-                f"{directory} is not the directory that process 0 writes to: its file {BEGUN} is not seen "
-                "here. Checkpoints need one that all processes see, by the same name."
+                f"{directory} is not the directory that process 0 writes to: its file {BEGUN} is missing "
+                "here. Pass a directory that all processes see under the same name."
             )
         time.sleep(0.2)
 

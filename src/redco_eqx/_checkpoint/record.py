@@ -80,7 +80,7 @@ def encode(info: CheckpointInfo) -> dict[str, object]:
     if not is_plain:
         raise ValueError(
             "extras must be plain JSON: dicts with strings as keys, lists (not tuples), strings, finite "
-            f"numbers, booleans, None. {info.extras!r} would not come back as it is."
+            f"numbers, booleans, None. {info.extras!r} would change when it is read back."
         )
     fields = {"format": FORMAT, **dataclasses.asdict(info)}
     del fields["path"]
@@ -139,7 +139,7 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
     try:
         number, run = content.pop("format"), from_json(content.pop("run"))
         if number != FORMAT:
-            raise ValueError(f"its format is {number}, but this one reads {FORMAT}")
+            raise ValueError(f"its format is {number}, but this version reads {FORMAT}")
         if run is not None:
             positions = run.get("positions") and tuple(map(tuple, run["positions"]))
             run = RunRecord(**{**run, "evaluations": tuple(run["evaluations"]), "positions": positions})
@@ -149,8 +149,8 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
         return CheckpointInfo(path=path, run=run, **content)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointFormatError(
-            f"{path} was written by another version of redco_eqx ({content.get('versions')}): {error}. Nothing "
-            "was changed: read it with that version, or pass another directory"
+            f"{path} was written by another version of redco_eqx ({content.get('versions')}): {error}. It is "
+            "unchanged. Read it with that version, or pass another directory"
         ) from error
 
 

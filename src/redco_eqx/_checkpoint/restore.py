@@ -89,13 +89,13 @@ def restore(
 def _lack(directory: pathlib.Path, step: int | None) -> str:
     """Explains why there is no checkpoint, or none of this step."""
     if not directory.is_dir():
-        return "does not exist. It is the directory that save, or fit(checkpoints=), was given."
+        return "does not exist. Pass the directory that you passed to save or to fit(checkpoints=)."
     if (directory / "record").is_dir():
-        return f"is itself a checkpoint. Pass the directory that it is in, {directory.parent}, and step=."
+        return f"is itself a checkpoint. Pass the directory that contains it, {directory.parent}, and step=."
     steps = sorted({s for s, _, _ in entries(directory)})
     if not steps:
         return "has no checkpoint: it is empty. Pass the directory of a run."
-    return f"has no checkpoint of step {step!r}, but of {steps}."
+    return f"has no checkpoint of step {step!r}, only of {steps}."
 
 
 def first_good(
@@ -113,7 +113,7 @@ def first_good(
         except CheckpointError as error:
             problems.append(str(error))
             if path is not paths[-1]:
-                warnings.warn(f"{error}. The one before it is used.", stacklevel=3)
+                warnings.warn(f"{error}. The checkpoint before it is used instead.", stacklevel=3)
     raise CheckpointError("no checkpoint can be restored:\n  " + "\n  ".join(problems))
 
 
@@ -146,13 +146,13 @@ def select(
         listed = first_few(problems, most=20, separator="\n  ")
         raise ValueError(
             f"the state does not fit the checkpoint {info.path}.\n  {listed}\n"
-            "Its run goes on with the model and the optimizer that it began with. Begin another one, in "
-            'another directory, from what `restore` reads: only="model", renamed={"old.path": "new.path"}, '
+            "A run continues only with the model and the optimizer that it began with. To begin another run, "
+            'pass another directory, and read with `restore`: only="model", renamed={"old.path": "new.path"}, '
             'new=["model/head.*"], unused=["optimizer/*"].'
         )
     for name, x in own.items():
         if name not in names and (lack := lack_of_value(x)):
-            raise ValueError(f"restore: {name} is not read, but in `like` it {lack}.")
+            raise ValueError(f"restore: {name} is not read from the checkpoint, but in `like` it {lack}.")
     return {new_name: name for name, new_name in names_of.items() if new_name in names}
 
 
@@ -224,5 +224,5 @@ def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
         renamed[name] = name.removesuffix(end) + leaves.get(end, "")
     twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
     if twice:
-        raise ValueError(f"restore: by `renamed` two arrays of the checkpoint become {twice[0]}.")
+        raise ValueError(f"restore: `renamed` gives two arrays of the checkpoint the name {twice[0]}.")
     return renamed

@@ -211,7 +211,7 @@ def _collective(
     is_permute = kind == "collective-permute"
     printed = _GROUPS.search(x.attributes)
     if printed is None:
-        raise ValueError(f"communication: the groups of this are not understood: {x.line.strip()[:300]}")
+        raise ValueError(f"communication: cannot read the groups of this line: {x.line.strip()[:300]}")
     axes, is_whole, group_size = group_axes(printed[1], mesh)
     if group_size == 1:
         return
@@ -356,8 +356,8 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
 
 _BOUNDS = {(False, False): "", (True, False): ">=", (False, True): "<=", (True, True): "~"}
 _NOTES = {
-    ">=": ">= a loop of a length that the program does not tell counts as one trip",
-    "<=": "<= of a conditional the branch with the most bytes counts",
+    ">=": ">= a loop whose length the program does not state counts as one trip",
+    "<=": "<= a conditional counts as its branch with the most bytes",
 }
 
 

@@ -116,7 +116,7 @@ def instruction(line: str) -> Instruction:
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
     head = re.match(r"(\(.*?\)|\S+)\s+([\w\-]+)(?=\()", rest)
     if head is None:
-        raise ValueError(f"communication: this is not understood as an instruction: {line.strip()[:300]}")
+        raise ValueError(f"communication: cannot read this line as an instruction: {line.strip()[:300]}")
     operands, *_ = split_commas(rest[head.end() :])
     attributes = _STRING.sub('""', rest[head.end() + len(operands) :])
     # An operand has a shape and "%", or not.
@@ -156,7 +156,7 @@ def shape_bytes(array: str) -> int:
     width = re.match(r"[sufc](\d+)", dtype)
     bits = int(width[1]) if width else _BITS.get(dtype)
     if bits is None:
-        raise ValueError(f"communication: the width of dtype {dtype!r}, of {array}, is not known.")
+        raise ValueError(f"communication: the width of dtype {dtype!r} (in {array}) is not known.")
     return -(-bits * num_elements(array) // 8)
 
 

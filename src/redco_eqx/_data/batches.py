@@ -92,8 +92,8 @@ class Epochs:
         `ValueError` for a stream."""
         if self.num_batches is None:
             raise ValueError(
-                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, of which nobody knows how long "
-                "it is: say num_steps= instead."
+                f"fit: num_epochs={num_epochs}, but train_examples is a Stream, whose length is unknown. Pass "
+                "num_steps= instead."
             )
         if isinstance(self._data, Data) and callable(self._data.examples):
             return None
@@ -236,16 +236,16 @@ def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_
             is_end, greatest, negative_of_least = answer
             if greatest != -negative_of_least:
                 raise ValueError(
-                    "Stream(sharded=False): the processes have not read the same examples for a batch, but "
-                    "what is read whole must be the same on all. Give its shuffle a seed, or let each read a "
-                    "part: sharded=True."
+                    "Stream(sharded=False): the processes read different examples for a batch, but each of "
+                    "them must read the same. Set a seed for the shuffle of the stream, or pass sharded=True, "
+                    "so that each process reads a part."
                 )
             if ready is not None:
                 yield ready[0], end if is_end else ready[1]
             elif is_end and start == 0:
                 raise ValueError(
-                    f"Stream: epoch {end.epoch - 1} has not one whole batch. A function of the epoch must give "
-                    "a new iterable each time."
+                    f"Stream: epoch {end.epoch - 1} does not fill one batch. A function of the epoch must "
+                    "return a new iterable each time."
                 )
             if is_end:
                 return

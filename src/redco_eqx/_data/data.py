@@ -14,8 +14,8 @@ def check_workers(name: str, prefetch: int, num_workers: int) -> None:
     """Raises `ValueError` if these options of `Data` or `Stream` do not go together."""
     if prefetch < 0 or num_workers < 0 or prefetch < min(num_workers, 1):
         raise ValueError(
-            f"{name}: prefetch={prefetch} and num_workers={num_workers}, but both must be 0 or more, and "
-            "workers, which work ahead, need a prefetch of 1 or more."
+            f"{name}: prefetch={prefetch} and num_workers={num_workers}, but both must be 0 or more. Workers "
+            "work ahead, so they need a prefetch of 1 or more."
         )
 
 
@@ -188,19 +188,19 @@ def check_examples(where: str, examples: Any) -> None:
         names = getattr(examples, "columns", examples)  # of a data frame
         columns = [describe(x) for x in examples] if is_tuple else [repr(name) for name in names]
         raise TypeError(
-            f"{where} is a {kind} of {first_few(columns)}, which are columns, or several sets of examples; but "
-            "a sequence of examples is needed, so that examples[i] is a row. Columns become a list of rows by "
-            "list(zip(*examples)) of a tuple, [dict(zip(examples, row)) for row in zip(*examples.values())] of "
-            'a dict, examples.to_dict("records") of a data frame. Of several sets pass one; if each array of a '
-            "tuple is an example, pass list(examples)."
+            f"{where} is a {kind} of {first_few(columns)}: columns, or several sets of examples. Pass a "
+            "sequence of examples, in which examples[i] is a row. To turn columns into rows, use "
+            "list(zip(*examples)) for a tuple, [dict(zip(examples, row)) for row in zip(*examples.values())] "
+            'for a dict, examples.to_dict("records") for a data frame. If you have several sets, pass one of '
+            "them. If each array of a tuple is an example, pass list(examples)."
         )
     sized = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     sized = sized and not isinstance(examples, str) and getattr(examples, "shape", None) != ()
     if not sized and (isinstance(examples, eqx.Module) or not callable(examples)):
         raise TypeError(
-            f"{where} is a {kind}, but a sequence of examples is needed, with len(examples) and examples[int]. "
-            "list(...) makes one of an iterable, and rx.Stream(...) reads what is too long for that. In a call "
-            "the state comes first, then the examples."
+            f"{where} is a {kind}, but must be a sequence of examples, with len(examples) and examples[int]. "
+            "Use list(...) for an iterable, or rx.Stream(...) if it is too long for a list. In a call the "
+            "state comes first, then the examples."
         )
 
 
@@ -217,7 +217,7 @@ def num_examples_of(examples: Examples, where: str = "batches: examples") -> int
     """Counts the examples. Raises `TypeError` if they are no sequence, and `ValueError` if there are none."""
     check_examples(where, examples)
     if not hasattr(examples, "__len__"):
-        raise TypeError(f"{where} is a function, which is for training: a sequence of examples is needed.")
+        raise TypeError(f"{where} is a function, which is only for training. Pass a sequence of examples.")
     if len(examples) == 0:
         raise ValueError(f"{where} is empty.")
     return len(examples)

@@ -138,14 +138,14 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
         if not is_array or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise TypeError(
                 f"{name} is {describe(leaf) if is_array else f'a {type(leaf).__name__}'}, but must be a NumPy "
-                "array of numbers and booleans only. np.asarray, or np.stack over the examples, makes one; all "
-                "else is encoded, or left out (keys for random numbers are given to the loss function)."
+                "array of numbers and booleans only. Use np.asarray, or np.stack over the examples. Encode "
+                "everything else, or leave it out (the loss function gets keys for random numbers)."
             )
         if leaf.shape[:1] != (num_examples,):
             raise ValueError(
                 f"{name} is {describe(leaf)}, but its leading dim must be {num_examples}, the number "
-                "of examples that collate_fn was given. Stack one row per example; what all examples "
-                "share belongs in the model or in the loss function."
+                "of examples that collate_fn was given. Stack one row per example. Put anything that all "
+                "examples share in the model or in the loss function."
             )
         dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if dtype == leaf.dtype or not leaf.size:
@@ -156,6 +156,6 @@ def _check_batch(batch: Batch, num_examples: int) -> None:
         wrong = np.extract(narrow != leaf if is_integer else np.isinf(narrow) & ~np.isinf(leaf), leaf)
         if len(wrong):
             raise ValueError(
-                f"{name} is {describe(leaf)} and has {wrong[0]}, but JAX holds it as {dtype}, where that does "
-                'not fit. Make it smaller, or jax.config.update("jax_enable_x64", True) first.'
+                f"{name} is {describe(leaf)} and has {wrong[0]}, but JAX stores it as {dtype}, where that does "
+                'not fit. Make it smaller, or call jax.config.update("jax_enable_x64", True) first.'
             )

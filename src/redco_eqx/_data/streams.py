@@ -109,32 +109,32 @@ class Reading(Iterator[Any]):
             try:
                 if self._reaches(position, position):
                     say(
-                        "the stream is set to the state that its source had there: the last "
+                        "the stream continues from the stored state of its source: the last "
                         f"{num_items - position.state_items} items are read again, and are the same"
                     )
                     return
-                why = " (the state that its source had there does not lead to the same items)"
+                why = " (the stored state of its source does not lead to the same items)"
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-                why = f" (its source cannot be set to the state that it had there: {problem})"
+                why = f" (its source cannot be set to the stored state: {problem})"
         if num_items:
-            say(f"the stream is read again from its beginning: {num_items} items are left out{why}")
+            say(f"the stream is read again from its beginning: {num_items} items are skipped{why}")
         is_same = self._reaches(position, self._begin)
         if self._num_items < num_items:
             raise ValueError(
-                f"Stream: it was left after {num_items} items of epoch {epoch}, but now gives only "
-                f"{self._num_items}. It must give the same ones each time that it is read."
+                f"Stream: the run stopped after {num_items} items of epoch {epoch}, but the stream now gives "
+                f"only {self._num_items}. It must give the same items each time that it is read."
             )
         if not is_same:
-            other = f"the first {num_items} items of epoch {epoch} are others than when the run was saved"
+            other = f"the first {num_items} items of epoch {epoch} differ from those when the run was saved"
             if verify:
                 raise ValueError(
                     f"Stream: {other} (checksum {self._checksum}, but {position.checksum} was stored). It must "
-                    "give the same ones each time that it is read: give a seed to its shuffle, and to all "
-                    "that is random in it (DataLoader(shuffle=True) needs a generator=, made anew for each "
-                    "epoch). Checkpoints(..., allow_changes=True) goes on all the same."
+                    "give the same items each time that it is read. Set a seed for its shuffle and for all "
+                    "else in it that is random (DataLoader(shuffle=True) needs a new generator= for each "
+                    "epoch). To continue anyway, pass Checkpoints(..., allow_changes=True)."
                 )
-            say(f"{other}: going on all the same (allow_changes=True)")
+            say(f"{other}: continuing anyway (allow_changes=True)")
 
     def __next__(self) -> Any:
         item = next(self._items)
@@ -186,16 +186,16 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
         rows.setdefault(device.process_index, set()).update(range(batch_size)[index])
     if len(rows) > 1 and stream.sharded is None:
         raise ValueError(
-            "Stream: on several processes say what each of them reads: Stream(..., sharded=False), the whole "
-            "stream, the same on all; or sharded=True and a function, examples(epoch, shard, num_shards)."
+            "Stream: with several processes, say what each of them reads. Pass sharded=False if each reads the "
+            "same whole stream, or sharded=True and a function, examples(epoch, shard, num_shards)."
         )
     if not stream.sharded:
         return Position(0, 1)
     shards = sorted({tuple(sorted(x)) for x in rows.values()})
     if sum(map(len, shards)) > batch_size:
         raise ValueError(
-            "Stream(sharded=True): on this mesh some processes hold a part of the rows of others, so none can "
-            "read a shard of its own. Order the devices of the mesh by process, or use sharded=False."
+            "Stream(sharded=True): on this mesh the rows of some processes overlap in part, so the processes "
+            "cannot read separate shards. Order the devices of the mesh by process, or use sharded=False."
         )
     return Position(shards.index(tuple(sorted(rows[jax.process_index()]))), len(shards))
 
@@ -214,7 +214,7 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
             return position
     raise ValueError(
         f"Stream: it was read in {place.positions[0][1]} shards, and is now read in {begin.num_shards}, so "
-        "that no process can go on where one was. Go on with as many processes."
+        "no process can continue where another stopped. Use as many processes as before."
     )
 
 

@@ -62,7 +62,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
     if len({x.shape[0] for x in rows}) > 1:
         raise ValueError(
             f"shard_rules: the arrays of batch differ in their leading dim: {[list(x.shape) for x in rows]}. "
-            "It numbers the examples, in all of them."
+            "It must be the number of examples in each of them."
         )
     batch_treedef = jax.tree.structure(batch_arrays)
     key = jax.eval_shape(lambda: jax.random.key(0))

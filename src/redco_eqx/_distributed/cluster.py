@@ -72,8 +72,8 @@ def find_launch(
         given = {"coordinator_address": address, "num_processes": number, "process_id": process}
         missing = [name for name, value in given.items() if value is None]
         raise ValueError(
-            f"initialize_distributed: not {' and '.join(missing)} given, but others of {list(given)}, and no "
-            "launcher that JAX knows (SLURM, Open MPI, Kubernetes, TPU) says so. Pass all three, or set "
+            f"initialize_distributed: of {list(given)} this process lacks {' and '.join(missing)}, which no "
+            "launcher that JAX knows (SLURM, Open MPI, Kubernetes, TPU) provides. Pass all three, or set "
             f"{' and '.join(map(_variable, missing))} in the environment."
         )
     host, _, port = address.rpartition(":")
@@ -132,8 +132,8 @@ def _refuse_batch_script() -> None:
     if is_script and {nodes, tasks} != {"1"}:
         raise RuntimeError(
             f"initialize_distributed: this SLURM job has {nodes} nodes and {tasks} tasks, but this process "
-            "was not started by srun, so that it is the only one. Write `srun python train.py` in the batch "
-            f"script, or set {_variable('num_processes')}=1 if one process is meant."
+            "was not started by srun, so it is the only one. Write `srun python train.py` in the batch "
+            f"script, or set {_variable('num_processes')}=1 if you want one process."
         )
 
 

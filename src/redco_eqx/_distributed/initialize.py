@@ -158,8 +158,8 @@ def check_addresses(members: Sequence[Member]) -> None:
         if member.address.startswith("127.") and {x.host for x in members} != {member.host}:
             raise RuntimeError(
                 f"initialize_distributed: {member.name}: the name of this host resolves to {member.address}, "
-                "where other hosts cannot reach it, and on CPU would wait in vain. Give it its address in the "
-                f"network in /etc/hosts (Debian writes `127.0.1.1 {member.host}` there)."
+                "where other hosts cannot reach it; on CPU they wait in vain. In /etc/hosts, give the name the "
+                f"address of this host in the network (Debian writes `127.0.1.1 {member.host}` there)."
             )
 
 
@@ -173,7 +173,7 @@ def _gather(
     try:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
-        problem = f"{error.strerror}. Choose another port for coordinator_address, or end the run that has it."
+        problem = f"{error.strerror}. Use another port for coordinator_address, or end the run that uses it."
         raise OSError(error.errno, f"initialize_distributed: {problem}") from error
     end = time.monotonic() + timeout_seconds
     with server:
@@ -182,8 +182,8 @@ def _gather(
             if left <= 0:
                 raise TimeoutError(
                     f"initialize_distributed: in {timeout_seconds:g} s {len(absent)} of {launch.num_processes} "
-                    f"processes did not come to process 0, among them {', '.join(absent[:20])}. Were they "
-                    f"started with coordinator_address={launch.coordinator_address!r}, and can they reach it?"
+                    f"processes did not reach process 0, among them {', '.join(absent[:20])}. Check that they "
+                    f"start with coordinator_address={launch.coordinator_address!r}, and can reach it."
                 )
             server.settimeout(left)
             try:
@@ -215,9 +215,9 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
         problem = answer["problem"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise TimeoutError(
-            f"initialize_distributed: {me.name} of {me.num_processes} has no answer of process 0 at "
-            f"{launch.coordinator_address} ({error!r}). Has it ended, is this its address as seen from here, "
-            "is the port open, and no other program's?"
+            f"initialize_distributed: {me.name} of {me.num_processes} has no answer from process 0 at "
+            f"{launch.coordinator_address} ({error!r}). Check that process 0 has not ended, that this is its "
+            "address as seen from here, that the port is open, and that no other program uses it."
         ) from error
     raise RuntimeError(f"on process 0: {problem}")
 

@@ -227,8 +227,8 @@ class Watchdog:
             if time.monotonic() - self._last_beat > seconds:
                 faulthandler.dump_traceback(file=_STDERR, all_threads=True)
                 end_process(
-                    f"no step has finished for {seconds:g} s (step_timeout_seconds). Above is where each of "
-                    "its threads stands."
+                    f"no step has finished for {seconds:g} s (step_timeout_seconds). The lines above show "
+                    "where each of its threads is."
                 )
         if not _is_ending():
             faulthandler.cancel_dump_traceback_later()

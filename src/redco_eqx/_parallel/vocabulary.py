@@ -140,8 +140,8 @@ def cross_entropy(
     for name, x in given.items():
         if x.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"cross_entropy: {name} has shape {tuple(x.shape)}, but hidden {tuple(hidden.shape)}. Pass one "
-                "for each token."
+                f"cross_entropy: {name} has shape {tuple(x.shape)}, but hidden has shape "
+                f"{tuple(hidden.shape)}. Pass one number for each token."
             )
     if num_chunks < 1 or hidden.shape[-2] % num_chunks:
         raise ValueError(

@@ -209,20 +209,20 @@ def plan(
     """
     check_positive("plan", max_compilations=max_compilations)
     if not 0 <= reserve < 1:
-        raise ValueError(f"plan: reserve={reserve}, but it must be a part of the memory: in [0, 1).")
+        raise ValueError(f"plan: reserve={reserve}, but it must be a fraction of the memory, in [0, 1).")
     counts = (num_microbatches,) if isinstance(num_microbatches, int) else tuple(num_microbatches)
     for count in counts:
         check_positive("plan", num_microbatches=count)
     on = find_target(target, bytes_per_device=bytes_per_device, estimate=estimate)
     if options and _is_model(model):
-        raise ValueError("plan: options are for a function that makes the model, but model is one.")
+        raise ValueError("plan: options need a function that makes the model, but model is a model already.")
     rows = _num_rows(batch)
     if mesh is not None and not set(mesh) <= set(AXES):
-        raise ValueError(f"plan: mesh has axes {list(mesh)}, but a mesh has {AXES}.")
+        raise ValueError(f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}.")
     sizes = meshes(len(on.devices), rows) if mesh is None else [dict[str, Any](mesh)]
     on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
     if any(each.size != len(on.devices) for each in on_meshes):
-        raise ValueError(f"plan: mesh={mesh} is of other than the target's {len(on.devices)} devices.")
+        raise ValueError(f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} devices.")
 
     def ways(values: Mapping[str, Option]) -> Iterator[Candidate]:
         """Yields the ways to train a model with these values of its options, which is traced once."""
@@ -279,7 +279,7 @@ def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:
 def _num_rows(batch: Batch) -> int:
     sizes = {path: x.shape[0] for path, x in leaves_with_paths(batch) if is_array(x) and x.shape}
     if len(set(sizes.values())) != 1:
-        raise ValueError(f"plan: the leading dim of batch numbers the examples, but its arrays have {sizes}.")
+        raise ValueError(f"plan: the leading dim of batch counts the examples, but its arrays have {sizes}.")
     return next(iter(sizes.values()))
 
 

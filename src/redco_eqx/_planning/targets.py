@@ -178,7 +178,7 @@ def find_target(target: str | Sequence[Any] | None, *, bytes_per_device: int | N
         found = dataclasses.replace(found, chip=dataclasses.replace(found.chip, memory=bytes_per_device))
     if not found.chip.memory:
         raise ValueError(
-            f"plan: how much memory devices of kind {found.devices[0].device_kind!r} have is not known. Pass "
+            f"plan: the memory of devices of kind {found.devices[0].device_kind!r} is not known. Pass "
             'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
         )
     return found
@@ -192,9 +192,9 @@ def _named(name: str, estimate: bool) -> Target:
         count = int(shape)
     else:
         raise ValueError(
-            f"plan: target={name!r} is not known. A TPU topology is one of {', '.join(TPUS)} with its shape "
-            f'("v4:2x2x4", "v5e:4x4"); a GPU server one of {", ".join(GPUS)} with its number of GPUs '
-            '("h100:8"). Or pass devices, or nothing for those of this machine.'
+            f"plan: target={name!r} is not known. For a TPU, pass one of {', '.join(TPUS)} with its topology "
+            f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} with its number of GPUs '
+            '("h100:8"). Or pass devices, or leave target out for those of this machine.'
         )
     if estimate:
         return Target(name, _stand_ins(name, count), (TPUS | GPUS)[kind], "cpu")
@@ -208,7 +208,7 @@ def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
         raise ValueError(
-            f"plan: an estimate for {name} takes {count} virtual devices, but there are {len(devices)}. "
+            f"plan: an estimate for {name} needs {count} virtual devices, but there are {len(devices)}. "
             f'Call jax.config.update("jax_num_cpu_devices", {count}) before the first use of JAX.'
         )
     return tuple(devices[:count])
@@ -243,8 +243,8 @@ def _topology(name: str) -> tuple[Any, ...]:
     modules, package, size = _COMPILERS[of]
     if not any(map(importlib.util.find_spec, modules)):
         raise ImportError(
-            f'plan: for {name} the {of} compiler is needed: python -m pip install "{package}" ({size}; no {of} '
-            "is needed). Or pass estimate=True."
+            f'plan: {name} needs the {of} compiler: python -m pip install "{package}" ({size}; it needs no '
+            f"{of}). Or pass estimate=True."
         )
     if of == "TPU":
         # The compiler reads these when it is loaded: they keep it from asking for a machine's metadata, and

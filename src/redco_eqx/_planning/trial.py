@@ -112,7 +112,7 @@ def attempt(
         peak = peak_by_message(message)
     fits = sent is not None and peak is not None and peak <= capacity
     needed = "more than there is" if peak is None else f"{gib(peak)} GiB"
-    verdict = "fits" if fits else f"needs {needed}, and {gib(capacity)} GiB are there"
+    verdict = "fits" if fits else f"needs {needed}, but {gib(capacity)} GiB are available"
     memory = dataclasses.replace(memory, peak=peak)
     return Trial(candidate, fits, verdict, memory, sent, time.monotonic() - start)
 
@@ -162,7 +162,7 @@ def search(
         if candidate.seconds > CLOSE * best:
             return f"predicted to take {candidate.seconds / best:.2f} times as long"
         is_large = best < math.inf and _likely_bytes(candidate, tried) > capacity
-        return f"not compiled: {'it seems too large, by what others took' if is_large else reason}"
+        return f"not compiled: {'it seems too large, judging by the others' if is_large else reason}"
 
     return *sorted(tried, key=_rank), *(Trial(c, None, outcome(c)) for c in left), *refused
 

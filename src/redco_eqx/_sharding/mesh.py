@@ -110,7 +110,7 @@ def make_mesh(
             )
         return _renamed(mesh, tuple(mesh.axis_names if names is None else names))
     if names is not None:
-        raise ValueError(f"make_mesh: names={names!r} are those of the axes of mesh=, which is missing.")
+        raise ValueError(f"make_mesh: names={names!r} are for the axes of mesh=, but mesh= is missing.")
     give_threads()
     devices = list(jax.devices() if devices is None else devices)
     check_whole("make_mesh", tensor=tensor, fsdp=fsdp, data=data)
@@ -120,7 +120,7 @@ def make_mesh(
     if inner * max(data, 1) > len(devices):
         raise ValueError(
             f"make_mesh: data={data}, fsdp={fsdp}, tensor={tensor} needs {inner * max(data, 1)} "
-            f"devices, but {found}. On CPU, virtual devices are made by "
+            f"devices, but {found}. To make virtual devices on CPU, call "
             'jax.config.update("jax_num_cpu_devices", N) before the first use of JAX.'
         )
     if data == -1:
@@ -158,8 +158,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raises `TypeError` or `ValueError` if `mesh` is no mesh, or not one on which a model can be laid out."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
-            f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. make_mesh(tensor=...) makes "
-            "one; the model comes before the mesh."
+            f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. Use make_mesh(tensor=...). The "
+            "model comes before the mesh."
         )
     if not any(axis in mesh.shape for axis in AXES):
         usual = {"tp": "tensor", "model": "tensor", "mp": "tensor", "zero": "fsdp", "shard": "fsdp"}
@@ -175,7 +175,7 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         remedy = same if isinstance(mesh, Mesh) else "axis_types=(AxisType.Auto,) * number_of_axes"
         raise ValueError(
             f"mesh axes {tuple(explicit)} are not of AxisType.Auto (jax.make_mesh makes them Explicit by "
-            f"default), but layouts are propagated by the compiler here. Use {remedy}."
+            f"default), but here the compiler propagates layouts. Use {remedy}."
         )
 
 
@@ -328,7 +328,7 @@ def context_of(*trees: Any) -> Iterator[None]:
         if not given and not (_products(mesh) <= _products(found) and mesh.size == found.size):
             raise ValueError(
                 f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "
-                f"on one with axes {dict(mesh.shape)}, whose devices are others or in another order. Call "
+                f"on one with axes {dict(mesh.shape)}, with other devices or another order of them. Call "
                 "jit_step in place of jax.jit, or call the jitted function outside of that jax.set_mesh."
             ) from None
         own = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -293,8 +293,8 @@ def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrid
             case (str(), PartitionSpec()):
                 continue
         raise TypeError(
-            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but has {pair!r}. Of a dict: "
-            'list(overrides.items()). A spec is made by jax.sharding.PartitionSpec("tensor").'
+            f"overrides must be pairs, [(pattern, PartitionSpec), ...], but has {pair!r}. For a dict, pass "
+            'list(overrides.items()). For a spec, use jax.sharding.PartitionSpec("tensor").'
         )
 
 
@@ -310,14 +310,14 @@ def analysis_of(
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
-                "shard_rules: max_bytes_per_device needs loss_fn and batch: the path rules know one layout."
+                "shard_rules: max_bytes_per_device needs loss_fn and batch. Path rules give only one layout."
             )
         return None
     if loss_fn is None or batch is None:
         given, missing = ("batch", "loss_fn") if loss_fn is None else ("loss_fn", "batch")
         raise ValueError(
-            f"shard_rules: {given} is given, but not {missing}. Pass both, and the traced program decides; or "
-            "neither: then the path rules decide, by names and shapes."
+            f"shard_rules: {given} is given, but not {missing}. Pass both to let the traced program decide. "
+            "Pass neither to let the path rules decide, by names and shapes."
         )
     from redco_eqx._dataflow.tracing import trace_step
 
@@ -455,9 +455,9 @@ def _warn(decisions: dict[str, Decision], mesh: Mesh | AbstractMesh) -> None:
     guesses = [d.path for d in decisions.values() if d.is_guess and math.prod(d.shape) >= FSDP_MIN_SIZE]
     if guesses and axis_size(mesh, "tensor") > 1:
         messages.append(
-            f"shard_rules: no name says which of these follow one another, and their order alone was taken, "
-            f"which may send several times what is needed: {first_few(guesses)}. Pass loss_fn and batch: then "
-            "the traced program decides."
+            f"shard_rules: the names do not say which of these follow one another, so their order alone "
+            f"counts, which may send several times more than necessary: {first_few(guesses)}. Pass loss_fn and "
+            "batch to let the traced program decide."
         )
     whole = [d for d in decisions.values() if d.role != "override" and axis_size(mesh, axes_of(d.spec)) == 1]
     whole.sort(key=lambda d: -d.bytes_per_device)

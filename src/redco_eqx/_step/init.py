@@ -65,10 +65,10 @@ def init_state(
     optimizer.
     """
     if isinstance(model, TrainState):
-        raise TypeError("init_state: this is a TrainState already. A new one is made of its state.model.")
+        raise TypeError("init_state: this is a TrainState already. For a new one, pass state.model.")
     if isinstance(model, type):
         raise TypeError(
-            f"init_state: model is the class {model.__name__}. Make one: {model.__name__}(..., key=key)."
+            f"init_state: model is the class {model.__name__}. Pass {model.__name__}(..., key=key)."
         )
     if optimizer is not None:
         check_is_optimizer("init_state", optimizer)
@@ -111,9 +111,9 @@ def _check_no_index(model: Any) -> None:
     for keypath, x in nodes:
         if isinstance(x, eqx.nn.StateIndex):
             raise ValueError(
-                f"init_state: {path_of(keypath)} keeps something between steps (BatchNorm's statistics, say), "
-                "but there is no eqx.nn.State. Make both by model, model_state = "
-                "eqx.nn.make_with_state(...)(...), and give init_state the pair (model, model_state)."
+                f"init_state: {path_of(keypath)} keeps a value between steps (BatchNorm's statistics, say), "
+                "but there is no eqx.nn.State. Make both with model, model_state = "
+                "eqx.nn.make_with_state(...)(...), and pass the pair (model, model_state)."
             )
 
 
@@ -180,8 +180,8 @@ def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
     for array, path in arrays:
         if first.setdefault(array, path) != path:
             raise ValueError(
-                f"{where}: {first[array]} and {path} are one and the same array, which would be updated twice, "
-                "apart. Tie them by eqx.nn.Shared, or copy one (jnp.copy)."
+                f"{where}: {first[array]} and {path} are one and the same array, which a step would update "
+                "twice, separately. Tie them with eqx.nn.Shared, or copy one (jnp.copy)."
             )
 
 

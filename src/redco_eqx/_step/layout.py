@@ -92,7 +92,7 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
     if odd:
         warnings.warn(
             f"the batch's {odd[0]}, which do not divide over {shards} data shards: each of them computes all "
-            "rows. Leave out or fill up some, or choose another batch size.",
+            "rows. Drop or pad some rows, or use another batch size.",
             ShardingWarning,
             stacklevel=4,
         )
@@ -156,9 +156,7 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
 """Parameters, frozen arrays and model state, each by path; then the batch and the key."""
 
-_PAIR = (
-    "It is given the pair (model, eqx.nn.State) where init_state was: init_state((model, model_state), ...)."
-)
+_PAIR = "To get the pair (model, eqx.nn.State), pass it to init_state: init_state((model, model_state), ...)."
 
 
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
@@ -171,9 +169,11 @@ def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Calla
             return use(model, batch, key)
         except Exception as error:
             if is_pair(model) and isinstance(error, TypeError | AttributeError):
-                error.add_note("The function was given the pair (model, eqx.nn.State), as init_state was.")
+                error.add_note(
+                    "The function gets the pair (model, eqx.nn.State), which you passed to init_state."
+                )
             elif "unpack" in str(error) or "subscriptable" in str(error):
-                error.add_note(f"The function was given a {type(model).__name__} alone. {_PAIR}")
+                error.add_note(f"The function gets a {type(model).__name__} alone. {_PAIR}")
             raise
 
     return run
@@ -245,6 +245,6 @@ def _warn_unused(gradient: Program, paths: list[str]) -> None:
     if unused:
         warnings.warn(
             f"the loss does not depend on {len(unused)} trainable arrays, whose gradient is always zero: "
-            f"{first_few(unused)}. Leave them out by `trainable` of init_state, or use them.",
+            f"{first_few(unused)}. Leave them out with `trainable` of init_state, or use them.",
             stacklevel=5,
         )

@@ -57,9 +57,9 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
             if np.issubdtype(x.dtype, np.integer) and x.ndim and value in x:
                 row = np.argwhere(x == value)[0, 0]
                 return (
-                    f"the batch's {path or 'array'} has {value} in row {row}, which is looked up among {where}"
+                    f"the batch's {path or 'array'} has {value} in row {row}, an index outside a dim of {where}"
                 )
-    return f"the index {index} is looked up among {where}"
+    return f"{index} is an index outside a dim of {where}"
 
 
 def _checked(line: str, equation: JaxprEqn) -> Callable[..., Array] | None:
@@ -110,5 +110,5 @@ def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
     values = {name: mean.value for name, mean in metrics.items()}
     for name, x in {**values, **{f"the gradient of {path}": x for path, x in grads.items()}}.items():
         if not jnp.isfinite(x).all():
-            return f"{name} has {int((~jnp.isfinite(x)).sum())} such numbers of {x.size}"
-    return "evaluated one operation at a time, all of it is finite"
+            return f"{name} has {int((~jnp.isfinite(x)).sum())} such numbers out of {x.size}"
+    return "evaluated one operation at a time, everything is finite"

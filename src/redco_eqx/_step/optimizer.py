@@ -22,26 +22,26 @@ def check_is_optimizer(where: str, optimizer: object) -> None:
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
-    what = f"optimizer must be one of optax, such as optax.adam(1e-3), but is a {type(optimizer).__name__}."
+    what = f"optimizer must be from optax, such as optax.adam(1e-3), but is a {type(optimizer).__name__}."
     if callable(optimizer) and getattr(optax, name, None) is optimizer:
         what = f"optimizer is the function {name}, which makes one. Call it, as in optax.{name}(1e-3)."
     elif isinstance(optimizer, eqx.Module):
         what = f"optimizer is a {name}. The model comes first, then the optimizer."
     elif callable(optimizer):
         what = (
-            f"optimizer is the function {name}, but must be an optimizer of optax. A schedule of the learning "
-            "rate goes into one, optax.adam(schedule); a function that makes one is called."
+            f"optimizer is the function {name}, but must be an optimizer of optax. Pass a schedule of the "
+            "learning rate to one, optax.adam(schedule). Call a function that makes one."
         )
     raise TypeError(f"{where}: {what}")
 
 
 _UNSUPPORTED = {
-    "LookaheadState": "optax.lookahead keeps two sets of parameters, and a state has one. An average of the "
-    "parameters, kept in the optimizer's state, can be evaluated by Evaluation(state_fn=...).",
+    "LookaheadState": "optax.lookahead keeps two sets of parameters, and a state has one. To evaluate an "
+    "average of the parameters that the optimizer's state keeps, use Evaluation(state_fn=...).",
     "HutchinsonState": "optax.contrib.sophia, by its default estimator, differentiates the loss forwards, "
-    "which is not possible where weights are gathered. Give it another hessian_diagonal_fn.",
+    "which is not possible where weights are gathered. Pass it another hessian_diagonal_fn.",
     "DifferentiallyPrivateAggregateState": "it needs the gradient of each example, but a step has their mean. "
-    "A step of your own can have them: see examples/differential_privacy.",
+    "Write a step that has them: see examples/differential_privacy.",
 }
 
 
@@ -73,8 +73,8 @@ def init_optimizer(
         shapes = jax.eval_shape(init, params)
     except Exception as error:
         error.add_note(
-            "The optimizer's init was given the parameters as {path: array}. Masks and labels over a model are "
-            "given to optax by redco_eqx.by_path(tree)."
+            "The optimizer's init gets the parameters as {path: array}. Use redco_eqx.by_path(tree) to pass "
+            "optax masks and labels over a model."
         )
         raise
     check_supported(shapes)
@@ -175,7 +175,7 @@ def check_optimizer(
     if path is None:
         return
     if state.opt_state == ():
-        without = "This state may be one for evaluation alone: init_state(model, optimizer, key=...) trains."
+        without = "This state may be for evaluation only. To train, use init_state(model, optimizer, key=...)."
     else:
         without = "Pass the optimizer that was given to init_state."
     raise ValueError(

@@ -210,7 +210,7 @@ def check_is_state(x: object, what: str) -> None:
     if isinstance(x, TrainState):
         return
     if isinstance(x, eqx.Module) or is_pair(x):
-        hint = "A state is made of a model by init_state(model, optimizer, key=jax.random.key(0))."
+        hint = "Make a state from a model: init_state(model, optimizer, key=jax.random.key(0))."
     elif isinstance(x, tuple) and x and isinstance(x[0], TrainState):
         hint = "train_step returns the pair (state, metrics): take it apart."
     else:
@@ -238,7 +238,7 @@ def check_alive(state: TrainState) -> None:
         lack = lack_of_value(x)
         if lack is not None and isinstance(x, jax.Array):
             raise ValueError(
-                f"state: its array {path} {lack}. Use what the step or fit returned, or give it a copy, "
+                f"state: its array {path} {lack}. Use what the step or fit returned, or pass it a copy, "
                 "jax.tree.map(jnp.copy, state)."
             )
 

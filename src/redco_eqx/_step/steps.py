@@ -48,11 +48,11 @@ def unpack_loss(state: TrainState, output: Any, weight: Any) -> tuple[Mean, Metr
     has_state = state.structure[1] is not None
     expected = "(loss, metrics, new_state)" if has_state else "a loss, or (loss, metrics)"
     parts: list[Any] = list(output) if isinstance(output, tuple) else [output]
-    hint = 'Metrics have names, as in (loss, {"accuracy": x}); gradients are left to the step.'
+    hint = 'Metrics have names, as in (loss, {"accuracy": x}). The step computes the gradients.'
     if has_state and len(parts) != 3:
-        hint = "Its model is the pair (model, eqx.nn.State), and the new State comes back."
+        hint = "Its model is the pair (model, eqx.nn.State). Return the new State as well."
     elif not has_state and len(parts) == 3:
-        hint = "A new_state comes back only where init_state was given the pair (model, eqx.nn.State)."
+        hint = "Return a new_state only if init_state was given the pair (model, eqx.nn.State)."
     if len(parts) not in ((3,) if has_state else (1, 2)) or isinstance(output, dict):
         what = f"a tuple of {len(parts)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ValueError(f"loss_fn must return {expected}, but returned {what}. {hint}")

@@ -165,14 +165,14 @@ def _changed(old: TrainState, new: TrainState) -> TrainState:
         raise ValueError(f"hook: it changes the state: {path} was {was} and became {became}.")
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError(
-            "hook: the returned state is of another model. dataclasses.replace(state, params=...)."
+            "hook: the returned state is of another model. Use dataclasses.replace(state, params=...)."
         )
     for name in ("key", "step"):
         a, b = getattr(old, name), getattr(new, name)
         if a is not b and not bool(jnp.all(a == b)):
             raise ValueError(
-                f"hook: the returned state has another {name}. The run goes on with its own: "
-                "dataclasses.replace(state, params=...) keeps it."
+                f"hook: the returned state has another {name}, but a run must keep it. Use "
+                "dataclasses.replace(state, params=...)."
             )
 
     def one(before: Any, after: jax.Array) -> jax.Array:

@@ -253,7 +253,7 @@ class Evaluation:
         if isinstance(self.examples, Stream) and self.examples.is_once:
             raise ValueError(
                 "Evaluation: its examples are a Stream of an iterator, which can be read only once, but each "
-                "evaluation reads it. Give a function that returns one, or an iterable."
+                "evaluation reads it. Pass a function that returns one, or an iterable."
             )
         for name in ("output_fn", "metric_fn", "predictions_directory"):
             if getattr(self, name) is not None and self.predict_fn is None:

@@ -127,10 +127,10 @@ def fit(
     check_functions("fit", **functions)
     if hook is not None:
         check_functions("fit", hook=hook)
-    _check_kind("loggers", loggers, Sequence, "A list of functions: one alone is loggers=[logger].")
+    _check_kind("loggers", loggers, Sequence, "Pass a list of functions, even for one: loggers=[logger].")
     for logger in loggers or ():
         check_function("fit", "a logger", logger, "step", "row")
-    _check_kind("evaluation", evaluation, Evaluation, "rx.Evaluation(examples) makes one of examples.")
+    _check_kind("evaluation", evaluation, Evaluation, "To evaluate on examples, pass rx.Evaluation(examples).")
     if not state.params:
         raise ValueError(
             "fit: the state has no trainable leaf. Check `trainable` of init_state (NumPy arrays are "
@@ -234,7 +234,7 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object
         reporter.say(f"fit: {changing} change from one reading to the next, so they are not compared")
     if source is not None:
         stopped = ", where its hook ended it" if run.stopped else ""
-        reporter.say(f"fit: going on from {source}, after {run.num_steps} steps of this run{stopped}")
+        reporter.say(f"fit: continuing from {source}, after {run.num_steps} steps of this run{stopped}")
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:

@@ -214,7 +214,7 @@ class History:
             if column := [row[name] for row in table if name in row]:
                 return column
         names = dict.fromkeys(name for row in (*self.rows, *self.evaluations) for name in row)
-        raise KeyError(f"{name!r} is in no row of the history; there are: {', '.join(names) or 'none'}.")
+        raise KeyError(f"{name!r} is in no row of the history. The rows have: {', '.join(names) or 'none'}.")
 
 
 class Reporter:

@@ -305,7 +305,7 @@ class Training:
         if self.state is not before and is_shared(self._mesh):
             from redco_eqx._training.identity import compare_states
 
-            compare_states(self.state, "The hook has changed the state otherwise on another process")
+            compare_states(self.state, "The hook changed the state differently on another process")
         self.watchdog.beat()
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:

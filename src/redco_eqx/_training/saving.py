@@ -102,7 +102,7 @@ class Saver:
         if info is not None and changed and info.versions == versions():  # other versions trace otherwise
             warnings.warn(
                 f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
-                f"which goes on from {info.path}.",
+                f"which continues from {info.path}.",
                 stacklevel=7,
             )
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
@@ -184,7 +184,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             what = f"of runs that began at {sorted(begins)}" if begins else "that no run of fit wrote"
             raise ValueError(
                 f"fit: the state is at step {step}, but {directory} holds checkpoints {what}, up to step "
-                f"{last}. Pass the state that the run began with, to go on with it, or another directory."
+                f"{last}. To continue a run, pass the state that it began with, or pass another directory."
             )
         return [], None
     chosen = {*unreadable, *(path for path, run in runs.items() if run.begin == begin)}
@@ -199,9 +199,9 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
     if other:
         raise ValueError(
             f"fit: the state is at step {info.step}, but is not the one that {info.path} holds: "
-            f"{first_few(other, most=2)} differ. Pass the state that its run began with, or one of its "
-            "checkpoints, to go on with it; or another directory. Checkpoints(..., allow_changes=True) goes on "
-            "with that run all the same."
+            f"{first_few(other, most=2)} differ. To continue that run, pass the state that it began with or "
+            "one of its checkpoints. To begin a new run, pass another directory. To continue anyway, pass "
+            "Checkpoints(..., allow_changes=True)."
         )
 
 
@@ -210,8 +210,8 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
     if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
         raise ValueError(
             f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "
-            f"{path} was saved, so that no process could go on where one was. Go on with as many "
-            "processes; a stream that is read whole, Stream(sharded=False), goes on with any number."
+            f"{path} was saved, so no process can continue where another stopped. Use as many processes "
+            "as before. With a stream that is read whole, Stream(sharded=False), use any number."
         )
     if allow_changes:
         return
@@ -222,15 +222,15 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
     ):
         if was != now:
             raise ValueError(
-                f"fit: {what} is {now}, but was {was} when {path} was saved, so the run would not go on "
-                "with the same examples. Checkpoints(..., allow_changes=True) goes on all the same."
+                f"fit: {what} is {now}, but was {was} when {path} was saved, so the run would not continue "
+                "with the same examples. To continue anyway, pass Checkpoints(..., allow_changes=True)."
             )
     others = what_differs(before.identity, run.identity or {})
     if before.begin != run.begin:  # a state from the middle of the run, see `_check_state`
         others = [what for what in others if "example" in what]
     if others:
         raise ValueError(
-            f"fit: the run in {path.parent} is another one: it has {' and '.join(others)}. Pass another "
-            "directory to begin a run, or the model, the key and the examples that this one began with to go "
-            "on with it. Checkpoints(..., allow_changes=True) goes on from its checkpoint all the same."
+            f"fit: the run in {path.parent} is another one: it has {' and '.join(others)}. To begin a new run, "
+            "pass another directory. To continue that run, pass the model, the key and the examples that it "
+            "began with. To continue it anyway, pass Checkpoints(..., allow_changes=True)."
         )
