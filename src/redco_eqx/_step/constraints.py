@@ -1,5 +1,6 @@
 """Puts a chosen layout of values into the program, as sharding constraints where the choice changes."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
 from redco_eqx._dataflow.values import Body, Step, Value
 from redco_eqx._sharding.mesh import BATCH_AXES, ShardingWarning, axis_size, num_batch_shards
-from redco_eqx._step.layout import lay
+from redco_eqx._step.mends import lay
 
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
@@ -67,18 +68,7 @@ class _Constraints:
         def read(atom: Operand) -> Operand:
             return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-        def put(atom: Operand, value: Value, state: State, whole: Sequence[int] = ()) -> Operand:
-            if isinstance(atom, Literal) or state == PENDING or not any(shape_of(atom)):
-                return atom
-            if not isinstance(atom.aval, ShapedArray):  # what is written to in place, `jax.new_ref`
-                return atom
-            if jnp.issubdtype(dtype_of(atom), jax.dtypes.extended):
-                return atom
-            entries = [None if i in whole else entry for i, entry in enumerate(self.spec(value, state))]
-            sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
-            one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
-            equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
-            return one.jaxpr.outvars[0]
+        put = functools.partial(self._put, equations)
 
         def take(atom: Operand, value: Value, taken: State) -> Operand:
             now, wanted = read(atom), self.values.slot(value, taken)
@@ -149,6 +139,27 @@ class _Constraints:
                 is_stored = "fsdp" in self._axes and not value.is_data
                 names[var] = out if is_stored else put(out, value, own)
         return jaxpr.replace(eqns=equations, outvars=leave())
+
+    def _put(
+        self,
+        equations: list[JaxprEqn],
+        atom: Operand,
+        value: Value,
+        state: State,
+        whole: Sequence[int] = (),
+    ) -> Operand:
+        """Adds a constraint of `atom` to `equations`, and returns its result. It splits no dim in `whole`."""
+        if isinstance(atom, Literal) or state == PENDING or not any(shape_of(atom)):
+            return atom
+        if not isinstance(atom.aval, ShapedArray):  # `jax.new_ref` made it, to be written in place
+            return atom
+        if jnp.issubdtype(dtype_of(atom), jax.dtypes.extended):
+            return atom
+        entries = [None if i in whole else entry for i, entry in enumerate(self.spec(value, state))]
+        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+        one = jax.make_jaxpr(lambda x: lay(x, sharding))(abstract(type_of(atom)))
+        equations.append(one.jaxpr.eqns[0].replace(invars=[atom]))
+        return one.jaxpr.outvars[0]
 
     def _apart(self, visit: Step) -> list[int]:
         """Returns the padded dims that the batch splits before or after, but not both.

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.extend.core import Literal, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -25,7 +24,7 @@ from redco_eqx._sharding.mesh import (
     tensor_dim,
 )
 from redco_eqx._step.gather import gather_where_used
-from redco_eqx._step.mends import for_partitioner
+from redco_eqx._step.mends import for_partitioner, lay
 from redco_eqx._step.state import TrainState, is_pair
 
 # The layout that a step follows.
@@ -97,39 +96,6 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
             stacklevel=4,
         )
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
-
-def lay(x: Array, sharding: NamedSharding) -> Array:
-    """Constrains the layout of an array. Under `vmap`, an axis that `spmd_axis_name` names is left to it."""
-    return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
-
-
-def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Constrains the same dims of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
-    (x,), (new,) = operands, dims
-    taken = getattr(axis, "spmd_name", None) or ()
-    entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
-    for i, entry in enumerate(entries):
-        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
-        kept = tuple(name for name in names if name not in taken)
-        entries[i] = entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
-    if new is not None:
-        entries.insert(new, taken or PartitionSpec.UNCONSTRAINED)
-    return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
-
-
-# A primitive, because `with_sharding_constraint` raises an error, where it should give way, under
-# `vmap(spmd_axis_name="data")`, which lays clients over `data`.
-_lay_p = Primitive("lay")
-_lay_p.def_impl(lambda x, **_: x)
-_lay_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_lay_p, lambda cotangent, *_, **options: [cotangent])
-batching.fancy_primitive_batchers[_lay_p] = _batched
-mlir.register_lowering(_lay_p, mlir.lower_fun(_lay, multiple_results=False))
 
 
 # A batch in microbatches.

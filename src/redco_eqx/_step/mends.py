@@ -1,4 +1,4 @@
-"""Mends of XLA: replaces the operations of a traced program that XLA's partitioner gets wrong, cut by hand."""
+"""Mends of XLA and JAX: operations that the partitioner gets wrong, and a constraint that works under `vmap`."""
 
 import functools
 import math
@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from redco_eqx._base.jaxprs import Program, manual_axes, rewrite, shape_of, source_line
@@ -160,3 +161,39 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
     return program.replace(
         rewrite(jaxpr, lambda e: replace_convolution(e, mesh, kernels) or replace_fft(e, mesh))
     )
+
+
+# A constraint under `vmap`.
+
+
+def lay(x: Array, sharding: NamedSharding) -> Array:
+    """Constrains the layout of an array. Under `vmap`, an axis that `spmd_axis_name` names is left to it."""
+    return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
+
+
+def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    """Constrains the same dims of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
+    (x,), (new,) = operands, dims
+    taken = getattr(axis, "spmd_name", None) or ()
+    entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
+    for i, entry in enumerate(entries):
+        names = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        kept = tuple(name for name in names if name not in taken)
+        entries[i] = entry if len(kept) == len(names) else kept or PartitionSpec.UNCONSTRAINED
+    if new is not None:
+        entries.insert(new, taken or PartitionSpec.UNCONSTRAINED)
+    return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
+
+
+# A primitive, because `with_sharding_constraint` raises an error, where it should give way, under
+# `vmap(spmd_axis_name="data")`, which lays clients over `data`.
+_lay_p = Primitive("lay")
+_lay_p.def_impl(lambda x, **_: x)
+_lay_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_lay_p, lambda cotangent, *_, **options: [cotangent])
+batching.fancy_primitive_batchers[_lay_p] = _batched
+mlir.register_lowering(_lay_p, mlir.lower_fun(_lay, multiple_results=False))
