@@ -1,4 +1,4 @@
-"""Mends of XLA and JAX: operations that the partitioner gets wrong, and a constraint that works under `vmap`."""
+"""Mends of XLA and JAX: operations that the partitioner gets wrong, and a constraint for use under `vmap`."""
 
 import functools
 import math
