@@ -1,4 +1,4 @@
-"""Says at the top of a page which page's code its own goes on from: `after:` in its front matter."""
+"""Says at the top of a page which page's code its own continues from: `after:` in its front matter."""
 
 import posixpath
 import re
@@ -12,5 +12,5 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return markdown
     (title,) = re.findall(r"^# (.*)$", files.get_file_from_path(before).content_string, re.MULTILINE)[:1]
     link = posixpath.relpath(before, posixpath.dirname(page.file.src_uri))
-    note = f"*The code on this page goes on from [{title}]({link}).*"
+    note = f"*The code on this page continues from [{title}]({link}).*"
     return re.sub(r"^(# .*\n)", lambda found: f"{found[0]}\n{note}\n", markdown, count=1, flags=re.MULTILINE)
