@@ -110,18 +110,18 @@ def load_pretrained(
     options = Options(remat=remat, attention=attention, sequence_parallel=sequence_parallel)
 
     def make(stacked: bool, options: Options = options) -> Any:
-        return eqx.filter_eval_shape(
+        model = eqx.filter_eval_shape(
             lambda key: make_model(config, stacked=stacked, key=key, **options), jax.random.key(0)
         )
+        return model if pad_vocabulary_to == 1 else pad_vocabulary(model, pad_vocabulary_to)
 
     _check_layers(directory, config, make_model, make, stored)
-    # No option changes the layout, but cuDNN's attention cannot be traced without a GPU.
-    model, plain = make(stacked), make(stacked, Options(attention="xla"))
-    if pad_vocabulary_to != 1:
-        model, plain = (pad_vocabulary(x, pad_vocabulary_to) for x in (model, plain))
+    model = make(stacked)
     if mesh is None:
         mesh = one_device_mesh(next(iter(jnp.zeros(()).devices())))
-    layout = to_paths(_layout(plain, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
+    # No option changes the layout, but cuDNN's attention cannot be traced without a GPU.
+    traced = make(stacked, Options(attention="xla")) if axis_size(mesh, "tensor") > 1 else model
+    layout = to_paths(_layout(traced, mesh, overrides), is_leaf=lambda x: isinstance(x, NamedSharding))
     stored_leaves, may_lack = entries_of(model), () if key is None else make_model.heads
     found = _find(directory, stored, stored_leaves, make_model, may_lack=may_lack)
     arrays: dict[str, Array | np.ndarray] = {}
@@ -140,11 +140,8 @@ def load_pretrained(
 
 
 def _layout(model: Any, mesh: Mesh, overrides: Overrides) -> Any:
-    """Return `shard_rules` for the model's program, or by names if it has no example or nothing is split."""
-    example = getattr(model, "example", None)
-    batch = None
-    if example is not None and axis_size(mesh, "tensor") > 1:
-        batch = example(8 * num_batch_shards(mesh))
+    """Return `shard_rules` for the model's program, or by names if it has no example or `tensor` is 1."""
+    batch = model.example(8 * num_batch_shards(mesh)) if axis_size(mesh, "tensor") > 1 else None
     if batch is None:
         return shard_rules(model, mesh, overrides=overrides)
 
