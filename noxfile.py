@@ -1,8 +1,10 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
-faults, hosts, aot, docs, build, lint, types, bench, mutants, peers, gpu."""
+faults, hosts, newest, aot, docs, build, lint, types, bench, mutants, peers, gpu."""
 
+import os
 import pathlib
 import shutil
+import subprocess
 
 import nox
 
@@ -23,6 +25,19 @@ PEERS = {
     "of_parallax": ["-e", ".", "google-parallax==0.0.2"],
     "of_easydel": ["easydel==0.3.0", "torch==2.13.0", "pillow"],  # 190 packages; it does not name the last two
 }
+
+
+def newest_python() -> str:
+    """Returns the path of Python 3.13 or 3.12, on the path or in pyenv; if there is none, the name of 3.13."""
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    for name in ("python3.13", "python3.12"):
+        number = name.removeprefix("python")
+        for path in (shutil.which(name), *map(str, pyenv.glob(f"versions/{number}.*/bin/{name}"))):
+            # A shim of pyenv is there, and fails, if another version is active.
+            if path and not subprocess.run([path, "--version"], capture_output=True, check=False).returncode:
+                return path
+    return "3.13"  # nox says that it is missing, which is an error in CI
+
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 
@@ -95,6 +110,24 @@ def examples(session: nox.Session) -> None:
     """Runs all examples with their defaults: the table and pictures in `examples/`."""
     session.install("-e", ".[all]", *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
+
+
+@nox.session(python=newest_python())
+def newest(session: nox.Session) -> None:
+    """Runs the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
+    session.install("-e", ".[log]", *group("tests"), *group("types"))
+    reduced = session.posargs == ["--reduced"]
+    session.run(
+        "pytest",
+        *(["tests/step", "tests/checkpoint"] if reduced else ["tests"]),
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+    )
+    if not reduced:
+        session.run("python", "examples/quickstart.py")
+        session.run("pyright", "src/redco_eqx", "--pythonversion", "3.13")
 
 
 @nox.session
