@@ -57,14 +57,13 @@ def assert_found(tokens: Any, scores: Any, expected: Found) -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("mistral", [(False, 1.0), (False, -0.5), (True, 1.0), ("never", 2.0)]),
+        ("mistral", [(False, 1.0), (False, -0.5), (True, 1.0), ("never", 1.0)]),
         ("t5", [(False, 0.0)]),
-        *in_long(*((name, [(False, 1.0), ("never", 2.0)]) for name in ("gptj", "opt_350m"))),
     ],
 )
 def test_equals_a_search_by_hand_without_a_cache(name, kinds):
-    model, (ids, mask), texts = model_of(name), padded("left"), greedy(name)
-    ends, results = (int(texts[0, 4]), int(texts[3, 6])), set()
+    model, (ids, mask), results = model_of(name), padded("left"), set()
+    ends = tuple(range(12))  # many, so that the ways to end a search differ
     if name == "t5":
         given = [((0,), np.repeat(ids[[row]], BEAMS, 0), np.repeat(mask[[row]], BEAMS, 0)) for row in range(4)]
     else:
@@ -78,7 +77,7 @@ def test_equals_a_search_by_hand_without_a_cache(name, kinds):
         for row in range(4):
             assert_found(found.tokens[row], found.scores[row], expected[row])
         results.add(str(expected))
-    assert len(results) >= min(3, len(kinds)), "the options make no difference"
+    assert len(results) == len(kinds), "an option makes no difference"
     mask[1] = 0  # a row without tokens harms no other
     gap = beam_search(model, ids, attention_mask=mask, **options)
     np.testing.assert_array_equal(gap.tokens[1], PAD)

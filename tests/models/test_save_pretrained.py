@@ -390,10 +390,9 @@ def test_models_of_images_have_files_of_their_own(tmp_path):
 
 
 def test_neither_loading_nor_saving_holds_the_model(tmp_path):
-    """The host reads and writes a few slices at a time, beside the arrays themselves, which may lie in its memory."""
-    save_pretrained(
-        make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8), tmp_path / "old"
-    )
+    """The host reads and writes some slices at a time, beside the arrays, which may lie in its memory."""
+    big = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    save_pretrained(big, tmp_path / "old")
     size, mesh = (tmp_path / "old" / SINGLE).stat().st_size, rx.make_mesh(fsdp=8)
     tracemalloc.start()
     model = load_pretrained(tmp_path / "old", mesh)

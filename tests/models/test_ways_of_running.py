@@ -132,7 +132,6 @@ def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
         ("vae", "2x2x2", False),
         *in_long(
             *((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet")),
-            ("bart", "data2xtensor4", False),
             ("unet", "tensor8", False),  # 4 heads do not divide
         ),
     ],
@@ -147,13 +146,7 @@ def test_a_step_is_the_same_on_every_mesh(name, mesh_name, sequence_parallel):
         assert error <= 1e-4 * gradient + 1e-6, (path, error, gradient)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("gpt2", jnp.float16),
-        *in_long(("t5_gated", jnp.float16), ("t5", jnp.bfloat16), ("vit_gpt2", jnp.bfloat16)),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", jnp.float16), *in_long(("t5_gated", jnp.float16))])
 def test_gradients_in_low_precision_over_tensor(name, dtype):
     """`cast` inside the loss, over float32 parameters, as the README has it."""
     model, batch, mesh = make(name, stacked=True), inputs(name, 4), mesh_of("data2xtensor4")
