@@ -10,16 +10,14 @@ and is split along its outputs. The one addition to the paper: a bias of a layer
 outputs is split with it, which sends nothing.
 """
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
-from helpers import in_long
+from jax.sharding import NamedSharding
 from published import PUBLISHED
+from tiny_models import shapes
 
 import redco_eqx as rx
 from redco_eqx._base.tree import to_paths
-from redco_eqx.models._families.registry import read_family
 
 OUT, IN, WHOLE = (None, "mp"), ("mp", None), ()
 
@@ -75,24 +73,11 @@ def in_flax(path: str, spec: jax.sharding.PartitionSpec) -> tuple[str, tuple[str
     return f"{layer}.{kind}", dims if any(dims) else WHOLE
 
 
-@pytest.mark.parametrize("engine", ["names", *in_long("program")])
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_layouts_are_those_of_the_paper(name, engine):
+def test_the_layouts_are_those_of_the_paper(name):
     published = PUBLISHED[name]
-    config, kind = read_family(published.config)
-    model = eqx.filter_eval_shape(lambda key: kind(config, key=key), jax.random.key(0))
-    mesh = rx.make_mesh(tensor=8)
-    arguments = {}
-    if engine == "program":
-
-        def loss_fn(model, batch, key):
-            hidden, _ = model.hidden_states(batch[:, :-1])
-            return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
-
-        arguments = {"loss_fn": loss_fn, "batch": jax.ShapeDtypeStruct((8, 129), jnp.int32)}
-    layout = to_paths(
-        rx.shard_rules(model, mesh, **arguments), lambda x: isinstance(x, jax.sharding.NamedSharding)
-    )
+    model = shapes(published.config)
+    layout = to_paths(rx.shard_rules(model, rx.make_mesh(tensor=8)), lambda x: isinstance(x, NamedSharding))
     found = dict(in_flax(path, x.spec) for path, x in layout.items())
     assert found == {
         key.format(i=i): spec

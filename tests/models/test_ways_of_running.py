@@ -1,0 +1,169 @@
+"""One model, run in several ways, gives the same: stacked, rematerialised, padded, in pieces, and on meshes."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import QUICK_COMPILE, assert_close, in_long, mesh_of, place
+from tiny_models import LENGTH, abstract, inputs, loss_fn, make, restack
+
+import redco_eqx as rx
+from redco_eqx import cast, from_arrays, to_arrays
+from redco_eqx.models._blocks.attention import attend
+
+NUM = 3
+"""Tokens of padding."""
+
+
+def padded(text: jax.Array, before: int) -> tuple[jax.Array, jax.Array]:
+    """A text with padding before it, and after it, and the mask."""
+    mask = np.zeros((len(text), LENGTH + NUM), bool)
+    mask[:, before : before + LENGTH] = True
+    return jnp.pad(text, ((0, 0), (before, NUM - before)), constant_values=7), jnp.asarray(mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("mistral", (0, NUM)),
+        ("t5", (0, NUM)),
+        *((name, (NUM,)) for name in ("gptj", "opt_350m", "smollm3", "olmo2", "bart", "roberta_masked")),
+        *((name, (0,)) for name in ("bert_labels", "clip")),  # the first token or the last stands for the text
+        *((name, ()) for name in ("vit_labels", "vit_gpt2")),
+    ],
+)
+def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
+    model, (read, *written) = make(name), inputs(name)
+    others = [(padded(read, before), before) for before in sides] or [((read, None), 0)]
+
+    @eqx.filter_jit
+    def run(model: Any, stacked: Any) -> Any:
+        masked = [stacked(x, *written, **({} if m is None else {"attention_mask": m})) for (x, m), _ in others]
+        return model(read, *written), masked
+
+    alone, masked = run(model, restack(model))
+    for found, (_, before) in zip(masked, others):
+        for x, expected in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            if x.shape != expected.shape:
+                x = x[:, before : before + LENGTH]
+            np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_in_pieces_with_a_cache_equals_at_once():
+    """Of a model with a window, and padding on the left, from which a row has to count."""
+    model, (text,) = make("mistral"), inputs("mistral")
+    mask = jnp.asarray([[1] * LENGTH, [0] * 3 + [1] * (LENGTH - 3)])
+    run = eqx.filter_jit(lambda model, text, mask, cache=None: model(text, attention_mask=mask, cache=cache))
+    whole = run(model, text, mask)
+    cache, outputs = model.init_cache(2, LENGTH + 2), []
+    for piece in np.split(np.arange(LENGTH), 2):
+        output, cache = run(model, text[:, piece], mask[:, piece], cache)
+        outputs.append(output)
+    real = np.asarray(mask) == 1
+    found = np.concatenate(outputs, axis=1)[real]
+    np.testing.assert_allclose(found, np.asarray(whole)[real], rtol=1e-4, atol=1e-4)
+    wide = from_arrays(abstract("mistral", sliding_window=None), to_arrays(model))
+    assert np.abs(run(wide, text, mask) - whole)[0, 4:].max() > 0.01
+
+
+RATES = {
+    "gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+    "bart": ("dropout", "attention_dropout", "activation_dropout"),
+}
+
+
+@pytest.mark.parametrize(("name", "remats"), [("gpt2", ("full", "row_out")), *in_long(("bart", ("full",)))])
+def test_stacked_and_rematerialised_has_the_gradient_of_a_list_of_layers(name, remats):
+    """With dropout: the same keys must reach the same layers."""
+    rates: dict[str, Any] = dict.fromkeys(RATES[name], 0.3)
+    model, batch, key = make(name, **rates), inputs(name), jax.random.key(3)
+    gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
+    loss, gradient = gradient_of(model, batch, key)
+    assert abs(loss - gradient_of(model, batch, jax.random.key(4))[0]) > 1e-3
+    for remat in remats:
+        found_loss, found = gradient_of(restack(model, remat=remat), batch, key)
+        assert_close(found_loss, loss, rtol=1e-5)
+        assert_close(to_arrays(found), to_arrays(restack(gradient)), rtol=1e-3, atol=1e-5)
+
+
+def test_attention_with_dropout_of_almost_nothing_equals_attention():
+    q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(q_key, (2, 5, 8, 4))
+    key, value = (jax.random.normal(k, (2, 5, 2, 4)) for k in (k_key, v_key))
+    mask = jnp.tril(jnp.ones((2, 1, 5, 5), bool)).at[1, :, 2:, 0].set(False)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(query: Any, key: Any, value: Any, rate: float) -> Any:
+        dropping = {"dropout": eqx.nn.Dropout(rate), "dropout_key": jax.random.key(1)}
+        return [attend(query, key, value, mask=m, scale=0.3, **dropping) for m in (None, mask)]
+
+    for barely, plain in zip(run(query, key, value, 1e-7), run(query, key, value, 0.0)):
+        assert_close(barely, plain, rtol=1e-4, atol=1e-5)
+
+
+# On meshes.
+
+
+@functools.cache
+def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
+    """The new parameters after a step of SGD with rate 1, which show the gradient, and the loss."""
+    mesh, batch, optimizer = mesh_of(mesh_name), inputs(name, 8), optax.sgd(1.0)
+    model = make(name)
+    if name not in ("unet", "vae", "bart"):
+        model = restack(model, sequence_parallel=sequence_parallel)
+    placed, shardings = place(model, mesh)
+    state = rx.init_state(placed, optimizer, key=jax.random.key(0))
+    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
+    rows = jax.device_put(batch, rx.batch_sharding(mesh))
+    new, metrics = jax.jit(step).lower(state, rows).compile(compiler_options=QUICK_COMPILE)(state, rows)
+    return jax.device_get((to_arrays(new.model), metrics["loss"].value)), jax.device_get(to_arrays(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_name", "sequence_parallel"),
+    [
+        ("t5", "2x2x2", False),
+        ("t5", "data2xtensor4", True),
+        ("vae", "2x2x2", False),
+        *in_long(
+            *((name, "2x2x2", False) for name in ("bart", "bert_masked", "vit_gpt2", "unet")),
+            ("unet", "tensor8", False),  # 4 heads do not divide
+        ),
+    ],
+)
+def test_a_step_is_the_same_on_every_mesh(name, mesh_name, sequence_parallel):
+    (found, found_loss), _ = updated(name, mesh_name, sequence_parallel)
+    (expected, loss), before = updated(name, "one")
+    assert_close(found_loss, loss, rtol=1e-5)
+    for path, x in expected.items():
+        # float32, in which sums over devices have another order.
+        error, gradient = np.abs(found[path] - x).max(), np.abs(x - before[path]).max()
+        assert error <= 1e-4 * gradient + 1e-6, (path, error, gradient)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", jnp.float16), *in_long(("t5_gated", jnp.float16))])
+def test_gradients_in_low_precision_over_tensor(name, dtype):
+    """`cast` inside the loss, over float32 parameters, as the README has it."""
+    model, batch, mesh = make(name, stacked=True), inputs(name, 4), mesh_of("data2xtensor4")
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def gradient(model: Any, batch: Any) -> Any:
+        model, batch = cast((model, batch), dtype)
+        return loss_fn(model, batch, None)
+
+    placed, _ = place(model, mesh)
+    expected, wanted = gradient(model, batch)
+    value, found = gradient(placed, jax.device_put(batch, rx.batch_sharding(mesh)))
+    assert abs(value - expected) < 0.02 * abs(expected)
+    for path, g in to_arrays(found).items():
+        assert g.dtype == jnp.float32
+        # Both are rounded at each layer, to 8 bits or 11, and summed in another order.
+        other = np.asarray(to_arrays(wanted)[path])
+        error = np.linalg.norm(np.asarray(g) - other)
+        assert error < 0.1 * np.linalg.norm(other) + 1e-3, path
