@@ -119,21 +119,6 @@ def test_another_call_is_named(processes, order, odd):
         assert "29 on process" in message
 
 
-def test_each_fact_of_a_call_is_compared(client):
-    for changes, message in (
-        ({"batch_size": 16}, "batch_size is 8 on process 0, but 16 on process 1"),
-        ({"epoch": 1}, "epoch is 0 on process 0, but 1 on process 1"),
-        ({"remainder": "pad"}, "remainder is drop on process 0, but pad on process 1"),
-        ({"the order by key": None}, "the order by key is .* but None on process 1"),
-        ({"mesh": {"data": 8, "fsdp": 1, "tensor": 1}}, "mesh is {'data': 4"),
-    ):
-        client.values.clear()
-        processes = new_entries()
-        open_stream(processes, 0)
-        with pytest.raises(ValueError, match=f"batches: {message}"):
-            open_stream(processes, 1, **changes)
-
-
 @pytest.mark.parametrize("at", [0, 2])
 def test_other_leaves_are_named(client, at):
     for other, (leaf, wrong, right) in (

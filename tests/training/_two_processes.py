@@ -19,6 +19,10 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from stream_sources import StatefulIterator  # noqa: E402
+
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._data import streams  # noqa: E402
 from redco_eqx._data.batches import Epochs  # noqa: E402
@@ -69,36 +73,13 @@ for name, mesh in MESHES.items():
 # Streams.
 
 
-class Part:
-    """The examples of a shard, 100 times its number on; shard 1 has more. It remembers what it gave."""
-
-    def __init__(self, epoch, shard, num_shards):
-        self.numbers = [1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)]
-        self.at, self.given = 0, []
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.numbers):
-            raise StopIteration
-        self.at += 1
-        self.given.append(self.numbers[self.at - 1])
-        return self.given[-1]
-
-    def get_state(self):
-        return self.at
-
-    def set_state(self, at):
-        self.at = at
-
-
 shards = []
 
 
 def part(epoch, shard, num_shards):
+    """The examples of a shard, 100 times its number on; shard 1 has more."""
     shards.append((epoch, shard, num_shards))
-    return Part(epoch, shard, num_shards)
+    return StatefulIterator([1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)], epoch)
 
 
 def whole(epoch):

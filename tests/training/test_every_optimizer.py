@@ -101,8 +101,15 @@ def public() -> dict[str, Any]:
 
 PUBLIC = public()
 # Those whose state or update is treated in a way of its own: moments like parameters for some and none for
-# others, factors of a moment, a stack of gradients and the loss elsewhere, the value of the loss; the refused.
-KINDS = ["optax.partition", "optax.adafactor", "optax.lbfgs", "optax.polyak_sgd", *REFUSED]
+# others, sums along each dim, a stack of gradients, the loss elsewhere, with its gradient and alone, its value.
+KINDS = [
+    "optax.partition",
+    "optax.sm3",
+    "optax.lbfgs",
+    "optax.scale_by_backtracking_linesearch",
+    "optax.polyak_sgd",
+    *REFUSED,
+]
 
 
 def make(name: str) -> Any:

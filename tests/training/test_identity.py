@@ -227,8 +227,6 @@ def test_a_digest_tells_programs_apart() -> None:
     programs = [
         lambda x: x + 1,
         lambda x: x + 2,
-        lambda x: x - 1,
-        lambda x: x[:2] + 1,
         lambda x: x + table,
         lambda x: x + table[::-1],
         lambda x: jax.jit(lambda y: y * 2)(x),

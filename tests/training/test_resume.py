@@ -153,7 +153,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         run("cut", first)
     assert 0 < caught.value.step < num_steps
-    assert list(caught.value.history.rows) == [x for x in history.rows if x["step"] <= caught.value.step]
+    logged = caught.value.history.rows  # that of the last step may be among them
+    assert logged == history.rows[: len(logged)]
+    assert len(logged) >= sum(row["step"] < caught.value.step for row in history.rows)
     with (tmp_path / "cut" / "history.jsonl").open("r+") as file:  # a kill would leave more than was saved
         later = json.loads(file.readlines()[-1])
         file.write(json.dumps({**later, "step": 99}) + "\n" + json.dumps(later)[:20])

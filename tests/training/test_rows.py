@@ -1,6 +1,5 @@
 """The rows that `fit` logs, its history, and what it writes to a terminal."""
 
-import copy
 import itertools
 import pathlib
 import pickle
@@ -18,6 +17,7 @@ from fit_helpers import (
     EXAMPLES,
     Collate,
     Rows,
+    assert_same,
     collate,
     errors_of,
     fit,
@@ -220,7 +220,9 @@ def test_errors_carry_it_from_one_process_to_another() -> None:
     with pytest.raises(rx.errors.NonFiniteError) as caught:
         fit_with_history(linear_state(), examples, num_epochs=2, log_every=1)
     assert [row["step"] for row in caught.value.history.rows] == list(range(1, step + 1))
-    assert copy.copy(caught.value).history == caught.value.history
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.step, again.history) == (str(caught.value), step, caught.value.history)
+    assert_same(again.state, caught.value.state)
     error = rx.errors.TrainingInterrupted(None, 3, history=caught.value.history)
     assert pickle.loads(pickle.dumps(error)).history == caught.value.history
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from fit_helpers import COUNTING, fit, linear_state
 from helpers import run_two_processes
+from stream_sources import order
 
 import redco_eqx as rx
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Place
 from redco_eqx._data.order import epoch_order
+from redco_eqx._data.streams import state_to_text
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +32,10 @@ def results(directory: pathlib.Path) -> list[Any]:
 
 
 def test_each_reads_the_rows_of_its_devices(results: list[Any]) -> None:
-    order = epoch_order(29, jax.random.key(5), 2)(np.arange(29)).tolist()
-    whole = [order[:8], order[8:16], order[16:24]]
+    rows = epoch_order(29, jax.random.key(5), 2)(np.arange(29)).tolist()
+    whole = [rows[:8], rows[8:16], rows[16:24]]
     for name in ("data", "interleaved", "tensor", "mixed"):
-        last = [order[24:28], order[28:]] if name == "mixed" else [order[24:]]
+        last = [rows[24:28], rows[28:]] if name == "mixed" else [rows[24:]]
         for process, result in enumerate(results):
             found = result[name]["sequence"]
             assert [batch["x"] for batch in found["batches"]] == whole + last
@@ -64,7 +66,8 @@ def test_what_is_unlike_is_refused(results: list[Any]) -> None:
 
 
 def part(epoch: int, shard: int, num_shards: int) -> list[int]:
-    return [1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)]
+    num = 20 + 7 * shard
+    return [1000 * epoch + 100 * shard + i for i in order(num, epoch)]
 
 
 def test_a_stream_is_read_whole(results: list[Any]) -> None:
@@ -87,7 +90,7 @@ def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any]) -> None:
             found = result[mesh]["sharded"]
             assert found["batches"] == expected
             assert [place[:2] for place in found["places"]] == [[*divmod(i, 5)] for i in range(1, 8)]
-            assert found["places"][1][2] == [[process, 2, 8, "4"]]
+            assert found["places"][1][2] == [[process, 2, 8, state_to_text(b"4")]]
             assert found["places"][4][2] == [[process, 2, 0, None]]
             assert result[mesh]["shards"] == [[0, process, 2], [1, process, 2]]
         assert result["tensor"]["sharded"]["batches"] == same
@@ -101,9 +104,9 @@ def test_a_run_on_a_stream_goes_on(results: list[Any], directory: pathlib.Path) 
     assert four is not None
     assert seven is not None
     # Where both shards were left, though process 0 alone writes.
-    assert [p[:4] for p in four.positions or ()] == [(0, 2, 16, "12"), (1, 2, 16, "12")]
+    assert [p[:4] for p in four.positions or ()] == [(i, 2, 16, state_to_text(b"12")) for i in (0, 1)]
     assert (seven.epoch, seven.batch) == (1, 2)
-    assert [p[:4] for p in seven.positions or ()] == [(0, 2, 8, "4"), (1, 2, 8, "4")]
+    assert [p[:4] for p in seven.positions or ()] == [(i, 2, 8, state_to_text(b"4")) for i in (0, 1)]
 
 
 def test_a_run_on_a_stream_with_another_number_of_processes(
