@@ -48,6 +48,7 @@ LABELS = {"weight": "a", "bias": "b"}
 # Those that need more than a learning rate, or nothing.
 HOW: dict[str, Callable[[], Any]] = {
     "optax.apply_if_finite": lambda: optax.apply_if_finite(sgd(), 2),
+    "optax.chain": lambda: optax.chain(optax.clip(1.0), sgd()),
     "optax.conditionally_mask": lambda: optax.conditionally_mask(sgd(), first),
     "optax.freeze": lambda: after(optax.freeze({"weight": False, "bias": True})),
     "optax.lbfgs": lambda: optax.lbfgs(memory_size=2),
