@@ -124,7 +124,7 @@ def of_a_stream(kind: str) -> Any:
 # The run, its number of steps, and the call of `collate_fn` at which it is interrupted.
 RUNS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "mesh, edge of an epoch": (on_a_mesh, 15, 1 + 5 + 1),  # one call before training, and one an evaluation
-    "mesh, between evaluations": (on_a_mesh, 15, 1 + 7 + 1),
+    "mesh, end of a row": (on_a_mesh, 15, 1 + 6 + 1),
     "hook, in an evaluation": (with_a_hook, 15, 1 + 6 + 2),
     "hook, between rows": (with_a_hook, 15, 17),
     "stream": (lambda: of_a_stream("function"), 13, 11),
