@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import itertools
+import json
+import os
+import pathlib
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +51,26 @@ EXAMPLES = make_examples(22)  # five batches of 4, and 2 dropped
 
 def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Collate:
+    """`collate`, which notes ids and acts at its n-th call (from 1, evaluations included)."""
+
+    def __init__(self, at: int | None = None, act: Any = terminate):
+        self.ids: list[int] = []
+        self.num_calls = 0
+        self._at, self._act = at, act
+
+    def __call__(self, examples: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self._at:
+            self._act()
+        self.ids += [example["id"] for example in examples]
+        return collate(examples)
 
 
 def errors_of(model: Any, batch: Any) -> jax.Array:
@@ -239,6 +263,17 @@ class Rows:
 
     def with_prefix(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
         return [(step, row) for step, row in self.rows if any(name.startswith(prefix) for name in row)]
+
+
+def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
+    """The rows in the file of a `JSONLLogger`, without what depends on the clock."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return without_times([(line["step"], {k: x for k, x in line.items() if k != "step"}) for line in lines])
+
+
+def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
+    clocked = ("time", "run", "train/examples_per_second", "train/tokens_per_second")
+    return [(step, {name: x for name, x in row.items() if name not in clocked}) for step, row in rows]
 
 
 def no_threads_left(seconds: float = 5.0) -> bool:

@@ -1,6 +1,5 @@
 """A difference between processes is named: without waiting in a stream of batches, and before a step."""
 
-import itertools
 import re
 import threading
 import time
@@ -53,6 +52,10 @@ def client(monkeypatch):
 @pytest.fixture
 def processes(client):
     """Return the entries that three processes compare."""
+    return new_entries()
+
+
+def new_entries():
     names = [f"process {i}" for i in range(NUM_PROCESSES)]
     return [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
 
@@ -87,7 +90,7 @@ def errors(acts):
     return found
 
 
-ORDERS = list(itertools.permutations(range(NUM_PROCESSES)))
+ORDERS = [(0, 1, 2), (2, 0, 1), (2, 1, 0)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -116,46 +119,26 @@ def test_another_call_is_named(processes, order, odd):
         assert "29 on process" in message
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 16}, "batch_size is 8 on process 0, but 16 on process 1"),
-        ({"epoch": 1}, "epoch is 0 on process 0, but 1 on process 1"),
-        ({"start": 2}, "start is 0 on process 0, but 2 on process 1"),
-        ({"remainder": "pad"}, "remainder is drop on process 0, but pad on process 1"),
-        ({"the order by key": [0, 1, 2, 3]}, r"the order by key is .*, but \[0, 1, 2, 3\] on process 1"),
-        ({"the order by key": None}, "the order by key is .* but None on process 1"),
-        ({"mesh": {"data": 8, "fsdp": 1, "tensor": 1}}, "mesh is {'data': 4"),
-    ],
-)
-def test_each_fact_of_a_call_is_compared(processes, changes, message):
-    open_stream(processes, 0)
-    with pytest.raises(ValueError, match=f"batches: {message}"):
-        open_stream(processes, 1, **changes)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
+@pytest.mark.parametrize("at", [0, 2])
+def test_other_leaves_are_named(client, at):
+    for other, (leaf, wrong, right) in (
         (batch(4, 2), ("x", "float32[rows, 2]", "float32[rows, 3]")),
         (batch(4, 3, dtype=np.float16), ("x", "float16[rows, 3]", "float32[rows, 3]")),
         ({"x": np.zeros((4, 3), np.float32)}, ("y", "missing", "int32[rows]")),
         ({**batch(4, 3), "z": np.zeros(4)}, ("z", "float64[rows]", "missing")),
-    ],
-)
-@pytest.mark.parametrize("at", [0, 2])
-def test_other_leaves_are_named(processes, other, message, at):
-    first, second = open_stream(processes, 0), open_stream(processes, 1)
-    for index in range(at):
-        for stream in (first, second):
-            stream.add(index, batch(4, 3))
-    first.add(at, batch(4, 3))
-    # One of the two sees it, at its batch or as its thread looks again.
-    (found,) = errors([lambda: second.add(at, other), first.exchange])[:1]
-    here, there = re.findall(r" is (.*) on process \d, but (.*) on process \d", found)[0]
-    leaf, wrong, right = message
-    assert f"collate_fn: batch {at}: {leaf} is " in found
-    assert {here, there} == {wrong, right}
+    ):
+        client.values.clear()
+        processes = new_entries()
+        first, second = open_stream(processes, 0), open_stream(processes, 1)
+        for index in range(at):
+            for stream in (first, second):
+                stream.add(index, batch(4, 3))
+        first.add(at, batch(4, 3))
+        # One of the two sees it, at its batch or as its thread looks again.
+        (found,) = errors([lambda s=second, o=other: s.add(at, o), first.exchange])[:1]
+        here, there = re.findall(r" is (.*) on process \d, but (.*) on process \d", found)[0]
+        assert f"collate_fn: batch {at}: {leaf} is " in found
+        assert {here, there} == {wrong, right}
 
 
 def test_a_change_is_found_when_both_have_made_the_batch(processes):
@@ -169,10 +152,15 @@ def test_a_change_is_found_when_both_have_made_the_batch(processes):
     assert "batch 3: x is float32[rows, 5] on process 0, but float32[rows, 3] on process 1" in found
 
 
-def test_another_call_of_another_kind_is_named(processes):
+def test_another_kind_of_call_and_a_missing_fact_are_named(processes, client):
     open_stream(processes, 0)
     with pytest.raises(ValueError, match="batches has been reached on process 0, but fit on process 1"):
         processes[1].add("fit", {})
+    client.values.clear()
+    first, second, _ = new_entries()
+    first.add("fit", {"a": "1"})
+    with pytest.raises(ValueError, match="fit: b is missing on process 0, but 2 on process 1"):
+        second.add("fit", {"a": "1", "b": "2"})
 
 
 def test_the_store_does_not_grow(processes, client):
@@ -222,11 +210,4 @@ def test_agreeing_waits_for_all_and_names_the_first_difference(processes, client
             assert "[0, 1] on process" in message
             assert "[1, 0] on process" in message
         client.values.clear()
-        names = [f"process {i}" for i in range(NUM_PROCESSES)]
-        processes[:] = [Entries(i, names, range(NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
-
-
-def test_a_fact_that_one_process_lacks(processes):
-    processes[0].add("fit", {"a": "1"})
-    with pytest.raises(ValueError, match="fit: b is missing on process 0, but 2 on process 1"):
-        processes[1].add("fit", {"a": "1", "b": "2"})
+        processes[:] = new_entries()

@@ -1,6 +1,7 @@
 """Launchers' descriptions of a run, and input that is refused before anything hangs."""
 
 import os
+from typing import Any
 
 import jax
 import pytest
@@ -45,9 +46,9 @@ def test_arguments_come_before_the_environment(monkeypatch):
     assert (launch.place, launch.local_device_ids) == (("::1", 7), (4, 5))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "error", "message"),
-    [
+def test_what_does_not_fit_together_is_refused(monkeypatch):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+    cases: list[tuple[tuple[Any, ...], dict[str, str], type[Exception], str]] = [
         (("a:1", 2, 2), {}, ValueError, r"process_id=2, .*num_processes=2 .*0\.\.1"),
         (("a:1", 2, -1), {}, ValueError, "process_id=-1"),
         (("a:1", 1, 1), {}, ValueError, r"process_id=1, .*0\.\.0"),
@@ -60,19 +61,14 @@ def test_arguments_come_before_the_environment(monkeypatch):
         ((None, 2, 0), {}, ValueError, "JAX_COORDINATOR_ADDRESS"),
         (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, ValueError, r"JAX_PROCESS_ID\) is 'x'"),
         (("a:1", 2, 0), {"JAX_LOCAL_DEVICE_IDS": "0;1"}, ValueError, r"JAX_LOCAL_DEVICE_IDS\) is '0;1'"),
-        (
-            (None, None, None),
-            {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"},
-            RuntimeError,
-            "2 nodes and 2 tasks.*srun python",
-        ),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(monkeypatch, arguments, environment, error, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(error, match=message):
-        find(*arguments)
+        ((None, None, None), slurm, RuntimeError, "2 nodes and 2 tasks.*srun python"),
+    ]
+    for arguments, environment, error, message in cases:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with pytest.raises(error, match=message):
+                find(*arguments)
 
 
 def slurm(monkeypatch, *, process, local, num_nodes, nodes="n[0-1]", tasks=2):
@@ -89,7 +85,7 @@ def slurm(monkeypatch, *, process, local, num_nodes, nodes="n[0-1]", tasks=2):
         monkeypatch.setenv(name, str(value))
 
 
-def test_slurm_with_one_task_on_a_node_uses_all_its_devices(monkeypatch):
+def test_slurm_shares_the_devices_of_a_node_between_its_tasks(monkeypatch):
     slurm(monkeypatch, process=1, local=0, num_nodes=2)
     launch = find()
     assert launch is not None
@@ -97,8 +93,6 @@ def test_slurm_with_one_task_on_a_node_uses_all_its_devices(monkeypatch):
     assert launch.local_device_ids is None  # JAX would take device 0 alone
     assert find(devices=3) == Launch(launch.coordinator_address, 2, 1, (3,))
 
-
-def test_slurm_with_two_tasks_on_a_node_shares_its_devices(monkeypatch):
     slurm(monkeypatch, process=1, local=1, num_nodes=1, nodes="n0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     launch = find()
@@ -113,9 +107,8 @@ def test_one_task_of_slurm_is_one_process(monkeypatch):
     assert find() is None
 
 
-@pytest.mark.parametrize(
-    ("local", "slurm", "visible", "expected"),
-    [
+def test_share_of_devices(monkeypatch):
+    for local, slurm, visible, expected in (
         (0, (2, 2), None, None),
         (0, (1, 1), "0,1,2,3", None),
         (1, (2, 1), None, (1,)),
@@ -125,17 +118,16 @@ def test_one_task_of_slurm_is_one_process(monkeypatch):
         (1, (2, 1), "0,1,2", (1,)),
         (1, (7, 4), "0,1,2,3", (2, 3)),  # not as many on each node
         (2, None, None, (2,)),
-    ],
-)
-def test_share_of_devices(monkeypatch, local, slurm, visible, expected):
-    if slurm is not None:
-        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(slurm[0]))
-        monkeypatch.setenv("SLURM_STEP_NUM_NODES", str(slurm[1]))
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert share_of_devices(local) == expected
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    assert share_of_devices(local) is None
+    ):
+        with monkeypatch.context() as patch:
+            if slurm is not None:
+                patch.setenv("SLURM_STEP_NUM_TASKS", str(slurm[0]))
+                patch.setenv("SLURM_STEP_NUM_NODES", str(slurm[1]))
+            if visible is not None:
+                patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            assert share_of_devices(local) == expected, (local, slurm, visible)
+            patch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+            assert share_of_devices(local) is None
 
 
 def test_joining_twice(monkeypatch):

@@ -1,4 +1,4 @@
-"""Processes that end together: what can be seen on one host. `nox -s hosts` does it on several."""
+"""Processes that agree, and end together: what can be seen on one host. `nox -s hosts` does it on several."""
 
 import json
 import re
@@ -9,18 +9,13 @@ import pytest
 from hosts import harness, program
 
 import redco_eqx as rx
+from redco_eqx._distributed.consensus import from_all, from_first, together
 
 
-def test_replicas_that_differ_are_not_saved(tmp_path):
-    """Nor do they take the place of a checkpoint that can be read."""
-    processes = harness.start_loopback(tmp_path, "drift", 1, str(tmp_path / "checkpoints"), num_devices=2)
-    codes, _ = processes.leave(120)
-    assert codes == [1, 1], processes.text()
-    saved = [info.step for info in rx.list_checkpoints(tmp_path / "checkpoints")]
-    late = -(-program.FAULT_AT // program.SAVE_EVERY) * program.SAVE_EVERY
-    message = "head.bias should be the same on the devices of all processes, but differ. That was so at step"
-    assert f"{message} {late}" in processes.text()
-    assert max(saved) == late - program.SAVE_EVERY
+def test_one_process_is_asked_alone():
+    assert from_all((1, 2)) == [(1, 2)]
+    assert from_first(lambda: (1, 2)) == (1, 2)
+    assert together(lambda: (1, 2), OSError) == (1, 2)
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -43,15 +38,19 @@ def test_two_processes_equal_one(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise", "KeyError: 'no such column'"),
         ("shape", "but float32[rows, 5] on process 1 (host"),
         ("fewer", "but 34 on process 1 (host"),
         ("hook", "should be the same on the devices of all processes, but differ"),
-        ("drift", "head.bias should be the same on the devices of all processes, but differ. That was so"),
+        (
+            "drift",
+            "head.bias should be the same on the devices of all processes, but differ. That was so at step",
+        ),
     ],
 )
-def test_a_fault_on_one_process_ends_both(tmp_path, fault, message):
-    processes = harness.start_loopback(tmp_path, fault, 1, num_devices=2)
+def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
+    """Replicas that differ do not take the place of a checkpoint that can be read."""
+    saves = [str(tmp_path / "checkpoints")] if fault == "drift" else []
+    processes = harness.start_loopback(tmp_path, fault, 1, *saves, num_devices=2)
     codes, _ = processes.leave(120)
     assert codes == [1, 1], processes.text()
     for process in range(2):
@@ -59,11 +58,18 @@ def test_a_fault_on_one_process_ends_both(tmp_path, fault, message):
         # Both see that parameters differ, and one that has heard of the other's failure tells no second one.
         culprit = r"\d" if fault in ("hook", "drift") else "1"
         assert re.search(rf"process {culprit} \(host", processes.text(process)), process
+    if saves:
+        saved = [info.step for info in rx.list_checkpoints(tmp_path / "checkpoints")]
+        late = -(-program.FAULT_AT // program.SAVE_EVERY) * program.SAVE_EVERY
+        assert f"{message} {late}" in processes.text()
+        assert max(saved) == late - program.SAVE_EVERY
 
 
 SCRIPT = """
 import io, os, pathlib, signal, time
+import jax
 import redco_eqx as rx
+from redco_eqx._distributed.consensus import Vote, from_all, from_first, together
 
 class Slow(io.RawIOBase):
     def flush(self):
@@ -79,38 +85,67 @@ def close_stderr():
         os.set_blocking(pipe, True)
     os.dup2(pipe, 2)
 
-process = int(os.environ["JAX_PROCESS_ID"])
 rx.initialize_distributed(leave_seconds=1.0)
-file = open(pathlib.Path(os.environ["OUT"]) / f"{process}.txt", "w")
+me, number = jax.process_index(), jax.process_count()
+
+def fail(*processes):
+    if me in processes:
+        raise OSError(f"no disk on {me}")
+    return me
+
+def error(act):
+    try:
+        return act()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+assert from_all({"of": "ä" * me}) == [{"of": "ä" * process} for process in range(number)]
+assert from_first(lambda: [me, "x", None]) == [0, "x", None]
+assert error(lambda: from_first(lambda: fail(1))) == 0
+said = error(lambda: from_first(lambda: fail(0)))
+assert said == ("" if me == 0 else "RuntimeError: on process 0: ") + "OSError: no disk on 0", said
+said = error(lambda: from_first(lambda: {1, 2}))  # no JSON
+assert "not JSON serializable" in said, said
+assert together(fail, OSError) == me
+said = error(lambda: together(lambda: fail(1, 2), OSError))
+expected = f"no disk on {me}" if me in (1, 2) else "on process 1: OSError: no disk on 1"
+assert said == f"OSError: {expected}", said
+vote = Vote(rx.make_mesh())
+answers = [vote(step * (me == 1), me) for step in range(1, 6)]
+assert answers == [None, None, *((step, number - 1) for step in (1, 2, 3))], answers
+
+file = open(pathlib.Path(os.environ["OUT"]) / f"{me}.txt", "w")
 file.write("not flushed")
-if process == 2:
+if me == 2:
     slow = Slow()
-if process == 3:
+if me == 3:
     close_stderr()
-if process == int(os.environ["FAILING"]):
+if me == int(os.environ["FAILING"]):
     exec(os.environ["FAULT"])
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize(
-    ("fault", "failing", "code", "message"),
+    ("fault", "failing", "num_processes", "code", "message"),
     [
-        ("raise KeyError('no such column')", 0, 1, "failed: KeyError: 'no such column'"),
-        ("raise KeyError('no such column')", 1, 1, "failed: KeyError: 'no such column'"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, -9, "is lost: "),
+        ("raise KeyError('no such column')", 0, 4, 1, "failed: KeyError: 'no such column'"),
+        ("raise KeyError('no such column')", 1, 3, 1, "failed: KeyError: 'no such column'"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, 3, -9, "is lost: "),
     ],
 )
-def test_all_leave_by_name_and_lose_nothing(tmp_path, fault, failing, code, message):
+def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(
+    tmp_path, fault, failing, num_processes, code, message
+):
     """Process 0 last: JAX aborts (-6) those that are still there when the one with its service is gone."""
-    address = f"127.0.0.1:{harness.free_port()}"
+    address, ids = f"127.0.0.1:{harness.free_port()}", range(num_processes)
     more = {"OUT": tmp_path, "FAULT": fault, "FAILING": failing}
     environments = [
-        harness.environment(num_devices=1, **harness.joined(i, 4, address), **more) for i in range(4)
+        harness.environment(num_devices=1, **harness.joined(i, num_processes, address), **more) for i in ids
     ]
-    processes = harness.start([[sys.executable, "-c", SCRIPT]] * 4, environments, tmp_path)
+    processes = harness.start([[sys.executable, "-c", SCRIPT]] * num_processes, environments, tmp_path)
     codes, _ = processes.leave(60)
-    assert codes == [code if process == failing else 1 for process in range(4)], processes.text()
+    assert codes == [code if process == failing else 1 for process in ids], processes.text()
     for process in {0, 1, 2} - {failing}:  # nobody reads what 3 writes
         assert re.search(rf"process {failing} \(host .*\) {message}", processes.text(process)), process
     for process in {0, 1, 2} - ({failing} if code < 0 else set()):

@@ -1,4 +1,7 @@
-import threading
+"""`evaluate` and `predict`: every example once, on every mesh, by a model that stays as it is."""
+
+import json
+import pathlib
 from functools import partial
 from typing import Any
 
@@ -7,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import MESHES, STEP, Compilations, assert_same, linear_state, make_examples, no_threads_left
+from fit_helpers import MESHES, assert_same, linear_state, make_examples, no_threads_left
+from fit_helpers import collate as collate_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,36 +76,27 @@ def cases(draw: Any) -> tuple[str, int, int]:
 
 @settings(max_examples=20, deadline=None)
 @given(cases())
-def test_evaluation_counts_every_example_once(case: Any) -> None:
+def test_every_example_counts_once_and_in_order(case: Any) -> None:
     mesh, n, batch_size = case
-    found = rx.evaluate(
-        STATES[mesh], synchronous(n), collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size
-    )
+    common: Any = {"collate_fn": collate, "batch_size": batch_size}
+    found = rx.evaluate(STATES[mesh], synchronous(n), loss_fn=loss_fn, **common)
     weights = WEIGHTS[:n].astype(np.float64)
     # Exact: both sums are of integers below 2**24.
     assert found["loss"] == (VALUES[:n] * weights).sum() / weights.sum()
     # A scalar weighs its number of examples; the mean of a batch is rounded to float32.
     np.testing.assert_allclose(found["mean"], VALUES[:n].mean(), rtol=1e-6)
     assert set(found) == {"loss", "mean"}
+    predicted = rx.predict(STATES[mesh], synchronous(n), predict_fn=predict_fn, **common)
+    assert [int(row["id"]) for row in predicted] == list(range(n))
+    assert [float(row["pair"][0]) for row in predicted] == VALUES[:n].tolist()
+    assert [row["pair"][1].tolist() for row in predicted] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
 
 
-@settings(max_examples=20, deadline=None)
-@given(cases())
-def test_prediction_keeps_every_example_in_order(case: Any) -> None:
-    mesh, n, batch_size = case
-    found = rx.predict(
-        STATES[mesh], synchronous(n), collate_fn=collate, predict_fn=predict_fn, batch_size=batch_size
-    )
-    assert [int(row["id"]) for row in found] == list(range(n))
-    assert [float(row["pair"][0]) for row in found] == VALUES[:n].tolist()
-    assert [row["pair"][1].tolist() for row in found] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
-
-
-@pytest.mark.parametrize("n", [1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD])
-def test_any_number_of_batches_may_wait(n: int) -> None:
-    found = rx.evaluate(STATES["one"], range(n), collate_fn=collate, loss_fn=sums_fn, batch_size=1)
-    assert found == {"loss": VALUES[:n].sum() / n, "count": 1.0}
-    assert no_threads_left()
+def test_any_number_of_batches_may_wait() -> None:
+    for n in (1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD):
+        found = rx.evaluate(STATES["one"], range(n), collate_fn=collate, loss_fn=sums_fn, batch_size=1)
+        assert found == {"loss": VALUES[:n].sum() / n, "count": 1.0}
+        assert no_threads_left()
 
 
 def test_an_error_leaves_no_thread() -> None:
@@ -126,7 +121,7 @@ def test_a_mean_of_nothing_is_zero() -> None:
     }
 
 
-def test_a_sharded_model_gives_the_same_on_every_mesh() -> None:
+def test_a_sharded_model_gives_what_numpy_gives() -> None:
     def real_loss(model: Any, batch: Any, key: Any) -> Any:
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
@@ -134,15 +129,10 @@ def test_a_sharded_model_gives_the_same_on_every_mesh() -> None:
     model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     weight, bias = np.float64(model.weight), np.float64(model.bias)
     errors = [np.mean((weight @ e["x"] + bias - e["y"]) ** 2) for e in examples]
-    for name in ("tensor", "mixed", "data"):
-        state = linear_state(mesh=rx.make_mesh(**MESHES[name]), dim=8)
-        found = rx.evaluate(state, examples, collate_fn=_collate_xy, loss_fn=real_loss, batch_size=8)
-        # float32 against float64.
-        np.testing.assert_allclose(found["loss"], np.mean(errors), rtol=1e-5)
-
-
-def _collate_xy(examples: Any) -> dict[str, np.ndarray]:
-    return {name: np.stack([e[name] for e in examples]) for name in ("x", "y")}
+    state = linear_state(mesh=rx.make_mesh(**MESHES["mixed"]), dim=8)
+    found = rx.evaluate(state, examples, collate_fn=collate_all, loss_fn=real_loss, batch_size=8)
+    # float32 against float64.
+    np.testing.assert_allclose(found["loss"], np.mean(errors), rtol=1e-5)
 
 
 # Noise
@@ -180,52 +170,30 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
 # The model
 
 
-class WithDropout(eqx.Module):
-    linear: eqx.nn.Linear
+class Both(eqx.Module):
+    norm: eqx.nn.BatchNorm
     dropout: eqx.nn.Dropout
 
-    def __call__(self, x: Any, key: Any) -> Any:
-        return self.dropout(self.linear(x), key=key)
+    def __call__(self, x: Any, state: Any, key: Any) -> Any:
+        out, state = self.norm(x, state)
+        return self.dropout(out, key=key), state
 
 
-def test_the_model_is_in_inference_mode() -> None:
-    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
-    state = rx.init_state(WithDropout(linear, eqx.nn.Dropout(0.9)), key=jax.random.key(1))
-    examples = make_examples(6)
-
-    def outputs(model: Any, batch: Any, key: Any) -> Any:
-        return jax.vmap(model)(batch["x"], jax.random.split(key, len(batch["x"])))
-
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(outputs(model, batch, key))
-
-    expected = np.stack([np.asarray(linear.weight) @ e["x"] + np.asarray(linear.bias) for e in examples])
-    common: Any = {"collate_fn": _collate_xy, "batch_size": 4}
-    predictions = rx.predict(state, examples, predict_fn=outputs, **common)
-    np.testing.assert_allclose(np.stack(predictions), expected, rtol=1e-5)
-    found = rx.evaluate(state, examples, loss_fn=loss, **common)
-    np.testing.assert_allclose(found["loss"], expected.mean(), rtol=1e-5)
-
-
-class WithNorm(eqx.Module):
-    norm: eqx.nn.BatchNorm
-
-    def __call__(self, x: Any, state: Any) -> Any:
-        return self.norm(x, state)
-
-
-def test_a_model_with_a_state_uses_it_and_leaves_it() -> None:
-    pair = eqx.nn.make_with_state(WithNorm)(eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"))
-    apply = jax.vmap(pair[0], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    x = np.stack([e["x"] for e in make_examples(6)])
-    _, moved = apply(3 * x + 1, pair[1])  # running statistics that are not those of `x`
+def test_the_model_is_in_inference_mode_and_its_state_stays() -> None:
+    norm, dropout = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), eqx.nn.Dropout(0.9)
+    pair = eqx.nn.make_with_state(Both)(norm, dropout)
+    x = jnp.stack([e["x"] for e in make_examples(6)])
+    # Running statistics that are not those of `x`.
+    _, moved = jax.vmap(pair[0].norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+        3 * x + 1, pair[1]
+    )
     state = rx.init_state((pair[0], moved), key=jax.random.key(1))
     before = jax.tree.map(jnp.copy, state)
 
     def outputs(model: Any, batch: Any, key: Any) -> Any:
         model, model_state = model
-        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        return apply(batch["x"], model_state)
+        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
+        return apply(batch["x"], model_state, key)
 
     def predict_fn(model: Any, batch: Any, key: Any) -> Any:
         return outputs(model, batch, key)[0]
@@ -235,9 +203,9 @@ def test_a_model_with_a_state_uses_it_and_leaves_it() -> None:
         return jnp.mean(out**2), {"largest": jnp.max(out)}, model_state
 
     # Each example by itself, in inference mode: what others are in its batch does not matter.
-    alone = eqx.nn.inference_mode(pair[0])
+    alone = eqx.nn.inference_mode(pair[0].norm)
     expected = np.stack([np.asarray(alone(row, moved)[0]) for row in x])
-    common: Any = {"collate_fn": _collate_xy, "batch_size": 4}
+    common: Any = {"collate_fn": collate_all, "batch_size": 4}
     predictions = rx.predict(state, make_examples(6), predict_fn=predict_fn, **common)
     np.testing.assert_allclose(np.stack(predictions), expected, rtol=1e-5)
     found = rx.evaluate(state, make_examples(6), loss_fn=loss_fn, **common)
@@ -249,42 +217,47 @@ def test_a_model_with_a_state_uses_it_and_leaves_it() -> None:
 # How it is run
 
 
-def test_the_same_function_is_compiled_once() -> None:
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(values_of(model, batch))
-
-    def outputs(model: Any, batch: Any, key: Any) -> Any:
-        return values_of(model, batch)
-
-    def run() -> Compilations:
-        with Compilations() as compilations:
-            for _ in range(2):
-                rx.evaluate(STATES["one"], range(8), collate_fn=collate, loss_fn=loss, batch_size=4)
-                rx.predict(STATES["one"], range(8), collate_fn=collate, predict_fn=outputs, batch_size=4)
-        return compilations
-
-    assert run().names.count(STEP) == 2
-    assert run().names == []
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_collation_in_a_thread_only_if_wanted(prefetch: int) -> None:
-    threads = set()
-
-    def spying(examples: Any) -> Any:
-        threads.add(threading.current_thread() is threading.main_thread())
-        return collate(examples)
-
-    examples = rx.Data(range(8), prefetch=prefetch)
-    common: Any = {"collate_fn": spying, "batch_size": 4}
-    rx.evaluate(STATES["one"], examples, loss_fn=loss_fn, **common)
-    rx.predict(STATES["one"], examples, predict_fn=predict_fn, **common)
-    assert threads == {prefetch == 0}
-    assert no_threads_left()
-
-
 def test_a_state_that_was_never_placed() -> None:
     model = eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
     state = rx.init_state(model, key=jax.random.key(1))
     found = rx.predict(state, range(3), collate_fn=collate, predict_fn=predict_fn, batch_size=2)
     assert [int(row["id"]) for row in found] == [0, 1, 2]
+
+
+# `output_fn`: a form of the predictions that a person reads
+
+
+def words(example: int, prediction: Any) -> str:
+    """It has the example that belongs to the prediction, and arrays without the batch dim."""
+    assert isinstance(prediction["id"], np.ndarray | np.generic)
+    assert prediction["id"] == example
+    return f"{example}: {'more' if prediction['pair'][0] > 500 else 'less'}"
+
+
+def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathlib.Path) -> None:
+    expected = [f"{i}: {'more' if VALUES[i] > 500 else 'less'}" for i in range(11)]
+    common: Any = {"collate_fn": collate, "batch_size": 8, "predict_fn": predict_fn, "output_fn": words}
+    assert rx.predict(STATES["mixed"], range(11), **common) == expected
+    seen = []
+
+    def metric_fn(examples: Any, outputs: Any) -> Any:
+        seen.append(outputs)
+        return {"more": np.mean([output.endswith("more") for output in outputs])}
+
+    evaluation = rx.Evaluation(
+        range(11), loss_fn=loss_fn, metric_fn=metric_fn, predictions_directory=tmp_path, **common
+    )
+    share = evaluation(STATES["mixed"])["eval/more"]
+    assert share == np.mean([output.endswith("more") for output in expected])
+    assert seen == [expected]
+    lines = (tmp_path / "step-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prediction"] for line in lines] == expected
+
+
+def test_an_error_of_output_fn_says_for_which_example() -> None:
+    with pytest.raises(KeyError) as caught:
+        rx.predict(
+            STATES["one"], range(11), collate_fn=collate, predict_fn=predict_fn, batch_size=4,
+            output_fn=lambda example, prediction: {0: "zero", 1: "one"}[example],
+        )  # fmt: skip
+    assert "output_fn was given example 2" in "".join(caught.value.__notes__)

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import threading
 from typing import Any
 
 import jax
@@ -41,40 +40,17 @@ class Metric:
         return {"size": len(examples), "jax": jnp.ones(()), "numpy": np.float32(2), "array": np.array(3)}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"num_epochs": 2}, [5, 10]),
-        ({"num_steps": 7}, [5, 7]),
-        ({"num_steps": 10}, [5, 10]),
-        ({"num_epochs": 1, "eval_every_steps": 2}, [2, 4, 5]),
-        ({"num_steps": 6, "eval_every_steps": 3, "log_every": 4}, [3, 6]),
-        ({"num_steps": 3, "eval_every_steps": 50}, [3]),
-        ({"num_epochs": 2, "by_epoch": True}, [5, 10]),
-        ({"num_epochs": 2, "by_epoch": True, "eval_every_steps": 4}, [4, 8, 10]),
-    ],
-    ids=str,
-)
-def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
-    rows, metric = Rows(), Metric()
-    arguments = dict(arguments)
-    every_steps = arguments.pop("eval_every_steps", None)
-    examples: Any = (lambda _: EXAMPLES) if arguments.pop("by_epoch", False) else EXAMPLES
-    found = fit(
-        linear_state(),
-        examples,
-        optimizer=COUNTING,
-        loggers=[rows],
-        evaluation=rx.Evaluation(
-            EXAMPLES[:11], every_steps=every_steps, predict_fn=predict_fn, metric_fn=metric
-        ),
-        **arguments,
-    )
+def test_rows_of_evaluations_and_when_they_are_made() -> None:
+    """Every fourth step, and at the end, of epochs that have examples of their own."""
+    rows, metric, examples = Rows(), Metric(), EXAMPLES[:11]
+    evaluation = rx.Evaluation(examples, every_steps=4, predict_fn=predict_fn, metric_fn=metric)
+    arguments: Any = {"num_epochs": 2, "optimizer": COUNTING, "evaluation": evaluation}
+    found = fit(linear_state(), lambda epoch: EXAMPLES, loggers=[rows], **arguments)
     evaluations = rows.with_prefix("eval/")
-    assert [step for step, _ in evaluations] == expected
-    assert int(found.step) == expected[-1]
+    assert [step for step, _ in evaluations] == [4, 8, 10]
+    assert int(found.step) == 10
     # First the rehearsal, on one batch, and then always everything, in order.
-    assert metric.calls == [(list(range(n)), list(range(n))) for n in [4] + [11] * len(expected)]
+    assert metric.calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
     for _, row in evaluations:
         assert row.keys() == {f"eval/{n}" for n in ("loss", "plain", "size", "jax", "numpy", "array")}
         assert (row["eval/size"], row["eval/jax"], row["eval/numpy"], row["eval/array"]) == (11, 1, 2, 3)
@@ -82,7 +58,7 @@ def test_when_to_evaluate(arguments: Any, expected: list[int]) -> None:
     # Train rows come before the evaluation at their step.
     assert [step for step, _ in rows.rows] == sorted(step for step, _ in rows.rows)
     assert rows.rows[-1] == evaluations[-1]
-    own = rx.evaluate(found, EXAMPLES[:11], collate_fn=collate, loss_fn=loss_fn, batch_size=4)
+    own = rx.evaluate(found, examples, collate_fn=collate, loss_fn=loss_fn, batch_size=4)
     assert {f"eval/{name}": value for name, value in own.items()}.items() <= evaluations[-1][1].items()
 
 
@@ -117,38 +93,41 @@ class Odd:
         return "<an odd thing>"
 
 
-def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    examples = [{**example, "extra": None} for example in EXAMPLES[:6]]
-    extras: list[Any] = [Odd(), "Grüße", {("a", 1): 2}, {np.int64(3): b"x"}, "half \ud800 pair", loop]
-    for example, extra in zip(examples, extras):
-        example["extra"] = extra
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def predicted(extras: list[Any], directory: pathlib.Path) -> tuple[list[Any], list[Any]]:
+    """Trains, and writes predictions for examples that have something besides; these, and what is predicted."""
+    examples = [{**example, "extra": extra} for example, extra in zip(EXAMPLES, extras)]
 
     def without_extra(given: Any) -> Any:
         return collate([{k: v for k, v in e.items() if k != "extra"} for e in given])
 
+    evaluation = rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=directory)
+    arguments: Any = {"num_epochs": 2, "optimizer": COUNTING, "evaluation": evaluation}
+    state = fit(linear_state(), EXAMPLES, collate_fn=without_extra, **arguments)
+    given: Any = {"collate_fn": without_extra, "predict_fn": predict_fn, "batch_size": 4}
+    return examples, rx.predict(state, examples, **given)
+
+
+def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    extras: list[Any] = [Odd(), "Grüße", {("a", 1): 2}, {np.int64(3): b"x"}, "half \ud800 pair", loop]
     directory = tmp_path / "deep" / "predictions"
-    found = fit(
-        linear_state(),
-        EXAMPLES,
-        collate_fn=without_extra,
-        num_epochs=2,
-        optimizer=COUNTING,
-        evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=directory),
-    )
+    examples, predictions = predicted(extras, directory)
     assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
     text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     assert "Grüße" in text
-    predictions = rx.predict(found, examples, collate_fn=without_extra, predict_fn=predict_fn, batch_size=4)
     assert [line["prediction"] for line in lines] == [
         {"id": int(p["id"]), "out": p["out"].tolist()} for p in predictions
     ]
-    for i, line in enumerate(lines[:2] + lines[4:5]):
-        index = [0, 1, 4][i]
-        assert line["example"]["x"] == EXAMPLES[index]["x"].tolist()
-        assert line["example"]["id"] == index
+    for i in (0, 1, 4):
+        assert lines[i]["example"]["x"] == EXAMPLES[i]["x"].tolist()
+        assert lines[i]["example"]["id"] == i
     assert lines[0]["example"]["extra"] == "<an odd thing>"
     assert lines[4]["example"]["extra"] == "half \ud800 pair"
     for i in (2, 3, 5):  # what JSON cannot hold at all is there by its repr
@@ -156,24 +135,8 @@ def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    class Broken:
-        def __repr__(self) -> str:
-            raise RuntimeError("no repr")
-
-    examples = [{**example, "extra": Broken()} for example in EXAMPLES[:2]]
-
-    def without_extra(given: Any) -> Any:
-        return collate([{k: v for k, v in e.items() if k != "extra"} for e in given])
-
     with pytest.raises(RuntimeError, match="no repr"):
-        fit(
-            linear_state(),
-            EXAMPLES,
-            collate_fn=without_extra,
-            num_steps=1,
-            optimizer=COUNTING,
-            evaluation=rx.Evaluation(examples, predict_fn=predict_fn, predictions_directory=tmp_path),
-        )
+        predicted([Broken(), Broken()], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,31 +144,12 @@ def broken(*_: Any) -> Any:
     raise KeyError("mine")
 
 
-@pytest.mark.parametrize("name", ["predict_fn", "metric_fn", "loss_fn"])
-def test_what_is_broken_fails_before_training(name: str) -> None:
+def test_what_is_broken_fails_before_training() -> None:
     state = linear_state()
-    functions: Any = {"predict_fn": predict_fn, "metric_fn": Metric(), "loss_fn": loss_fn, name: broken}
-    with Compilations() as compilations, pytest.raises(KeyError, match="mine") as caught:
-        fit(state, EXAMPLES, num_epochs=1, evaluation=rx.Evaluation(EXAMPLES, **functions))
-    assert BODY not in compilations.names
-    assert any("the evaluation" in note for note in caught.value.__notes__)
+    for name in ("predict_fn", "metric_fn", "loss_fn"):
+        functions: Any = {"predict_fn": predict_fn, "metric_fn": Metric(), "loss_fn": loss_fn, name: broken}
+        with Compilations() as compilations, pytest.raises(KeyError, match="mine") as caught:
+            fit(state, EXAMPLES, num_epochs=1, evaluation=rx.Evaluation(EXAMPLES, **functions))
+        assert BODY not in compilations.names
+        assert any("the evaluation" in note for note in caught.value.__notes__)
     assert_same(state, linear_state())  # and the state is still there
-
-
-def test_prefetch_zero_keeps_all_to_one_thread() -> None:
-    threads = set()
-
-    def spying(examples: Any) -> Any:
-        threads.add(threading.current_thread())
-        return collate(examples)
-
-    fit(
-        linear_state(),
-        EXAMPLES,
-        collate_fn=spying,
-        num_epochs=1,
-        optimizer=COUNTING,
-        evaluation=rx.Evaluation(EXAMPLES, predict_fn=predict_fn),
-        prefetch=0,
-    )
-    assert threads == {threading.main_thread()}

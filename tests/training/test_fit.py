@@ -1,11 +1,12 @@
 """`fit` is the loop that a reader would write: same numbers, compiled once; what fails in it arrives."""
 
+import dataclasses
 import itertools
+import pathlib
 import threading
 import warnings
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +16,13 @@ from fit_helpers import (
     BODY,
     COUNTING,
     EXAMPLES,
-    MESHES,
-    SGD,
+    Collate,
     Compilations,
     Rows,
     assert_counted,
     assert_same,
     collate,
+    errors_of,
     fit,
     linear_state,
     loss_fn,
@@ -29,9 +30,9 @@ from fit_helpers import (
     mlp_state,
     predict_fn,
     state_after,
-    to_numpy,
 )
 from jax._src.array import ArrayImpl
+from stream_sources import KINDS, Unlike, generate, order
 
 import redco_eqx as rx
 from redco_eqx._training.evaluation import NUM_AHEAD
@@ -40,8 +41,8 @@ from redco_eqx._training.run import Training
 # The loop is the one that a reader would write
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a mesh with all axes, over three epochs that drop examples."""
     told = []
 
     def spying(*arguments: Any, **options: Any) -> Any:
@@ -50,7 +51,7 @@ def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     optimizer = optax.sgd(1e-2, momentum=0.9)
     examples = make_examples(40, dim=8)
-    state = mlp_state(optimizer, rx.make_mesh(**sizes))
+    state = mlp_state(optimizer, rx.make_mesh(tensor=2, fsdp=2))
     layout = {path: x.sharding for path, x in state.params.items()}
     arguments: Any = {"batch_size": 16, "optimizer": optimizer}
     expected = state_after(6, state, examples, **arguments)
@@ -65,9 +66,9 @@ def test_fit_is_the_loop_by_hand(sizes: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert {path: x.sharding for path, x in found.params.items()} == layout
 
 
-@pytest.mark.parametrize("num_steps", [3, 5, 12])
-def test_steps_cut_and_repeat_epochs(num_steps: int) -> None:
-    assert_same(fit(linear_state(), EXAMPLES, num_steps=num_steps), state_after(num_steps))
+def test_steps_cut_and_repeat_epochs() -> None:
+    for num_steps in (3, 5, 12):
+        assert_same(fit(linear_state(), EXAMPLES, num_steps=num_steps), state_after(num_steps))
 
 
 def test_microbatches_are_those_of_train_step() -> None:
@@ -76,24 +77,21 @@ def test_microbatches_are_those_of_train_step() -> None:
     assert not np.array_equal(found.params["weight"], state_after(5).params["weight"])  # other noise
 
 
-def spy(seen: list[int]) -> Any:
-    def collate_and_note(examples: Any) -> Any:
-        seen.extend(example["id"] for example in examples)
-        return collate(examples)
-
-    return collate_and_note
-
-
 def test_a_second_fit_starts_epochs_of_its_own() -> None:
     examples = make_examples(20)
-    first: list[int] = []
-    second: list[int] = []
-    middle = fit(linear_state(), examples, num_epochs=2, collate_fn=spy(first), donate=False)
+    first, second = Collate(), Collate()
+    middle = fit(linear_state(), examples, num_epochs=2, collate_fn=first, donate=False)
     expected = state_after(10, middle, examples)
-    assert_same(fit(middle, examples, num_epochs=2, collate_fn=spy(second), prefetch=0), expected)
-    epochs = [tuple(seen[i : i + 20]) for seen in (first, second) for i in (0, 20)]
+    assert_same(fit(middle, examples, num_epochs=2, collate_fn=second, prefetch=0), expected)
+    epochs = [tuple(spy.ids[i : i + 20]) for spy in (first, second) for i in (0, 20)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 4
     assert len(set(epochs)) == 4
+
+
+def test_not_shuffled_keeps_the_order() -> None:
+    spy, data = Collate(), rx.Data(EXAMPLES, shuffle=False, prefetch=0)
+    fit(linear_state(), data, collate_fn=spy, optimizer=COUNTING, num_epochs=2)
+    assert spy.ids == [*range(20)] * 2
 
 
 @pytest.mark.parametrize("stop", [{"num_epochs": 3}, {"num_steps": 6}], ids=str)
@@ -127,26 +125,6 @@ def test_donation() -> None:
     ):
         with pytest.raises(ValueError, match=r"array \w+ has been deleted.*donated.*a copy"):
             use()
-
-
-def test_a_model_with_a_state_is_trained_with_it() -> None:
-    def make() -> Any:
-        norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
-        pair = eqx.nn.make_with_state(lambda: norm)()
-        return rx.init_state(pair, SGD, key=jax.random.key(1))
-
-    def loss(model: Any, batch: Any, key: Any) -> Any:
-        apply = jax.vmap(model[0], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        out, model_state = apply(batch["x"], model[1])
-        return jnp.mean((out - batch["y"]) ** 2), {}, model_state
-
-    start = make()
-    expected = state_after(5, start, loss_fn=loss)
-    found = fit(make(), EXAMPLES, num_epochs=1, loss_fn=loss)
-    # Not bit for bit: beside the guard the compiler fuses the running mean otherwise, to a last digit.
-    for x, y in zip(to_numpy(found), to_numpy(expected)):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
-    assert any(not np.array_equal(x, start.model_state[p]) for p, x in found.model_state.items())
 
 
 # Compiled once, and no waiting
@@ -213,86 +191,136 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
 # What fails, and what is warned of
 
 
-class TwoHeads(eqx.Module):
-    used: eqx.nn.Linear
-    idle: eqx.nn.Linear
-    table: Any
-
-    def __call__(self, x: Any) -> Any:
-        return self.used(x)
-
-
-def two_heads_state(**arguments: Any) -> Any:
-    keys = jax.random.split(jax.random.key(0), 2)
-    used, idle = (eqx.nn.Linear(2, 2, key=key) for key in keys)
-    model = TwoHeads(used, idle, np.ones(3, np.float32))
-    return rx.init_state(model, SGD, key=jax.random.key(1), **arguments)
-
-
 def test_unused_parameters_are_told_once_by_path() -> None:
+    def without_bias(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((batch["x"] @ model.weight.T - batch["y"]) ** 2)
+
     # No thread: beartype, at work in it, now and then catches what another thread warns of.
-    with pytest.warns(UserWarning, match="does not depend on 2 trainable arrays") as caught:
-        fit(two_heads_state(), EXAMPLES, num_epochs=2, prefetch=0)
+    with pytest.warns(UserWarning, match=r"does not depend on 1 trainable array.*: bias\.") as caught:
+        fit(linear_state(), EXAMPLES, loss_fn=without_bias, num_epochs=2, prefetch=0)
     assert len(caught) == 1
-    assert "idle.bias, idle.weight." in str(caught[0].message)
-
-
-def test_parameters_that_are_left_out_are_not_told() -> None:
-    model = two_heads_state().model
-    nothing = jax.tree.map(lambda _: False, model)
-    chosen = eqx.tree_at(lambda m: [m.used.weight, m.used.bias], nothing, [True, True])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(two_heads_state(trainable=chosen), EXAMPLES, num_epochs=2, prefetch=0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_of_collate_fn_in_the_second_epoch_arrives(prefetch: int) -> None:
-    calls = itertools.count(1)
     own = LookupError("mine")
 
-    def failing(examples: Any) -> Any:
-        if next(calls) == 7:
-            raise own
-        return collate(examples)
+    def fail() -> None:
+        raise own
 
     with pytest.raises(LookupError) as caught:
-        fit(linear_state(), EXAMPLES, collate_fn=failing, num_epochs=3, optimizer=COUNTING, prefetch=prefetch)
+        fit(
+            linear_state(),
+            EXAMPLES,
+            collate_fn=Collate(7, fail),
+            num_epochs=3,
+            optimizer=COUNTING,
+            prefetch=prefetch,
+        )
     assert caught.value is own
     assert any("batch 1 of epoch 1" in note for note in own.__notes__)
 
 
-def test_an_error_of_loss_fn_arrives_unchanged() -> None:
+def test_errors_of_loss_fn_and_of_a_logger_arrive_unchanged() -> None:
     own = LookupError("mine")
 
-    def failing(model: Any, batch: Any, key: Any) -> Any:
+    def failing(*_: Any) -> Any:
         raise own
 
     state = linear_state()
     with Compilations() as compilations, pytest.raises(LookupError) as caught:
-        fit(state, EXAMPLES, loss_fn=failing, num_epochs=3)
+        fit(state, EXAMPLES, loss_fn=lambda model, batch, key: failing(), num_epochs=3)
     assert caught.value is own
     assert BODY not in compilations.names
     assert_same(state, linear_state())
-
-
-def test_an_error_of_a_logger_arrives() -> None:
-    own = LookupError("mine")
-
-    def failing(step: int, row: Any) -> None:
-        raise own
-
     with pytest.raises(LookupError) as caught:
-        fit(linear_state(), EXAMPLES, num_epochs=3, loggers=[failing], optimizer=COUNTING)
+        fit(state, EXAMPLES, num_epochs=3, loggers=[lambda step, row: failing()], optimizer=COUNTING)
     assert caught.value is own
 
 
-@pytest.mark.parametrize(("n", "batch_size", "num_epochs"), [(22, 4, 3), (4, 4, 1), (7, 4, 2)])
-def test_num_train_steps_is_what_fit_takes(n: int, batch_size: int, num_epochs: int) -> None:
-    arguments: Any = {"batch_size": batch_size, "num_epochs": num_epochs}
-    found = fit(linear_state(), EXAMPLES[:n], optimizer=COUNTING, **arguments)
-    assert int(found.step) == rx.num_train_steps(n, batch_size=batch_size, num_epochs=num_epochs)
+def test_num_train_steps_is_what_fit_takes() -> None:
+    for n, num_epochs in ((22, 3), (4, 1)):
+        found = fit(linear_state(), EXAMPLES[:n], optimizer=COUNTING, num_epochs=num_epochs)
+        assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
     with pytest.raises(ValueError, match=r"3 examples do not fill a batch of 4"):
         rx.num_train_steps(3, batch_size=4, num_epochs=1)
     with pytest.raises(ValueError, match="batch_size=0"):
         rx.num_train_steps(3, batch_size=0, num_epochs=1)
+
+
+# Streams
+
+
+def errors_fn(model: Any, batch: Any, key: Any) -> Any:
+    return errors_of(model, batch)
+
+
+def metric_fn(examples: Any, predictions: Any) -> Any:
+    return {"sum": sum(float(p) * float(e["weight"]) for e, p in zip(examples, predictions, strict=True))}
+
+
+def test_a_stream_trains_as_its_examples_do() -> None:
+    def of_epoch(epoch: int) -> Any:
+        return [EXAMPLES[i] for i in order(22, epoch)]
+
+    expected = fit(linear_state(), rx.Data(of_epoch, shuffle=False), num_steps=13)
+    rows = Rows()
+    found = fit(linear_state(), KINDS["iterable"](EXAMPLES), num_steps=13, log_every=3, loggers=[rows])
+    assert_same(found, expected)
+    assert [(step, row["train/epoch"]) for step, row in rows.rows] == [(3, 0), (6, 1), (9, 1), (12, 2), (13, 2)]
+
+
+def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
+    def run(num_steps: int, **options: Any) -> Any:
+        checkpoints = rx.Checkpoints(tmp_path, **options)
+        stream, loggers = rx.Stream(Unlike(EXAMPLES)), [rx.ConsoleLogger(progress=False)]
+        return fit(linear_state(), stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
+
+    run(3)
+    with pytest.raises(ValueError, match=r"first 12 items of epoch 0 differ from those when the run was saved"):
+        run(5)
+    assert int(run(5, allow_changes=True).step) == 5
+    assert "from those when the run was saved: continuing anyway" in capsys.readouterr().err
+
+
+def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
+    rows = Rows()
+    expected = fit(linear_state(), rx.Data([EXAMPLES[i] for i in order(22, 0)], shuffle=False), num_epochs=1)
+
+    def run(examples: Any) -> Any:
+        return fit(
+            linear_state(),
+            rx.Stream(examples),
+            num_steps=100,
+            loggers=[rows],
+            evaluation=rx.Evaluation(EXAMPLES),
+            checkpoints=tmp_path,
+        )
+
+    assert_same(run(generate(EXAMPLES, 0)), expected)
+    assert [step for step, row in rows.rows if "eval/loss" in row] == [5]
+    (info,) = rx.list_checkpoints(tmp_path)
+    assert info.run is not None
+    assert (info.step, info.run.finished) == (5, True)
+    assert_same(run(generate(EXAMPLES, 0)), expected)  # which has come to its end already
+
+
+def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> None:
+    state = linear_state(mesh=rx.make_mesh(data=4))
+    common: Any = {"collate_fn": collate, "batch_size": 8}
+    stream = rx.Stream(lambda epoch: iter({0: EXAMPLES}[epoch]))  # read from the first epoch each time
+    expected = rx.evaluate(state, EXAMPLES, loss_fn=loss_fn, **common)
+    assert rx.evaluate(state, stream, loss_fn=loss_fn, **common) == expected
+    predicted = rx.predict(state, stream, predict_fn=errors_fn, **common)
+    np.testing.assert_array_equal(predicted, rx.predict(state, EXAMPLES, predict_fn=errors_fn, **common))
+    evaluation = rx.Evaluation(
+        stream,
+        loss_fn=loss_fn,
+        predict_fn=errors_fn,
+        metric_fn=metric_fn,
+        predictions_directory=tmp_path,
+        **common,
+    )
+    assert evaluation(state) == dataclasses.replace(evaluation, examples=EXAMPLES)(state)
+    assert evaluation.rehearse(state).keys() == evaluation(state).keys()
+    assert len((tmp_path / "step-0.jsonl").read_text().splitlines()) == 22

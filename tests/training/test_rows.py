@@ -1,8 +1,8 @@
-"""The rows that `fit` logs, and what it writes to a terminal."""
+"""The rows that `fit` logs, its history, and what it writes to a terminal."""
 
 import itertools
-import json
 import pathlib
+import pickle
 import re
 import types
 from typing import Any
@@ -15,15 +15,20 @@ import pytest
 from fit_helpers import (
     COUNTING,
     EXAMPLES,
+    Collate,
     Rows,
+    assert_same,
     collate,
     errors_of,
     fit,
+    fit_with_history,
     hand_loop,
     linear_state,
     make_examples,
     predict_fn,
     scalar_loss,
+    spoiled,
+    without_times,
 )
 
 import redco_eqx as rx
@@ -65,14 +70,9 @@ def per_token(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(weight * jnp.mean(errors_of(model, batch)), weight)
 
 
-def per_example(model: Any, batch: Any, key: Any) -> Any:
-    errors = errors_of(model, batch)
-    return rx.Mean(jnp.sum(errors), len(errors))
-
-
 @pytest.mark.parametrize(
     ("loss", "log_every", "eval_every_steps"),
-    [(per_token, 10, 15), (per_example, 10, 15), (scalar_loss, 100, 3)],
+    [(per_token, 10, 15), (scalar_loss, 100, 3)],
 )
 def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a batch moves on by one second, the first one (which compiles) by a minute, and an
@@ -137,24 +137,94 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
             assert ratio == pytest.approx(3.0, rel=1e-6)
 
 
-def test_the_jsonl_logger_and_a_function_take_the_same_rows(tmp_path: pathlib.Path) -> None:
+# History
+
+EVALUATION = rx.Evaluation(EXAMPLES, every_steps=4)
+
+
+def run(num_steps: int = 11, **arguments: Any) -> Any:
+    defaults: Any = {"num_steps": num_steps, "log_every": 3, "evaluation": EVALUATION}
+    return fit_with_history(linear_state(), EXAMPLES, **{**defaults, **arguments})
+
+
+def test_it_has_what_the_loggers_got_without_rates() -> None:
     rows = Rows()
-    path = tmp_path / "run" / "log.jsonl"
-    with rx.JSONLLogger(path) as logger:
-        fit(
-            linear_state(),
-            EXAMPLES,
-            num_steps=4,
-            optimizer=COUNTING,
-            log_every=2,
-            loggers=[logger, lambda step, row: rows(step, row)],
-            evaluation=rx.Evaluation(EXAMPLES[:5]),
+    _, history = run(loggers=[rows])
+    assert [row["step"] for row in history.rows] == [3, 4, 6, 8, 9, 11]
+    assert [row["step"] for row in history.evaluations] == [4, 8, 11]
+    expected = [{"step": step, **row} for step, row in without_times(rows.rows)]
+    assert [row for row in expected if "eval/loss" not in row] == list(history.rows)
+    assert [row for row in expected if "eval/loss" in row] == list(history.evaluations)
+    assert history["eval/loss"] == [row["eval/loss"] for row in history.evaluations]
+    assert history["train/loss"] == [row["train/loss"] for row in history.rows]
+    with pytest.raises(KeyError, match=r"eval/los' is in no row .* train/loss, .*eval/loss"):
+        history["eval/los"]
+
+
+def test_an_error_comes_with_the_rows_of_all_steps_before_it() -> None:
+    """Also with those that were handed to the devices and not looked at."""
+
+    def fail() -> None:
+        raise LookupError("mine")
+
+    rows, examples = Rows(), rx.Data(EXAMPLES, prefetch=0)
+    with pytest.raises(LookupError) as error:
+        fit_with_history(
+            linear_state(), examples, collate_fn=Collate(8, fail), num_steps=9, log_every=1, loggers=[rows]
         )
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        assert line.pop("time") > 1.6e9
-    assert lines == [{"step": step, **row} for step, row in rows.rows]
-    assert [line["step"] for line in lines] == [2, 4, 4]
+    raised: Any = error.value
+    assert int(raised.state.step) == len(raised.history.rows) == len(rows.rows) == 7
+
+
+def test_a_run_without_rows_has_an_empty_history() -> None:
+    assert rx.types.History() == rx.types.History((), ())
+    with pytest.raises(KeyError, match="none"):
+        rx.types.History()["train/loss"]
+
+
+def test_runs_in_one_directory_have_their_own_rows(tmp_path: pathlib.Path) -> None:
+    arguments: Any = {"optimizer": COUNTING, "checkpoints": tmp_path, "log_every": 1}
+    state, first = fit_with_history(linear_state(), EXAMPLES, num_steps=3, **arguments)
+    _, second = fit_with_history(state, EXAMPLES, num_steps=2, **arguments)
+    assert [row["step"] for row in first.rows] == [1, 2, 3]
+    assert [row["step"] for row in second.rows] == [4, 5]
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        value = jnp.mean(errors_of(model, batch))
+        return value, {"odd": value * jnp.nan, "large": value + jnp.inf}
+
+    for _ in range(2):
+        _, history = fit_with_history(
+            linear_state(), EXAMPLES, num_steps=2, log_every=1, checkpoints=tmp_path, loss_fn=loss
+        )
+        assert np.isnan(history["train/odd"]).all()
+        assert history["train/large"] == [np.inf, np.inf]
+
+
+def test_checkpoints_do_not_grow_by_rows(tmp_path: pathlib.Path) -> None:
+    fit_with_history(
+        linear_state(), EXAMPLES, num_steps=60, log_every=1, optimizer=COUNTING,
+        checkpoints=rx.Checkpoints(tmp_path, every_steps=20, keep_last=None),
+    )  # fmt: skip
+    first, *_, last = (
+        len((tmp_path / f"{step}" / "record" / "record.json").read_bytes()) for step in (20, 40, 60)
+    )
+    assert last <= first + 10
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 60
+
+
+def test_errors_carry_it_from_one_process_to_another() -> None:
+    examples, step = spoiled(np.nan)
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
+        fit_with_history(linear_state(), examples, num_epochs=2, log_every=1)
+    assert [row["step"] for row in caught.value.history.rows] == list(range(1, step + 1))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.step, again.history) == (str(caught.value), step, caught.value.history)
+    assert_same(again.state, caught.value.state)
+    error = rx.errors.TrainingInterrupted(None, 3, history=caught.value.history)
+    assert pickle.loads(pickle.dumps(error)).history == caught.value.history
 
 
 # Terminal

@@ -1,0 +1,166 @@
+"""One of the two processes of `test_two_processes.py`; arguments: port, process, directory."""
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+
+import dataclasses  # noqa: E402
+
+import equinox as eqx  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from stream_sources import StatefulIterator  # noqa: E402
+
+import redco_eqx as rx  # noqa: E402
+from redco_eqx._data import streams  # noqa: E402
+from redco_eqx._data.batches import Epochs  # noqa: E402
+from redco_eqx._data.data import Place  # noqa: E402
+from redco_eqx._sharding.mesh import replicated  # noqa: E402
+
+streams.PROOF = 4  # so that the states of short epochs are used
+
+process, directory = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+interleaved = [jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+MESHES = {
+    "data": rx.make_mesh(),
+    "tensor": rx.make_mesh(tensor=8),
+    "mixed": rx.make_mesh(tensor=2, fsdp=2),
+    "interleaved": rx.make_mesh(devices=interleaved),
+}
+results: dict[str, Any] = {name: {} for name in MESHES}
+
+
+def refusal(act):
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+
+
+# A sequence. Process 1 makes its first batch only after process 0 has made its last, so a collective in
+# `batches` would wait forever.
+
+for name, mesh in MESHES.items():
+    seen = []
+
+    def collate(examples, seen=seen):
+        seen.append([int(x) for x in examples])
+        return {"x": np.asarray(examples), "wide": np.stack([np.full(3, x, np.float32) for x in examples])}
+
+    key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated(mesh))()
+    done = directory / f"{name}.done"
+    while process == 1 and not done.exists():
+        time.sleep(0.01)
+    options = {"batch_size": 8, "mesh": mesh, "key": key, "epoch": 2, "remainder": "split"}
+    made = list(rx.batches(np.arange(29), collate, **options))
+    done.touch()
+    gathered = [multihost_utils.process_allgather(batch, tiled=True) for batch in made]
+    results[name]["sequence"] = {"seen": seen, "batches": jax.tree.map(lambda x: x.tolist(), gathered)}
+
+
+# Streams.
+
+
+shards = []
+
+
+def part(epoch, shard, num_shards):
+    """The examples of a shard, 100 times its number on; shard 1 has more."""
+    shards.append((epoch, shard, num_shards))
+    return StatefulIterator([1000 * epoch + 100 * shard + i for i in range(20 + 7 * shard)], epoch)
+
+
+def whole(epoch):
+    return iter(range(1000 * epoch, 1000 * epoch + 29))
+
+
+def as_floats(examples):
+    return np.asarray(examples, np.float32)
+
+
+def epochs_of(stream, mesh):
+    return Epochs(stream, as_floats, batch_size=8, mesh=mesh)
+
+
+STREAMS = {"whole": rx.Stream(whole, sharded=False), "sharded": rx.Stream(part, sharded=True)}
+BEGIN = Place(0, 0, None)
+for name in ("data", "tensor", "mixed"):
+    for how, stream in STREAMS.items():
+        seen, places = [], []
+        made = epochs_of(stream, MESHES[name]).after(BEGIN, key=jax.random.key(0))
+        for batch, place in made:
+            seen.append(multihost_utils.process_allgather(batch, tiled=True).tolist())
+            places.append([place.epoch, place.batch, [list(p)[:4] for p in place.positions or ()]])
+            if len(seen) == 7:
+                break
+        made.close()
+        results[name][how] = {"batches": seen, "places": places}
+    results[name]["shards"] = shards[:]
+    shards.clear()
+unlike = rx.Stream(lambda epoch: range(100 * process, 200), sharded=False)
+results["unlike"] = refusal(lambda: next(epochs_of(unlike, MESHES["data"]).after(BEGIN, key=jax.random.key(0))))
+results["unsaid"] = refusal(lambda: epochs_of(rx.Stream(whole), MESHES["data"]))
+# Each process holds every second row: a shard of its own.
+results["interleaved"]["shards"] = refusal(lambda: epochs_of(STREAMS["sharded"], MESHES["interleaved"]))
+
+
+# Runs.
+
+OPTIMIZER = optax.stateless(lambda grads, _: jax.tree.map(jnp.ones_like, grads))  # each step adds 1
+
+
+def run(mesh, examples, **arguments):
+    """The state after a run from parameters that are zero."""
+    model = rx.init_model(lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0))
+    model = jax.tree.map(jnp.zeros_like, model)
+    return rx.fit(
+        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), examples, collate_fn=as_floats,
+        loss_fn=lambda model, batch, key: jnp.mean(batch) + 0 * jnp.sum(model.weight + model.bias),
+        optimizer=OPTIMIZER, batch_size=8, loggers=(), **arguments,
+    )[0]  # fmt: skip
+
+
+# One that is left in the middle of an epoch of a stream, and gone on with.
+for how, stream in STREAMS.items():
+    for num_steps in (4, 7):
+        checkpoints = rx.Checkpoints(directory / how, every_steps=4, keep_last=None)
+        state = run(MESHES["data"], stream, num_steps=num_steps, checkpoints=checkpoints)
+    results[f"steps {how}"] = int(state.step)
+
+calls = []
+
+
+def deciding(run, row, state):
+    """Each process would end the run elsewhere; the state is changed alike."""
+    calls.append([run.step, next(iter(row.values()))])
+    doubled = {path: 2 * x for path, x in state.params.items()}
+    ends = run.step >= (6 if process == 0 else 2)
+    return rx.Change(stop=ends, state=dataclasses.replace(state, params=doubled))
+
+
+examples = [np.float32(i) for i in range(80)]
+state = run(MESHES["mixed"], examples, hook=deciding, num_steps=10, log_every=2, checkpoints=directory / "run")
+params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
+results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
+
+# Fewer examples on process 1: from then on both are about to end.
+opened = directory / "opened"
+while process == 1 and not opened.exists():
+    time.sleep(0.01)
+results["fewer"] = refusal(
+    lambda: rx.batches(np.arange(29 - process), np.asarray, batch_size=8, mesh=MESHES["data"])
+)
+opened.touch()
+(directory / f"{process}.json").write_text(json.dumps(results))

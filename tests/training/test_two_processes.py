@@ -1,0 +1,146 @@
+"""Two processes: they read the rows of their devices, or a shard of a stream each, go on together, and process
+0 decides."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from fit_helpers import COUNTING, fit, linear_state
+from helpers import run_two_processes
+from stream_sources import order
+
+import redco_eqx as rx
+from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
+from redco_eqx._data.order import epoch_order
+from redco_eqx._data.streams import state_to_text
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: Any) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("two")
+    run_two_processes(pathlib.Path(__file__).with_name("_two_processes.py"), path, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(directory: pathlib.Path) -> list[Any]:
+    return [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
+
+
+def test_each_reads_the_rows_of_its_devices(results: list[Any]) -> None:
+    rows = epoch_order(29, jax.random.key(5), 2)(np.arange(29)).tolist()
+    whole = [rows[:8], rows[8:16], rows[16:24]]
+    for name in ("data", "interleaved", "tensor", "mixed"):
+        last = [rows[24:28], rows[28:]] if name == "mixed" else [rows[24:]]
+        for process, result in enumerate(results):
+            found = result[name]["sequence"]
+            assert [batch["x"] for batch in found["batches"]] == whole + last
+            assert [batch["wide"] for batch in found["batches"]] == [
+                [[x] * 3 for x in batch] for batch in whole + last
+            ]
+            mine = {
+                "data": [batch[4 * process :][:4] for batch in whole],
+                "mixed": [batch[4 * process :][:4] for batch in whole],
+                "interleaved": [batch[process::2] for batch in whole],
+                "tensor": whole,
+            }[name]
+            # The first tail of "mixed" is split four ways, so each process holds half of it.
+            my_last = [last[0][2 * process :][:2], last[1]] if name == "mixed" else last
+            assert found["seen"] == mine + my_last, (name, process)
+
+
+def test_what_is_unlike_is_refused(results: list[Any]) -> None:
+    assert results[0]["fewer"] is None  # it came first, and did not wait
+    assert "len(examples) is 29 on process 0, but 28 on process 1" in results[1]["fewer"]
+    for result in results:
+        assert "read different examples for a batch" in result["unlike"]
+        assert "with several processes, say what each of them reads" in result["unsaid"]
+        assert result["interleaved"]["shards"] is None
+
+
+# Streams
+
+
+def part(epoch: int, shard: int, num_shards: int) -> list[int]:
+    num = 20 + 7 * shard
+    return [1000 * epoch + 100 * shard + i for i in order(num, epoch)]
+
+
+def test_a_stream_is_read_whole(results: list[Any]) -> None:
+    expected = [[1000 * (i // 3) + i % 3 * 8 + j for j in range(8)] for i in range(7)]
+    for mesh in ("data", "tensor", "mixed"):
+        for result in results:
+            found = result[mesh]["whole"]
+            assert found["batches"] == expected
+            assert [place[:2] for place in found["places"]] == [[*divmod(i, 3)] for i in range(1, 8)]
+            assert found["places"][3][2] == [[0, 1, 8, None]]
+
+
+def test_a_shard_each_to_the_end_of_the_shorter_one(results: list[Any]) -> None:
+    """Shard 0 has five batches of four rows, shard 1 six and a ragged tail: the epoch has five. Processes of
+    one tensor group read the same shard."""
+    expected = [part(i // 5, 0, 2)[i % 5 * 4 :][:4] + part(i // 5, 1, 2)[i % 5 * 4 :][:4] for i in range(7)]
+    same = [part(i // 2, 0, 1)[i % 2 * 8 :][:8] for i in range(7)]
+    for process, result in enumerate(results):
+        for mesh in ("data", "mixed"):
+            found = result[mesh]["sharded"]
+            assert found["batches"] == expected
+            assert [place[:2] for place in found["places"]] == [[*divmod(i, 5)] for i in range(1, 8)]
+            assert found["places"][1][2] == [[process, 2, 8, state_to_text(b"4")]]
+            assert found["places"][4][2] == [[process, 2, 0, None]]
+            assert result[mesh]["shards"] == [[0, process, 2], [1, process, 2]]
+        assert result["tensor"]["sharded"]["batches"] == same
+        assert {tuple(shard) for _, *shard in result["tensor"]["shards"]} == {(0, 1)}
+
+
+def test_a_run_on_a_stream_goes_on(results: list[Any], directory: pathlib.Path) -> None:
+    for result in results:
+        assert result["steps whole"] == result["steps sharded"] == 7
+    (four, seven) = [info.run for info in rx.list_checkpoints(directory / "sharded")]
+    assert four is not None
+    assert seven is not None
+    # Where both shards were left, though process 0 alone writes.
+    assert [p[:4] for p in four.positions or ()] == [(i, 2, 16, state_to_text(b"12")) for i in (0, 1)]
+    assert (seven.epoch, seven.batch) == (1, 2)
+    assert [p[:4] for p in seven.positions or ()] == [(i, 2, 8, state_to_text(b"4")) for i in (0, 1)]
+
+
+def test_a_run_on_a_stream_with_another_number_of_processes(
+    results: list[Any], directory: pathlib.Path
+) -> None:
+    """One that read a whole stream continues; one that read two shards is refused, allowed or not."""
+    sharded: Any = rx.Stream(lambda epoch, shard, num_shards: part(epoch, shard, num_shards), sharded=True)
+    begin = linear_state(dim=4)
+    for allow_changes in (False, True):
+        checkpoints = rx.Checkpoints(directory / "sharded", allow_changes=allow_changes)
+        with pytest.raises(ValueError, match=r"in 1 shards, but was in 2 .*Use as many processes as before"):
+            fit(begin, sharded, checkpoints=checkpoints, optimizer=COUNTING, num_steps=9, batch_size=8)
+    assert not begin.params["bias"].is_deleted()
+    run = rx.list_checkpoints(directory / "whole")[-1].run
+    assert run is not None
+    assert run.positions is not None
+    assert (run.epoch, run.batch, run.positions[0][:4]) == (2, 1, (0, 1, 8, None))
+    stream = rx.Stream(lambda epoch: range(1000 * epoch, 1000 * epoch + 29))
+    epochs = Epochs(stream, np.asarray, batch_size=8, mesh=rx.make_mesh())
+    made = epochs.after(Place(run.epoch, run.batch, None, run.positions), key=begin.key)
+    assert next(made)[0].tolist() == [2008 + i for i in range(8)]
+    made.close()
+
+
+# The hook
+
+
+def test_process_0_says_when_the_run_ends(results: list[Any]) -> None:
+    """At step 6, though process 1 would have ended it at 2. Each step adds 1, each second one doubles."""
+    value = 0
+    for step in range(1, 7):
+        value = 2 * (value + 1) if step % 2 == 0 else value + 1
+    for result in results:
+        assert result["ended"] == [6, [value, value]]
+    first, second = (result["calls"] for result in results)
+    assert first == second
+    assert [step for step, *_ in first] == [2, 4, 6]
