@@ -20,10 +20,10 @@ BATCH = {"x": jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)}
 
 
 def loss(operation, model, batch, key):
-    """Return the loss of an operation on (length, hidden) arrays, between an `up` and a `down`."""
+    """Return the loss of an operation on (length, hidden) arrays, between a masked `up` and a `down`."""
 
     def one(x):
-        return operation(x @ model["up"]) @ model["down"]
+        return operation(x @ jnp.where(jnp.tri(WIDTH, HIDDEN) > 0, model["up"], 0)) @ model["down"]
 
     return jnp.mean(jax.vmap(one)(batch["x"]) ** 2)
 
@@ -105,6 +105,7 @@ def test_what_is_local_is_split_and_costs_one_sum_each_way():
     for name, operation in LOCAL.items():
         explanation = explained(operation)
         assert specs_of(explanation) == BY_COLUMNS, name
+        assert [d.role for d in explanation.decisions.values()] == ["row", "column"], name  # of `down` and `up`
         assert sent(explanation).num_bytes_unmerged == pytest.approx(LEAST, abs=64), name
 
 
