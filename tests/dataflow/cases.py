@@ -1,5 +1,7 @@
 """Code that the tests of this directory share: layouts by the program, for entries of the zoo."""
 
+import dataclasses
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -7,11 +9,13 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from sharding.zoo import BY_NAME, Entry
+from solves_and_groups import ENTRIES
 
-from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._sharding.rules import analysis_of, explain_by
+import redco_eqx as rx
+from redco_eqx.types import Explanation
 
 TENSOR, ROWS = 4, 8
+PROGRAMS = {**BY_NAME, **ENTRIES}
 
 
 def abstract_mesh(data: int = 2, fsdp: int = 1, tensor: int = TENSOR) -> AbstractMesh:
@@ -27,20 +31,23 @@ def loss_of(entry: Entry) -> Any:
 
 
 @cache
-def analysed(name: str, rows: int = ROWS) -> Analysis:
-    """An entry of the zoo on data 2 x tensor 4."""
-    entry = BY_NAME[name]
-    analysis = analysis_of(abstract(entry.make), abstract_mesh(), loss_of(entry), entry.inputs(rows))
-    assert analysis is not None
-    return analysis
+def explained(name: str, rows: int = ROWS) -> Explanation:
+    """A program on data 2 x tensor 4."""
+    entry = PROGRAMS[name]
+    model, batch = abstract(entry.make), entry.inputs(rows)
+    return rx.explain(model, abstract_mesh(), loss_fn=loss_of(entry), batch=batch)
 
 
-def specs_of(name: str, rows: int = ROWS) -> dict[str, PartitionSpec]:
-    model = abstract(BY_NAME[name].make)
-    explanation = explain_by(analysed(name, rows), model, abstract_mesh())
+def specs_of(explanation: Explanation) -> dict[str, PartitionSpec]:
     return {path: d.spec for path, d in explanation.decisions.items()}
 
 
-def predicted_bytes(analysis: Analysis) -> float:
-    """As the CPU compiler does it, which sums over devices before it adds."""
-    return analysis.sent(analysis.layout).num_bytes(merged=False)
+def sent(explanation: Explanation, specs: Mapping[str, PartitionSpec] | None = None) -> Any:
+    """The bytes that are predicted for a layout: that of `explanation`, or another one of the same program."""
+    decisions = {
+        path: d if specs is None else dataclasses.replace(d, spec=specs[path])
+        for path, d in explanation.decisions.items()
+    }
+    found = dataclasses.replace(explanation, decisions=decisions).communication
+    assert found is not None
+    return found

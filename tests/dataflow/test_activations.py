@@ -4,7 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, mesh_of
+from helpers import assert_close, filled, in_long, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
@@ -29,18 +29,11 @@ OF_LOGITS: dict[str, float] = {"rtol": 1e-4, "atol": 1e-5}
 OF_LOSSES: dict[str, float] = {"rtol": 1e-5}
 
 
-class Tokens(eqx.Module):
+def tokens(model: Any, x: Any) -> Any:
     """Residual MLPs over long rows: their tokens, and not their features, are best split."""
-
-    layers: list[eqx.nn.MLP]
-
-    def __init__(self, key: Any):
-        self.layers = [eqx.nn.MLP(16, 16, 32, 1, key=k) for k in jax.random.split(key, 2)]
-
-    def __call__(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = x + jax.vmap(layer)(x)
-        return x
+    for layer in model:
+        x = x + jax.vmap(layer)(x)
+    return x
 
 
 class Attention(eqx.Module):
@@ -63,44 +56,31 @@ class Attention(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-class Recurrent(eqx.Module):
+def recurrent(model: Any, x: Any) -> Any:
     """A scan along the row, by the same weights."""
 
-    cell: eqx.nn.LSTMCell
-    out: eqx.nn.Linear
+    def step(carry: Any, x: Any) -> Any:
+        carry = model["cell"](x, carry)
+        return carry, carry[0]
 
-    def __init__(self, key: Any):
-        a, b = jax.random.split(key)
-        self.cell, self.out = eqx.nn.LSTMCell(16, 32, key=a), eqx.nn.Linear(32, 16, key=b)
-
-    def __call__(self, x: Any) -> Any:
-        def step(carry: Any, x: Any) -> Any:
-            carry = self.cell(x, carry)
-            return carry, carry[0]
-
-        zeros = jnp.zeros(32)
-        return jax.vmap(self.out)(jax.lax.scan(step, (zeros, zeros), x)[1])
+    return jax.vmap(model["out"])(jax.lax.scan(step, (jnp.zeros(32), jnp.zeros(32)), x)[1])
 
 
-class Branching(eqx.Module):
+def branching(model: Any, x: Any) -> Any:
     """Convolutions, a branch, a loop, a sort and a layer that is checkpointed."""
-
-    conv: eqx.nn.Conv1d
-    inner: eqx.nn.Linear
-
-    def __init__(self, key: Any):
-        a, b = jax.random.split(key)
-        self.conv, self.inner = eqx.nn.Conv1d(16, 16, 3, padding=1, key=a), eqx.nn.Linear(16, 16, key=b)
-
-    def __call__(self, x: Any) -> Any:
-        x = jax.nn.relu(self.conv(x.T)).T
-        x = jax.lax.cond(x.mean() > 0, lambda x: jnp.tanh(x), lambda x: x * 2, x)
-        x = jax.lax.fori_loop(0, 3, lambda i, x: x + 0.1 * jax.vmap(self.inner)(x), x)
-        return jax.checkpoint(jax.vmap(self.inner))(jnp.sort(x, axis=0))
+    inner = jax.vmap(model["inner"])
+    x = jax.nn.relu(model["conv"](x.T)).T
+    x = jax.lax.cond(x.mean() > 0, lambda x: jnp.tanh(x), lambda x: x * 2, x)
+    x = jax.lax.fori_loop(0, 3, lambda i, x: x + 0.1 * inner(x), x)
+    return jax.checkpoint(inner)(jnp.sort(x, axis=0))
 
 
-def squares(model: Any, batch: Any, key: Any) -> Any:
-    return (jax.vmap(model)(batch) ** 2).mean(), {"largest": jax.vmap(model)(batch).max()}
+def squares(apply: Any) -> Any:
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        out = jax.vmap(partial(apply, model))(batch)
+        return (out**2).mean(), {"largest": out.max()}
+
+    return loss_fn
 
 
 def next_token(model: Any, batch: Any, key: Any) -> Any:
@@ -109,43 +89,7 @@ def next_token(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(each.sum(), each.size)
 
 
-RNG = np.random.default_rng(0)
-CASES: dict[str, Any] = {
-    "tokens": (Tokens, squares, RNG.normal(size=(8, 256, 16)).astype(np.float32)),
-    "attention": (Attention, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
-    "recurrent": (Recurrent, squares, RNG.normal(size=(8, 12, 16)).astype(np.float32)),
-    "branching": (Branching, squares, RNG.normal(size=(8, 16, 16)).astype(np.float32)),
-}
-
-
-def stepped(case: str, mesh: Any, loss_fn: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The state after a step, its metrics, and the compiled step."""
-    make, _, batch = CASES[case]
-    model = rx.init_model(make, mesh, key=jax.random.key(0))
-    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
-    state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings, **options)
-    compiled = jax.jit(step).lower(state, jax.device_put(batch, rx.batch_sharding(mesh))).compile()
-    return *compiled(state, jax.device_put(batch, rx.batch_sharding(mesh))), compiled
-
-
-@pytest.mark.parametrize("mesh", ["data2xtensor4", "2x2x2", "tensor8"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
-    loss_fn = CASES[case][1]
-    one, of_one, _ = stepped(case, mesh_of("one"), loss_fn)
-    state, metrics, _ = stepped(case, mesh_of(mesh), rx.split_activations(loss_fn))
-    assert_close(state.params, one.params, **OF_PARAMETERS)
-    assert_close({x: metrics[x].value for x in metrics}, {x: of_one[x].value for x in of_one}, **OF_SUMS)
-
-
-def of_mlp(loss: Any, batch: Any) -> Any:
-    """A case of an MLP that reads the last dim of an array of any rank."""
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        return loss(lambda x: jax.vmap(model)(x.reshape(-1, 16)).reshape(x.shape), batch)
-
-    return lambda key: eqx.nn.MLP(16, 16, 32, 1, key=key), loss_fn, batch
+# Programs that are odd, or that XLA's partitioner has wrong where the batch is split before or after a pad.
 
 
 def in_place(layer: Any, x: Any) -> Any:
@@ -164,65 +108,118 @@ def branches(layer: Any, x: Any) -> Any:
     return (jax.lax.cond(x.sum() > 1e9, jnp.zeros_like, layer, layer(x)) ** 2).mean()
 
 
-ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
-CASES |= {
-    "in_place": of_mlp(in_place, ROWS),
-    "no_steps": of_mlp(no_steps, ROWS),
-    "branches": of_mlp(branches, ROWS),
-    # What XLA's partitioner has wrong where the batch is split before or after it.
-    "every_third_row": of_mlp(lambda layer, x: (jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2).mean(), ROWS),
-    "every_fifth_token": of_mlp(lambda layer, x: (layer(x.reshape(128, 16))[3:100:5] ** 2).mean(), ROWS),
-    "largest_so_far": of_mlp(lambda layer, x: jax.lax.cummax(layer(x), 0).mean(), ROWS),
-    "folded_rows": of_mlp(lambda layer, x: (layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2).mean(), ROWS),
+ODD: dict[str, Any] = {
+    "in_place": in_place,
+    "no_steps": no_steps,
+    "branches": branches,
+    "every_third_row": lambda layer, x: (jnp.tanh(layer(layer(x[:, 0])[1::3])) ** 2).mean(),
+    "every_fifth_token": lambda layer, x: (layer(x.reshape(128, 16))[3:100:5] ** 2).mean(),
+    "largest_so_far": lambda layer, x: jax.lax.cummax(layer(x), 0).mean(),
+    "folded_rows": lambda layer, x: (layer(layer(x).reshape(2, 4, 16, 16)).mean(0) ** 2).mean(),
 }
 
 
-@pytest.mark.parametrize("mesh", ["data2xtensor4", "2x2x2"])
-@pytest.mark.parametrize("case", list(CASES)[4:])
-def test_odd_programs_have_the_numbers_of_one_device(case: str, mesh: str) -> None:
+def odd(model: Any, batch: Any, key: Any) -> Any:
+    """All of them at once, each with an MLP of its own that reads the last dim of an array of any rank."""
+
+    def layer_of(one: Any) -> Any:
+        return lambda x: jax.vmap(one)(x.reshape(-1, 16)).reshape(x.shape)
+
+    losses = {name: loss(layer_of(one), batch) for one, (name, loss) in zip(model, ODD.items())}
+    return sum(losses.values()), losses
+
+
+def mlps(number: int) -> Any:
+    return lambda key: [eqx.nn.MLP(16, 16, 32, 1, key=k) for k in jax.random.split(key, number)]
+
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
+CASES: dict[str, Any] = {
+    "tokens": (mlps(2), squares(tokens), RNG.normal(size=(8, 256, 16)).astype(np.float32)),
+    "attention": (Attention, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
+    "recurrent": (
+        lambda key: {"cell": eqx.nn.LSTMCell(16, 32, key=key), "out": eqx.nn.Linear(32, 16, key=key)},
+        squares(recurrent),
+        RNG.normal(size=(8, 12, 16)).astype(np.float32),
+    ),
+    "branching": (
+        lambda key: {
+            "conv": eqx.nn.Conv1d(16, 16, 3, padding=1, key=key),
+            "inner": eqx.nn.Linear(16, 16, key=key),
+        },
+        squares(branching),
+        ROWS,
+    ),
+    "odd": (mlps(len(ODD)), odd, ROWS),
+}
+
+
+def stepped(case: str, mesh: Any, loss_fn: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """The state after a step, its metrics, and the compiled step."""
+    make, _, batch = CASES[case]
+    model = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0)
+    shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
+    state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
+    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings, **options)
+    compiled = jax.jit(step).lower(state, jax.device_put(batch, rx.batch_sharding(mesh))).compile()
+    return *compiled(state, jax.device_put(batch, rx.batch_sharding(mesh))), compiled
+
+
+@cache
+def on(case: str, mesh: str) -> tuple[Any, Any, Any]:
+    """A step with activations that are laid out, or on one device."""
     loss_fn = CASES[case][1]
-    one, of_one, _ = stepped(case, mesh_of("one"), loss_fn)
-    state, metrics, _ = stepped(case, mesh_of(mesh), rx.split_activations(loss_fn))
+    return stepped(case, mesh_of(mesh), loss_fn if mesh == "one" else rx.split_activations(loss_fn))
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        *(("tokens", "data2xtensor4"), ("attention", "data2xtensor4"), ("recurrent", "data2xtensor4")),
+        *(("branching", "2x2x2"), ("attention", "2x2x2"), ("tokens", "tensor8")),
+        *(("odd", "data2xtensor4"), ("odd", "2x2x2")),
+        *in_long(("recurrent", "2x2x2"), ("branching", "data2xtensor4"), ("recurrent", "tensor8")),
+    ],
+)
+def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
+    one, of_one, _ = on(case, "one")
+    state, metrics, _ = on(case, mesh)
     assert_close(state.params, one.params, **OF_PARAMETERS)
-    assert_close(metrics["grad_norm"].value, of_one["grad_norm"].value, **OF_SUMS)
+    assert_close({x: metrics[x].value for x in metrics}, {x: of_one[x].value for x in of_one}, **OF_SUMS)
 
 
-def test_a_callback_of_the_loss_is_called() -> None:
-    seen: list[float] = []
+@pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", None), ("recurrent", 0.6)])
+def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -> None:
+    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    found = rx.explain(model, mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
+    split = rx.communication(on(case, "data2xtensor4")[2], mesh).total.sent_bytes
+    # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
+    assert found is not None
+    assert found.num_bytes == pytest.approx(split, rel=0.02, abs=200)
+    if at_most is not None:
+        plain = rx.communication(stepped(case, mesh, loss_fn)[2], mesh).total.sent_bytes
+        assert split <= at_most * plain
+
+
+def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
+    make, _, batch = CASES["tokens"]
+    model, seen, found = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0), [], []
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        x = jax.vmap(model)(batch)
+        x = jax.vmap(partial(tokens, model))(batch["rows"])
         jax.debug.callback(lambda value: seen.append(float(value)), x.mean())
-        return (x**2).mean()
+        return (x**2).mean() * batch["scale"]
 
-    stepped("tokens", mesh_of("data2xtensor4"), rx.split_activations(loss_fn))
-    jax.effects_barrier()
-    assert seen
-
-
-def test_under_vmap_over_an_axis_of_the_mesh() -> None:
-    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
-    losses = []
-    for loss in (loss_fn, rx.split_activations(loss_fn)):
-        model = rx.init_model(make, mesh, key=jax.random.key(0))
-        shardings = rx.shard_rules(model, mesh, loss_fn=loss, batch=batch)
-        state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
-        step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
-        mapped = jax.jit(jax.vmap(step, in_axes=(None, 0), spmd_axis_name="data"))
-        losses.append(mapped(state, np.stack([batch, batch * 0.5]))[1]["loss"].value)
-    assert_close(losses[1], losses[0], **OF_LOSSES)
-
-
-def test_a_scalar_in_the_batch() -> None:
-    make, _, batch = CASES["tokens"]
-    found = []
-    for mesh, wrap in ((mesh_of("one"), lambda f: f), (mesh_of("data2xtensor4"), rx.split_activations)):
-        loss_fn = wrap(lambda model, batch, key: (jax.vmap(model)(batch["rows"]) ** 2).mean() * batch["scale"])
-        model = rx.init_model(make, mesh, key=jax.random.key(0))
-        step = partial(rx.eval_step, loss_fn=loss_fn, shardings=rx.shard_rules(model, mesh))
-        state = rx.init_state(model, key=jax.random.key(1))
-        found.append(jax.jit(step)(state, {"rows": batch, "scale": np.float32(2)})["loss"].value)
+    for mesh, loss in ((mesh_of("one"), loss_fn), (mesh_of("data2xtensor4"), rx.split_activations(loss_fn))):
+        shardings = rx.shard_rules(model, mesh)
+        state = rx.init_state(eqx.filter_shard(model, shardings), key=jax.random.key(1))
+        step = jax.jit(partial(rx.eval_step, loss_fn=loss, shardings=shardings))
+        found.append(step(state, {"rows": batch, "scale": np.float32(2)})["loss"].value)
     assert_close(found[1], found[0], **OF_LOSSES)
+    jax.effects_barrier()
+    assert len(seen) > 1
 
 
 def test_an_override_that_no_activation_can_follow_stands() -> None:
@@ -246,54 +243,54 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
 
 def test_microbatches_evaluations_and_predictions() -> None:
     mesh, (_, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["attention"]
-    one, _, _ = stepped("attention", mesh_of("one"), loss_fn)
+    one, _, _ = on("attention", "one")
     split = rx.split_activations(loss_fn)
     state, _, _ = stepped("attention", mesh, split, num_microbatches=2)
     assert_close(state.params, one.params, **OF_PARAMETERS)
+
+    def predict(model: Any, batch: Any, key: Any) -> Any:
+        return jax.vmap(model)(batch[:, :-1])
+
     shardings = rx.shard_rules(state.model, mesh, loss_fn=split, batch=batch)
-    predict_fn = rx.split_activations(lambda model, batch, key: jax.vmap(model)(batch[:, :-1]))
+    split_predict = rx.split_activations(predict)
     loss = jax.jit(partial(rx.eval_step, loss_fn=split, shardings=shardings))(state, batch)["loss"].value
-    logits = jax.jit(partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings))(state, batch)
-    expected = next_token(one.model, batch, None).value
-    assert_close(loss, expected, **OF_LOSSES)
-    assert_close(logits, jax.vmap(one.model)(batch[:, :-1]), **OF_LOGITS)
+    logits = jax.jit(partial(rx.predict_step, predict_fn=split_predict, shardings=shardings))(state, batch)
+    by_hand = eqx.filter_jit(lambda model: (next_token(model, batch, None).value, predict(model, batch, None)))
+    expected = by_hand(one.model)
+    assert_close(loss, expected[0], **OF_LOSSES)
+    assert_close(logits, expected[1], **OF_LOGITS)
 
 
 def test_under_scan_and_vmap() -> None:
-    """The step is a function like any other."""
+    """The step is a function like any other; `vmap` may be over an axis of the mesh."""
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
-    results = []
+    two, results = np.stack([batch[:, :32], batch[:, 32:64]]), []
     for where, loss in ((mesh_of("one"), loss_fn), (mesh, rx.split_activations(loss_fn))):
-        model = rx.init_model(make, where, key=jax.random.key(0))
-        shardings = rx.shard_rules(model, where, loss_fn=loss, batch=batch)
+        model = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0)
+        shardings = rx.shard_rules(model, where, loss_fn=loss, batch=two[0])
         state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
         step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
-        scanned, _ = jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b))(state, np.stack([batch] * 2))
-        mapped, _ = jax.jit(jax.vmap(step, in_axes=(None, 0)))(state, np.stack([batch, batch * 0.5]))
-        results.append((scanned.params, mapped.params))
+        mapped = [
+            jax.vmap(step, in_axes=(None, 0), spmd_axis_name=axis) for axis in (None, "data")[: where.size]
+        ]
+
+        @jax.jit
+        def run(state: Any, two: Any, step: Any = step, mapped: Any = mapped) -> Any:
+            each = [one(state, two)[0].params for one in mapped]
+            return jax.lax.scan(step, state, two)[0].params, each[0], each[-1]
+
+        results.append(run(state, two))
     assert_close(results[1], results[0], **OF_PARAMETERS)
-
-
-@pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", 1.0), ("recurrent", 0.6)])
-def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float) -> None:
-    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
-    found = rx.explain(model, mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
-    plain, split = (
-        rx.communication(stepped(case, mesh, loss)[2], mesh).total.sent_bytes
-        for loss in (loss_fn, rx.split_activations(loss_fn))
-    )
-    # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
-    assert found is not None
-    assert found.num_bytes == pytest.approx(split, rel=0.02, abs=200)
-    assert split <= at_most * plain
 
 
 PROGRAM = """
 import jax; jax.config.update("jax_num_cpu_devices", 8)
 import sys; sys.path.insert(0, sys.argv[1])
-import test_activations as t, redco_eqx as rx, equinox as eqx, jax, re
+import test_activations as t, redco_eqx as rx, equinox as eqx
 from functools import partial
+from cases import explained
+for name in ("moe", "llama_gqa_refused"):
+    print(explained(name).decisions)
 mesh, (make, loss_fn, batch) = rx.make_mesh(tensor=4), t.CASES["attention"]
 model = rx.init_model(make, mesh, key=jax.random.key(0))
 loss_fn = rx.split_activations(loss_fn)
@@ -304,7 +301,8 @@ print(jax.jit(step).lower(state, batch).as_text())
 """
 
 
-def test_two_processes_choose_alike() -> None:
+def test_every_process_decides_the_same() -> None:
+    """Layouts that differ between hosts would be a deadlock: hash seeds change the order of sets."""
     here = pathlib.Path(__file__).parent
     paths = os.pathsep.join([str(here.parent), *sys.path])
     texts = [
@@ -315,9 +313,10 @@ def test_two_processes_choose_alike() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2")
+        for seed in ("1", "77")
     ]
     assert "sharding_constraint" in texts[0]
+    assert "P('tensor'" in texts[0]
     assert texts[0] == texts[1]
 
 
@@ -325,7 +324,7 @@ def test_what_was_decided_stays() -> None:
     """An override of a parameter, a budget of memory, a constraint in the loss."""
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
     model, split = eqx.filter_eval_shape(make, jax.random.key(0)), rx.split_activations(loss_fn)
-    path = "layers.0.layers.0.weight"
+    path = "0.layers.0.weight"
     found = rx.explain(model, mesh, loss_fn=split, batch=batch, overrides=[(path, P(None, "tensor"))])
     assert found.decisions[path].spec == P(None, "tensor")
     assert found.communication is not None
@@ -366,7 +365,7 @@ def test_a_search_without_an_answer_leaves_it_to_the_compiler(monkeypatch: pytes
 
     monkeypatch.setattr(constraints, "solve", solve)
     mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
-    one, _, _ = stepped("tokens", mesh_of("one"), loss_fn)
+    one, _, _ = on("tokens", "one")
     with pytest.warns(rx.errors.ShardingWarning, match="left to the compiler: no layout fits"):
         state, _, _ = stepped("tokens", mesh, rx.split_activations(loss_fn))
     assert_close(state.params, one.params, **OF_PARAMETERS)

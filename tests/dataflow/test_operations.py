@@ -5,12 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import abstract_mesh
-from jax.sharding import PartitionSpec
+from cases import abstract_mesh, sent, specs_of
+from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes
 
 import redco_eqx as rx
-from redco_eqx._sharding.rules import analysis_of
 
 ROWS, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
 MODEL = {
@@ -21,10 +20,10 @@ BATCH = {"x": jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)}
 
 
 def loss(operation, model, batch, key):
-    """Return the loss of an operation on (length, hidden) arrays, between an `up` and a `down`."""
+    """Return the loss of an operation on (length, hidden) arrays, between a masked `up` and a `down`."""
 
     def one(x):
-        return operation(x @ model["up"]) @ model["down"]
+        return operation(x @ jnp.where(jnp.tri(WIDTH, HIDDEN) > 0, model["up"], 0)) @ model["down"]
 
     return jnp.mean(jax.vmap(one)(batch["x"]) ** 2)
 
@@ -85,58 +84,45 @@ ACROSS = {
 }
 
 
-def analysed(operation):
-    analysis = analysis_of(MODEL, abstract_mesh(), partial(loss, operation), BATCH)
-    assert analysis is not None
-    assert not analysis.walk.opaque
-    return analysis
+BY_COLUMNS = {"down": P("tensor"), "up": P(None, "tensor")}
 
 
-def columns_of(analysis):
-    """The layout that splits the hidden dim of both."""
-    return analysis.laid_out({"down": 0, "up": 1}).layout
+def explained(operation):
+    found = rx.explain(MODEL, abstract_mesh(), loss_fn=partial(loss, operation), batch=BATCH)
+    assert not sent(found).opaque
+    return found
 
 
-def bytes_as_compiled(operation, specs):
-    return compiled_bytes(MODEL, partial(loss, operation), BATCH, specs, rx.make_mesh(tensor=4))
+def bytes_as_compiled(operation):
+    return compiled_bytes(MODEL, partial(loss, operation), BATCH, BY_COLUMNS, rx.make_mesh(tensor=4))
 
 
-# Leaves are in the order of their names: `down`, `up`.
-BY_COLUMNS = {"down": PartitionSpec("tensor"), "up": PartitionSpec(None, "tensor")}
+# The input of the first layer has no gradient: one sum of an activation forward, and the gradients over data.
+LEAST = 4 * ROWS // 2 * LENGTH * WIDTH + 2 * 4 * WIDTH * HIDDEN // 4
 
 
-@pytest.mark.parametrize("name", list(LOCAL))
-def test_what_is_local_is_split_and_costs_one_sum_each_way(name):
-    analysis = analysed(LOCAL[name])
-    assert analysis.layout == columns_of(analysis)
-    activation = 4 * ROWS // 2 * LENGTH * WIDTH
-    gradients = 2 * 4 * WIDTH * HIDDEN // 4
-    # The input of the first layer has no gradient: one sum forward.
-    assert analysis.sent(analysis.layout).num_bytes(merged=False) == pytest.approx(
-        activation + gradients, abs=64
-    )
+def test_what_is_local_is_split_and_costs_one_sum_each_way():
+    for name, operation in LOCAL.items():
+        explanation = explained(operation)
+        assert specs_of(explanation) == BY_COLUMNS, name
+        assert [d.role for d in explanation.decisions.values()] == ["row", "column"], name  # of `down` and `up`
+        assert sent(explanation).num_bytes_unmerged == pytest.approx(LEAST, abs=64), name
 
 
 @pytest.mark.parametrize("name", ["heads", "scan_over_rows", "depthwise", "associative_scan", "remat"])
 def test_what_is_local_is_so_when_compiled(name):
-    analysis = analysed(LOCAL[name])
-    predicted = analysis.sent(analysis.layout).num_bytes(merged=False)
-    assert bytes_as_compiled(LOCAL[name], BY_COLUMNS) == pytest.approx(predicted, rel=0.02)
+    assert bytes_as_compiled(LOCAL[name]) == pytest.approx(LEAST, rel=0.02)
 
 
-@pytest.mark.parametrize("name", list(ACROSS))
-def test_what_goes_across_columns_is_charged(name):
-    analysis = analysed(ACROSS[name])
-    free = analysed(LOCAL["nothing"])
-    cost = analysis.sent(columns_of(analysis)).num_bytes(merged=False)
-    assert cost > free.sent(columns_of(free)).num_bytes(merged=False)
+def test_what_goes_across_columns_is_charged():
+    for name, operation in ACROSS.items():
+        assert sent(explained(operation), BY_COLUMNS).num_bytes_unmerged > LEAST + 64, name
 
 
 @pytest.mark.parametrize("name", ["softmax", "cumsum", "norm", "between_layers"])
 def test_what_goes_across_columns_is_charged_as_compiled(name):
-    analysis = analysed(ACROSS[name])
-    predicted = analysis.sent(columns_of(analysis)).num_bytes(merged=False)
-    assert bytes_as_compiled(ACROSS[name], BY_COLUMNS) == pytest.approx(predicted, rel=0.25)
+    predicted = sent(explained(ACROSS[name]), BY_COLUMNS).num_bytes_unmerged
+    assert bytes_as_compiled(ACROSS[name]) == pytest.approx(predicted, rel=0.25)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -155,27 +141,18 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
         out = x @ up if is_first else jax.vmap(jax.vmap(lambda row: up @ row))(x)
         return jnp.mean(jnp.tanh(out) ** 2)
 
-    analysis = analysis_of(model, abstract_mesh(), loss, batch)
-    assert analysis is not None
-    laid_out = analysis.laid_out({"scale": 0, "up": int(is_first)})
-    assert laid_out is not None
-    sent = analysis.sent(laid_out.layout)
-    up = PartitionSpec(None, "tensor") if is_first else PartitionSpec("tensor")
-    specs = {"scale": PartitionSpec("tensor"), "up": up}
+    specs = {"scale": P("tensor"), "up": P(None, "tensor") if is_first else P("tensor")}
+    found = rx.explain(model, abstract_mesh(), loss_fn=loss, batch=batch)
     compiled = compiled_bytes(model, loss, batch, specs, rx.make_mesh(tensor=4))
-    assert sent.num_bytes(merged=False) == pytest.approx(compiled, rel=0.01)
-    assert sent.moved == {1: 2, 3: 1}[times] * 4 * ROWS // 2 * LENGTH * HIDDEN
+    assert sent(found, specs).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
 
 
 def test_a_shard_map_is_left_to_itself():
     mesh = rx.make_mesh(tensor=4)
 
     def doubled(x):
-        return jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(x)
+        return jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(), out_specs=P())(x)
 
-    analysis = analysis_of(MODEL, abstract_mesh(), partial(loss, doubled), BATCH)
-    assert analysis is not None
-    assert set(analysis.walk.opaque) == {"shard_map"}
-    free = analysed(LOCAL["nothing"])
-    ours, least = (x.sent(columns_of(x)).num_bytes(merged=False) for x in (analysis, free))
-    assert ours > least
+    found = rx.explain(MODEL, abstract_mesh(), loss_fn=partial(loss, doubled), batch=BATCH)
+    assert [text.partition(" ")[0] for text in sent(found).opaque] == ["shard_map"]
+    assert sent(found, BY_COLUMNS).num_bytes_unmerged > LEAST + 64

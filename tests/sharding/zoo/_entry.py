@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-D, F, HEADS, VOCAB, SEQ, LAYERS, TENSOR = 32, 64, 8, 64, 8, 2, 4
+import redco_eqx as rx
+
+D, F, HEADS, VOCAB, SEQ, LAYERS = 32, 64, 8, 64, 8, 2
+NUM_STACKED = 4  # divides over tensor=4, so that splitting the dim of layers is a mistake one can make
 
 COL = ("tensor",)  # dim 0 of an (out, in) weight, or of its bias; the vocabulary dim of a table
 ROW = (None, "tensor")  # dim 1 of an (out, in) weight
@@ -48,36 +51,6 @@ class Entry:
     activation_sizes: tuple[int, ...] = (SEQ * D,)
 
 
-def arrays(model: Any) -> dict[str, Any]:
-    """`{path: array}` of a model, concrete or abstract. Its own few lines, on purpose."""
-    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-    flat = jax.tree_util.tree_flatten_with_path(model)[0]
-    return {path_of(path): leaf for path, leaf in flat if isinstance(leaf, kinds)}
-
-
-def path_of(keypath: tuple[Any, ...]) -> str:
-    """A JAX key path, dotted."""
-    tu = jax.tree_util
-    parts = []
-    for entry in keypath:
-        match entry:
-            case tu.GetAttrKey(name):
-                parts.append(name)
-            case tu.SequenceKey(index):
-                parts.append(str(index))
-            case tu.DictKey(key) | tu.FlattenedIndexKey(key):
-                parts.append(str(key))
-    return ".".join(parts)
-
-
-def golden(entry: Entry, path: str) -> tuple[str, Any]:
-    """The first pattern that matches `path`, and its spec. `KeyError` if there is none."""
-    for pattern, spec in entry.specs.items():
-        if fnmatchcase(path, pattern):
-            return pattern, spec
-    raise KeyError(f"{entry.name}: no golden spec for {path}")
-
-
 def strip(spec: Any) -> tuple[Any, ...]:
     """A spec (tuple or `PartitionSpec`) without its trailing `None`s, for comparison."""
     spec = tuple(spec)
@@ -89,7 +62,10 @@ def strip(spec: Any) -> tuple[Any, ...]:
 def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     """`{path: spec}` for every array leaf; `...` where any layout is right."""
     model = eqx.filter_eval_shape(entry.make, jax.random.key(0)) if model is None else model
-    specs = {path: golden(entry, path)[1] for path in arrays(model)}
+    specs = {
+        path: next(spec for pattern, spec in entry.specs.items() if fnmatchcase(path, pattern))
+        for path in rx.to_arrays(model)
+    }
     return {path: spec if spec is ... else strip(spec) for path, spec in specs.items()}
 
 
@@ -104,6 +80,20 @@ def linear(num_in: int, num_out: int, key: Any, *, bias: bool = True) -> eqx.nn.
     return layer
 
 
+def linears(key: Any, *sizes: tuple[int, int], bias: bool = True) -> list[eqx.nn.Linear]:
+    """A Linear for each pair of the numbers of its inputs and outputs."""
+    keys = jax.random.split(key, len(sizes))
+    return [linear(num_in, num_out, k, bias=bias) for (num_in, num_out), k in zip(sizes, keys)]
+
+
+def mlp(key: Any, *, depth: int = 1, num_in: int = D, num_out: int = D) -> eqx.nn.MLP:
+    return eqx.nn.MLP(num_in, num_out, F, depth, activation=jax.nn.gelu, key=key)
+
+
+def norm(size: int = D) -> eqx.nn.LayerNorm:
+    return eqx.nn.LayerNorm(size)
+
+
 def rms_norm(size: int = D) -> eqx.nn.RMSNorm:
     return eqx.nn.RMSNorm(size, use_bias=False)
 
@@ -111,6 +101,20 @@ def rms_norm(size: int = D) -> eqx.nn.RMSNorm:
 def each(layer: Any, x: Any) -> Any:
     """A layer applied to every token."""
     return jax.vmap(layer)(x)
+
+
+def stack(make: Any, key: Any, num: int = NUM_STACKED) -> Any:
+    return eqx.filter_vmap(make)(jax.random.split(key, num))
+
+
+def through(layers: Any, apply: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`x` after the layers of a list, or of a stack that a scan runs."""
+    if isinstance(layers, list):
+        for layer in layers:
+            x = apply(layer, x)
+        return x
+    arrays, rest = eqx.partition(layers, eqx.is_array)
+    return jax.lax.scan(lambda x, one: (apply(eqx.combine(one, rest), x), None), x, arrays)[0]
 
 
 def rotate(x: Any) -> Any:
@@ -166,19 +170,14 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def language_loss(model: Any, batch: Any) -> Any:
-    """Mean next-token cross-entropy of `model: (time,) ints -> (time, vocab)`."""
-    logits = jax.vmap(model)(batch["tokens"][:, :-1])
-    return cross_entropy(logits, batch["tokens"][:, 1:])
+def language_loss(apply: Callable[[Any, Any], Any]) -> Any:
+    """Mean next-token cross-entropy of `apply: model, (time,) ints -> (time, vocab)`."""
 
+    def loss(model: Any, batch: Any) -> Any:
+        logits = jax.vmap(lambda ids: apply(model, ids))(batch["tokens"][:, :-1])
+        return cross_entropy(logits, batch["tokens"][:, 1:])
 
-def seq2seq_inputs(batch_size: int) -> dict[str, Any]:
-    return {"source": tokens(batch_size, seq=SEQ - 1, seed=1)["tokens"], **tokens(batch_size)}
-
-
-def seq2seq_loss(model: Any, batch: Any) -> Any:
-    logits = jax.vmap(model)(batch["source"], batch["tokens"][:, :-1])
-    return cross_entropy(logits, batch["tokens"][:, 1:])
+    return loss
 
 
 def pairs(*shape: int, out: tuple[int, ...] | None = None) -> Callable[[int], dict[str, Any]]:

@@ -1,0 +1,172 @@
+"""Compiled programs in the layout that they decide: the gradients of one device, and the bytes predicted."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workloads
+from cases import PROGRAMS, ROWS, abstract, abstract_mesh, explained, loss_of, sent, specs_of
+from helpers import decide, filled, in_long, mesh_of
+from jax.sharding import PartitionSpec as P
+from layouts import compiled_bytes, family_cases
+from solves_and_groups import ENTRIES as SOLVES_AND_GROUPS
+
+import redco_eqx as rx
+
+# What the program splits otherwise than the path rules, or what only it splits: fused weights across borders,
+# a stream, experts with their router, members of an ensemble, a table of relative positions; linear solves, and
+# products by groups of rows. What is predicted apart: keys and values split by some of the shards, low-rank
+# branches, windows, a cell that waits.
+CASES = [
+    ("stacked_llama_gqa_refused", "data2xtensor4"),
+    ("gpt2", "data2xtensor4"),
+    ("t5", "data2xtensor4"),
+    ("fused_qkv", "data2xtensor4"),
+    ("gate_narrow", "tensor8"),
+    ("groupnorm_between", "tensor8"),
+    ("moe", "2x2x2"),
+    ("ensemble", "data2xtensor4"),
+    ("lora", "data2xtensor4"),
+    ("conv2d", "data2xtensor4"),
+    ("gru", "data2xtensor4"),
+    ("ridge_of_heads", "tensor8"),
+    ("solve_of_rows", "data2xtensor4"),
+    ("experts_of_rows", "data2xtensor4"),
+    ("experts_by_example", "2x2x2"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh_name"), CASES)
+def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_name):
+    """In float64, by plain JAX, and by a step whose optimizer keeps the gradient: a trace of decay 0."""
+    entry, mesh, optimizer = PROGRAMS[name], mesh_of(mesh_name), optax.trace(0.0)
+    with jax.enable_x64(True):
+        model = filled(abstract(entry.make), jnp.float64, 0)
+        batch = jax.tree.map(
+            lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, entry.inputs(ROWS)
+        )
+        loss, gradients = eqx.filter_jit(eqx.filter_value_and_grad(entry.loss))(model, batch)
+        expected = {"loss": loss, **rx.to_arrays(gradients)}
+        explanation = rx.explain(model, mesh, loss_fn=loss_of(entry), batch=batch)
+        placed = eqx.filter_shard(model, explanation.shardings)
+        state = rx.init_state(placed, optimizer, key=jax.random.key(1))
+        step = partial(
+            rx.train_step, loss_fn=loss_of(entry), optimizer=optimizer, shardings=explanation.shardings
+        )
+        rows = jax.device_put(batch, rx.batch_sharding(mesh))
+        compiled = jax.jit(step).lower(state, rows).compile()
+        new, metrics = compiled(state, rows)
+        found = jax.device_get({"loss": metrics["loss"].value, **new.opt_state.trace})
+    assert any(not x.is_fully_replicated for x in state.params.values())
+    largest = max(1.0, *(float(np.abs(x).max()) for x in expected.values()))
+    for path, x in found.items():
+        # Sums of some thousand terms in another order: rounding of float64.
+        np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-12 * largest, err_msg=path)
+    if name in SOLVES_AND_GROUPS:  # whose step sends more than the loss and its gradient, which are below
+        return
+    # Besides, a step sends the norm of the gradients, and the metrics.
+    total = rx.communication(compiled, mesh).total.result_bytes
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(total, rel=0.03, abs=200)
+    assert sent(explanation).at_least <= total
+
+
+WHOLE, COLUMNS, STACKED_COLUMNS = P(), P("tensor"), P(None, "tensor")
+BY_COLUMNS: dict[str, Any] = {"up": STACKED_COLUMNS, "down": COLUMNS}
+BY_INNER: dict[str, Any] = {"up": P(None, None, "tensor"), "down": STACKED_COLUMNS}
+
+# Layouts that the program would not choose, those by hand of solves and groups, and (`None`) the program's own.
+# In `projections` the first weight is smaller than what it makes, so that it is gathered and nothing is summed.
+LAYOUTS: list[tuple[str, dict[str, Any] | None, float]] = [
+    ("projections", None, 0.01),
+    ("solve_of_rows", None, 0.01),
+    ("mlp_4", {}, 0.01),
+    ("mlp_4", {"*": COLUMNS}, 0.25),
+    ("llama_gqa_refused", {"*": COLUMNS}, 0.25),
+    ("ridge_of_heads", BY_COLUMNS, 0.035),
+    ("solve_of_rows", BY_COLUMNS, 0.035),
+]
+EACH_GROUP: dict[str, Any] = dict.fromkeys(("up", "down"), COLUMNS)
+for program in ("experts_of_rows", "experts_by_example"):
+    LAYOUTS += [(program, layout, 0.035) for layout in (BY_INNER, EACH_GROUP, {})]
+
+
+def test_any_layout_is_predicted():
+    mesh = mesh_of("data2xtensor4")
+    for name, layout, rel in LAYOUTS:
+        entry = PROGRAMS[name]
+        specs = specs_of(explained(name))
+        if layout is not None:
+            specs = {path: layout.get("*", layout.get(path, WHOLE)) for path in specs}
+        predicted = sent(explained(name), specs).num_bytes_unmerged
+        compiled = compiled_bytes(abstract(entry.make), loss_of(entry), entry.inputs(ROWS), specs, mesh)
+        assert predicted == pytest.approx(compiled, rel=rel), (name, layout)
+
+
+class Iterated(eqx.Module):
+    """One stream through the same square weights several times: a split of it leads both their dims."""
+
+    a: eqx.nn.Linear
+    b: eqx.nn.Linear
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.a, self.b = (eqx.nn.Linear(32, 32, key=keys[i]) for i in range(2))
+        self.out = eqx.nn.Linear(32, 1, use_bias=False, key=keys[2])
+
+    def __call__(self, x):
+        for _ in range(3):
+            source, target = jax.vmap(self.a)(x), jax.vmap(self.b)(x)
+            pairs = jax.nn.leaky_relu(source[:, None] + target[None])
+            x = jax.nn.softmax(jax.vmap(jax.vmap(self.out))(pairs)[..., 0], axis=1) @ target
+        return x
+
+
+def mean_square(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def test_one_index_along_both_dims_of_a_weight_is_predicted():
+    model, batch = abstract(Iterated), jax.ShapeDtypeStruct((ROWS, 16, 32), jnp.float32)
+    explanation = rx.explain(model, abstract_mesh(), loss_fn=mean_square, batch=batch)
+    specs = specs_of(explanation)
+    assert specs["a.weight"] == specs["b.weight"] == COLUMNS
+    compiled = compiled_bytes(model, mean_square, batch, specs, mesh_of("data2xtensor4"))
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.03)
+
+
+# The families of the library, whose blocks say where their layers begin and end.
+
+FAMILIES = {case.name: case for case in family_cases()}
+FEW = ("LLaMA, stacked", "GPT-2")
+
+
+@pytest.mark.parametrize("name", [*FEW, *in_long(*(name for name in FAMILIES if name not in FEW))])
+def test_families_are_laid_out_as_by_their_paths_and_what_their_blocks_add_first_is_predicted(name):
+    case, mesh = FAMILIES[name], mesh_of("data2xtensor4")
+    explanation = rx.explain(case.model, mesh, loss_fn=case.loss, batch=case.batch)
+    specs = specs_of(explanation)
+    assert specs == {path: d.spec for path, d in decide(case.model, mesh).items()}
+    compiled = compiled_bytes(case.model, case.loss, case.batch, specs, mesh)
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
+
+
+# The tied table of GPT-2 is gathered once for both ends, and has two gradients.
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("LLaMA", {"fsdp": 2, "tensor": 4}), ("GPT-2", {"data": 2, "fsdp": 4})],
+)
+def test_what_is_gathered_over_fsdp_is_predicted(name, axes):
+    sizes = workloads.Sizes(dim=64, num_layers=2, length=32, vocabulary=256)
+    case, mesh = workloads.family_case(name, sizes, stacked=True), rx.make_mesh(**axes)
+    predicted = rx.explain(abstract(case.make_model), mesh, loss_fn=case.loss_fn, batch=case.batch)
+    # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.
+    found = rx.communication(workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh)
+    total = sum(c.total_bytes for c in found)
+    rel = 0.05 if "tensor" in axes else 0.001
+    assert sent(predicted).num_bytes_unmerged == pytest.approx(total, rel=rel)
