@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import KEY, by_path, compiled_step
+from by_hand import KEY, Normed, by_path, compiled_step
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import (
@@ -25,20 +25,6 @@ from redco_eqx import (
 )
 
 SGD = optax.sgd(0.1)
-
-
-class Normed(eqx.Module):
-    """Large enough that `tensor` and `fsdp` split it."""
-
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __init__(self, key: Any):
-        self.linear = eqx.nn.Linear(64, 128, key=key)
-        self.norm = eqx.nn.BatchNorm(128, "batch", mode="ema", momentum=0.9)
-
-    def __call__(self, x: Any, state: Any) -> Any:
-        return self.norm(self.linear(x), state)
 
 
 def loss_fn(pair: Any, batch: Any, key: Any) -> Any:

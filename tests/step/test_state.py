@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_hand import KEY, Normed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,6 @@ from redco_eqx._sharding.mesh import replicated
 from redco_eqx._step.optimizer import check_optimizer
 from redco_eqx._step.state import EVALUATE, ORDER, PREDICT, TRAIN, stream
 
-KEY = jax.random.key(0)
 ADAM = optax.adam(1e-3)
 
 
@@ -229,15 +229,6 @@ def test_states_of_models_built_alike_share_a_compiled_function_and_map_together
 # Models with state.
 
 
-class Normed(eqx.Module):
-    linear: eqx.nn.Linear
-    norms: list[eqx.nn.BatchNorm]
-
-    def __init__(self, key: Any):
-        self.linear = eqx.nn.Linear(4, 4, key=key)
-        self.norms = [eqx.nn.BatchNorm(4, "batch", mode="ema") for _ in range(2)]
-
-
 def test_a_pair_of_model_and_state(mesh):
     make = eqx.nn.make_with_state(Normed)
     model, model_state = make(KEY)
@@ -245,13 +236,10 @@ def test_a_pair_of_model_and_state(mesh):
     pair: Any = init_model(make, mesh, key=KEY)
     helpers.assert_identical(to_arrays(pair), to_arrays((model, model_state)))
     state = init_state(pair, ADAM, key=KEY)
-    assert list(state.model_state) == [
-        f"norms.{i}.{name}"
-        for i in range(2)
-        for name in ("ema_first_time_index", "ema_state_index.0", "ema_state_index.1")
-    ]
+    names = ["norm.ema_first_time_index", "norm.ema_state_index.0", "norm.ema_state_index.1"]
+    assert list(state.model_state) == names
     helpers.assert_identical(state.model_state, values)
-    assert "norms.0.weight" in state.params
+    assert "norm.weight" in state.params
     assert not set(state.model_state) & {*state.params, *state.frozen}
     # Running statistics are floating, and yet are not trained.
     assert set(state.opt_state[0].mu) == set(state.params)
@@ -263,8 +251,8 @@ def test_a_pair_of_model_and_state(mesh):
     helpers.assert_identical(to_arrays(found_model), to_arrays(model))
     helpers.assert_identical(to_arrays(found_state), values)
 
-    shared = eqx.tree_at(lambda m: m.linear.bias, model, values["norms.0.ema_state_index.0"])
-    with pytest.raises(ValueError, match=r"linear\.bias and norms\.0\.ema_state_index\.0"):
+    shared = eqx.tree_at(lambda m: m.linear.bias, model, values[names[1]])
+    with pytest.raises(ValueError, match=r"linear\.bias and norm\.ema_state_index\.0"):
         init_state((shared, model_state), ADAM, key=KEY)
 
 
