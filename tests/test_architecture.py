@@ -10,93 +10,85 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import defaultdict
 
-import pytest
 from house import rooms
 
 import redco_eqx as rx
 from redco_eqx import models
 
+ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(rx.__file__).parent
-
-PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")
-EXCEPT = {
-    pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
-    pathlib.Path("_step/kept.py"): {
-        "pathlib",
-        "sys",
-    },  # which modules are installed, and what is imported
-}
-EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
-
-
-ROOMS = rooms()
-FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+CORE = [path for path in TEXTS if path.parts[0] != "models"]
 # What only re-exports, by name.
 FACES = [pathlib.Path(name) for name in (
     "__init__.py", "errors.py", "layers.py", "types.py", "models/__init__.py",
 )]  # fmt: skip
+INSIDE = [path for path in TEXTS if path not in FACES]
+
+PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")
+EFFECTS = {"os", "sys", "time", "pathlib", "signal", "threading", "socket", "subprocess", "tqdm"}
+EXCEPT = {
+    pathlib.Path("_sharding/mesh.py"): {"os"},  # threads for virtual devices, before JAX starts them
+    pathlib.Path("_step/kept.py"): {"pathlib", "sys"},  # which modules are installed, and what is imported
+}
 
 
-def room_of(parts: tuple[str, ...]) -> str:
+def room_of(path: pathlib.Path | tuple[str, ...]) -> str:
+    parts = path.with_suffix("").parts if isinstance(path, pathlib.Path) else path
     return "/".join(parts[:2]) if parts[0] == "models" else parts[0]
+
+
+def modules(path: pathlib.Path) -> set[tuple[str, ...]]:
+    """Each module that a file imports, as its parts."""
+    found = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            parts = tuple((node.module or "").split("."))
+            is_ours = parts[0] == "redco_eqx"
+            inside = [(*parts, alias.name) for alias in node.names]
+            is_file = [is_ours and pathlib.Path(*x[1:]).with_suffix(".py") in TEXTS for x in inside]
+            found |= {x if known else parts for x, known in zip(inside, is_file)}
+    return found
 
 
 def imported(path: pathlib.Path) -> set[tuple[str, ...]]:
     """Each module of the package that a file imports, as its parts below `redco_eqx`."""
-    found = set()
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("redco_eqx") for alias in node.names)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "redco_eqx":
-            parts = tuple((node.module or "").split(".")[1:])
-            inside = [(*parts, alias.name) for alias in node.names]
-            is_file = {name: (PACKAGE / pathlib.Path(*name)).with_suffix(".py").exists() for name in inside}
-            found |= {name if is_file[name] else parts for name in inside}
-    return found
+    return {parts[1:] for parts in modules(path) if parts[0] == "redco_eqx"}
 
 
-def test_the_list_of_rooms_is_in_order_and_complete():
-    names = list(ROOMS)
-    for i, (room, imports) in enumerate(ROOMS.items()):
-        assert imports <= set(names[:i]), f"{room} imports {imports - set(names[:i])}, which are not above it"
-    assert {room_of(path.with_suffix("").parts) for path in FILES if path not in FACES} == set(names)
-
-
-@pytest.mark.parametrize("room", list(ROOMS))
-def test_a_room_imports_what_its_row_says(room):
-    files = [path for path in FILES if path not in FACES and room_of(path.with_suffix("").parts) == room]
-    arrows = {room_of(parts) for path in files for parts in imported(path)} - {room}
-    assert arrows == ROOMS[room]
+def test_a_room_imports_what_its_row_says_and_stands_above_it():
+    table = rooms()
+    assert {room_of(path) for path in INSIDE} == set(table)
+    for i, (room, row) in enumerate(table.items()):
+        assert row <= set(list(table)[:i]), f"{room} imports {row}, which are not all above it"
+        arrows = {room_of(x) for path in INSIDE if room_of(path) == room for x in imported(path)} - {room}
+        assert arrows == row, room
 
 
 def test_files_do_not_import_each_other_in_a_circle():
-    graph = {path.with_suffix("").parts: imported(path) for path in FILES}
-    sorter = graphlib.TopologicalSorter(graph)
-    assert len(list(sorter.static_order())) >= len(FILES)
+    graph = {path.with_suffix("").parts: imported(path) for path in TEXTS}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(TEXTS)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(p.with_suffix("").parts) in PURE], ids=str)
-def test_pure_rooms_touch_nothing_outside(path):
-    tree = ast.parse((PACKAGE / path).read_text())
-    names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    names |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert not names & EFFECTS - EXCEPT.get(path, set())
+def test_pure_rooms_touch_nothing_outside():
+    for path in INSIDE:
+        if room_of(path) in PURE:
+            assert not {parts[0] for parts in modules(path)} & EFFECTS - EXCEPT.get(path, set()), path
 
 
-def test_import_does_not_touch_a_device():
-    # The number of virtual devices can be set only before the backend is used.
-    program = (
-        "import redco_eqx, jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""})
-
-
-FITTED = """
+START = """
 import equinox as eqx, jax, numpy as np, optax, sys
 import redco_eqx as rx
-
-model, optimizer = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), optax.sgd(0.1)
+"""
+PRINT = "\nprint(*(name for name in sys.modules if name.startswith('redco_eqx')))"
+MODEL = "model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))\n"
+FIT = """
+optimizer = optax.sgd(0.1)
 rx.fit(
     rx.init_state(model, optimizer, key=jax.random.key(0)),
     [np.ones(4, np.float32)] * 16,
@@ -107,7 +99,6 @@ rx.fit(
     num_epochs=1,
     loggers=(),
 )
-print(*(name for name in sys.modules if name.startswith("redco_eqx")))
 """
 LOADED = 4_500
 """Code lines of the core that a `fit` on one device loads."""
@@ -116,7 +107,7 @@ LOADED = 4_500
 def loaded_by(program: str) -> list[str]:
     """The modules of the package that a process has after this program."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", START + program + PRINT],
         check=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -125,86 +116,67 @@ def loaded_by(program: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_import_loads_nothing_but_the_names():
-    program = "import redco_eqx, sys; print(*(name for name in sys.modules if name.startswith('redco_eqx')))"
+def test_import_touches_no_device_and_loads_nothing_but_the_names():
+    # The number of virtual devices can be set only before the backend is used.
+    program = "jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
     assert loaded_by(program) == ["redco_eqx"]
     assert set(rx.__all__) <= set(dir(rx))
 
 
-def test_a_fit_loads_what_it_uses():
-    names = loaded_by(FITTED)
-    rooms = {name.split(".")[1] for name in names if "." in name}
-    assert not rooms & {"models", "_planning", "_dataflow", "_compiled", "_birth"}
-    files = [PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names]
-    lines = sum(num_code_lines(path.read_text()) for path in files if path.exists())
-    assert lines + num_code_lines((PACKAGE / "__init__.py").read_text()) <= LOADED
+def test_a_fit_and_the_path_rules_load_what_they_use():
+    names = loaded_by(MODEL + FIT)
+    found = {name.split(".")[1] for name in names if "." in name}
+    assert not found & {"models", "_planning", "_dataflow", "_compiled", "_birth"}
+    files = [pathlib.Path(*name.split(".")[1:]).with_suffix(".py") for name in names if "." in name]
+    lines = sum(num_code_lines(path) for path in [*files, FACES[0]] if path in TEXTS)
+    assert lines <= LOADED
+    by_rules = loaded_by(MODEL + "rx.shard_rules(model, rx.make_mesh())")
+    assert not any("_dataflow" in name for name in by_rules)
 
 
-def test_path_rules_do_not_load_what_reads_programs():
-    program = FITTED.partition("model, optimizer")[0] + (
-        "rx.shard_rules(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), rx.make_mesh())\n"
-        "print(*(name for name in sys.modules if name.startswith('redco_eqx')))"
-    )
-    assert not any("_dataflow" in name for name in loaded_by(program))
-
-
-@pytest.mark.parametrize("module", [rx, models], ids=["redco_eqx", "models"])
-def test_public_names_are_sorted_and_documented(module):
-    assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
-    for name in module.__all__:
-        thing = getattr(module, name)
-        assert inspect.getdoc(thing), name
-        if inspect.isfunction(thing):
+def test_public_names_are_sorted_and_documented():
+    for module in (rx, models):
+        assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
+        for name in module.__all__:
+            thing = getattr(module, name)
             doc = re.sub(r"```.*?```", "", inspect.getdoc(thing) or "", flags=re.DOTALL)  # without examples
-            for parameter in inspect.signature(thing).parameters:
-                assert f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400, (name, parameter)
+            assert doc, name
+            if inspect.isfunction(thing):
+                for parameter in inspect.signature(thing).parameters:
+                    assert f"`{parameter}`" in doc or "as for" in doc or len(doc) < 400, (name, parameter)
 
 
 def test_only_one_file_knows_what_jax_keeps_private():
-    files = [path for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()]
-    assert [path.stem for path in files] == ["cluster"]
+    assert [path.stem for path, text in TEXTS.items() if "jax._src" in text] == ["cluster"]
 
 
-CORE = [path for path in FILES if path.parts[0] != "models"]
 CEILINGS = {"code lines": 9_910, "files": 77, "rooms": 12, "parameters of fit": 15, "lines of a function": 80}
 """Each issue that adds to the core takes from it as much, or says why it cannot."""
+NO_CODE = {getattr(tokenize, kind) for kind in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 
-def num_code_lines(text: str) -> int:
+def num_code_lines(path: pathlib.Path) -> int:
     """Lines that are neither blank, nor a comment, nor in a docstring."""
-    strings = {
-        line
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    skipped = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
     lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
+    for token in tokenize.generate_tokens(io.StringIO(TEXTS[path]).readline):
+        if token.type not in NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - strings)
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
 def test_the_house_is_no_larger_than_was_agreed():
     functions = [
         (node.end_lineno or 0) - body[0].lineno + 1
         for path in CORE
-        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.FunctionDef)
         if (body := node.body[1:] if ast.get_docstring(node) else node.body)
     ]
     found = {
-        "code lines": sum(num_code_lines((PACKAGE / path).read_text()) for path in CORE),
+        "code lines": sum(map(num_code_lines, CORE)),
         "files": len(CORE),
         "rooms": len({path.parts[0] for path in CORE if len(path.parts) > 1}),
         "parameters of fit": len(inspect.signature(rx.fit).parameters),
@@ -214,45 +186,33 @@ def test_the_house_is_no_larger_than_was_agreed():
 
 
 def test_no_name_of_the_core_means_two_things():
-    homes: dict[str, set[pathlib.Path]] = {}
+    homes: dict[str, set[pathlib.Path]] = defaultdict(set)
     for path in CORE:
-        tree = ast.parse((PACKAGE / path).read_text())
-        names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        names |= {
-            n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-        }
-        for name in {name for name in names if name[0] != "_"} | (
-            {path.name} if path.name != "__init__.py" else set()
-        ):
-            homes.setdefault(name, set()).add(path)
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+        names = {path.name}
+        for node in TREES[path].body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+        for name in names:
+            homes[name].add(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1 and name[0] != "_"} == {}
 
 
 def test_docstrings_begin_with_a_verb_or_the_thing():
-    relative = [
-        f"{path}: {text.splitlines()[0]}"
-        for path in FILES
-        for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+    docs = [
+        (path, ast.get_docstring(node) or "")
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
-        if re.match(r"(What|Whether|How|Which|Where|Who|Of)\b", text := ast.get_docstring(node) or "")
     ]
-    assert relative == []
+    relative = re.compile(r"(What|Whether|How|Which|Where|Who|Of)\b")
+    assert [f"{path}: {doc.splitlines()[0]}" for path, doc in docs if relative.match(doc)] == []
 
 
 def test_pages_and_docstrings_are_in_plain_words():
-    root = pathlib.Path(__file__).parents[1]
-    files = [
-        *root.glob("*.md"),
-        *root.glob("docs/**/*.md"),
-        *root.glob("examples/**/*.md"),
-        *PACKAGE.rglob("*.py"),
-    ]
     strange = re.compile(r"one's own|belongs? into|all that is yours|whoever (likes|wants)", re.IGNORECASE)
-    # CONTRIBUTING quotes one of them.
-    found = [
-        f"{x}: {m[0]}"
-        for x in files
-        if x.name != "CONTRIBUTING.md"
-        for m in strange.finditer(x.read_text("utf-8"))
-    ]
+    pages = [path for place in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in ROOT.glob(place)]
+    texts = {path: path.read_text("utf-8") for path in pages if path.name != "CONTRIBUTING.md"}  # it quotes one
+    found = [f"{path}: {m[0]}" for path, x in {**TEXTS, **texts}.items() for m in strange.finditer(x)]
     assert found == []

@@ -30,21 +30,24 @@ def test_python_blocks_run_and_the_tables_are_true(capfd, tmp_path, monkeypatch,
     assert not [str(warning.message) for warning in recwarn]
 
 
-def test_commands_of_the_readme_are_those_of_ci():
-    ci = (pages.ROOT / ".ci" / "run").read_text()
-    assert "python -m pip install nox && python -m nox -s tests" in README
-    assert "python -m pip install nox && python -m nox -s tests" in ci
-
-
-def test_the_readme_is_short_and_its_links_lead_somewhere():
+def test_the_readme_is_short_and_its_links_and_commands_lead_somewhere():
     assert len(README.splitlines()) <= 120
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
     assert len(links) > 20
     assert [link for link in links if not (pages.ROOT / link).exists()] == []
+    command = "python -m pip install nox && python -m nox -s tests"
+    assert command in README
+    assert command in (pages.ROOT / ".ci" / "run").read_text()
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the tables in a text."""
+    lines = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def section_of(text: str, title: str) -> str:
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def numbers(text: str) -> list[str]:
@@ -52,8 +55,7 @@ def numbers(text: str) -> list[str]:
 
 
 def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
-    section = README.split("## In numbers")[1].split("\n## ")[0]
-    rows = [cells(line) for line in section.splitlines() if line.startswith("| ")][2:]
+    rows = rows_of(section_of(README, "In numbers"))[2:]
     sessions = re.findall(r"^def (\w+)\(session", (pages.ROOT / "noxfile.py").read_text(), re.MULTILINE)
     assert len(rows) >= 8
     for what, ours, beside, command in rows:
@@ -63,13 +65,11 @@ def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
         assert set(found) <= set(numbers((pages.ROOT / link[2]).read_text())), what
         first, *rest = link[1].split()
         assert rest[1] in sessions if first == "nox" else (pages.ROOT / first).exists(), what
-
-
-def test_the_quickstart_has_one_time():
     claim = re.search(r"\*\*([\d.]+) bits.*?reaches ([\d.]+) \((\d+) seconds", README, re.DOTALL)
     assert claim
-    page = (pages.PAGES / "five-minutes.md").read_text()
-    (row,) = re.findall(r"^\| .*nox -s quickstart.*$", page, re.MULTILINE)
+    (row,) = re.findall(
+        r"^\| .*nox -s quickstart.*$", (pages.PAGES / "five-minutes.md").read_text(), re.MULTILINE
+    )
     assert numbers(row)[:3] == list(claim.groups())
 
 
@@ -78,12 +78,12 @@ def test_the_page_beside_others_has_the_rows_of_the_results():
         """Mesh and model, peer, MiB, sent, memory, step."""
         rows: set[tuple[str, ...]] = set()
         case = ""
-        for row in map(cells, re.findall(r"^\|.*\|$", text, re.MULTILINE)):
+        for row in rows_of(text):
             case = row[0] or case
             rows.add((case, *row[1:6]))
         return rows
 
-    page = (pages.PAGES / "benchmarks.md").read_text().split("## Beside others")[1].split("\n## ")[0]
+    page = section_of((pages.PAGES / "benchmarks.md").read_text(), "Beside others")
     of_page = {row for row in table(page) if row[0].startswith(("data", "fsdp"))}
     assert len(of_page) > 20
     assert of_page <= table((pages.ROOT / "benchmarks" / "RESULTS.md").read_text())

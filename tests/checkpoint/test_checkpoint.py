@@ -1,44 +1,45 @@
+"""Checkpoints: exact on any mesh, verified, pruned, refused by name, and open without this library."""
+
 import dataclasses
+import functools
+import hashlib
 import json
 import pathlib
 import resource
 import shutil
 import subprocess
 import sys
-import textwrap
-import warnings
 from typing import Any
 
 import equinox as eqx
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from fit_helpers import assert_same, to_numpy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
-from redco_eqx._checkpoint.arrays import digests, from_names, to_names
+from redco_eqx._checkpoint.arrays import digests, to_names
 from redco_eqx._training.identity import identify, what_differs
 
-MESHES: dict[str, dict[str, Any]] = {
-    "data 8": {},
-    "tensor 8": {"tensor": 8},
-    "fsdp 8": {"fsdp": 8},
-    "2x4": {"tensor": 4},
-    "4x2": {"tensor": 2},
-    "2x2x2": {"tensor": 2, "fsdp": 2},
-    "one": {"data": 1},
-}
 ADAM = optax.adamw(1e-2)
 
 
-class Odd(eqx.Module):
-    """A layer among leaves of every kind that a model can hold."""
+class Layer(eqx.Module):
+    weight: Any
+    bias: Any
 
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
+
+class Odd(eqx.Module):
+    """Layers among leaves of every kind that a model can hold."""
+
+    up: Layer
+    down: Layer
     half: Any
     table: Any
     mask: Any
@@ -46,33 +47,44 @@ class Odd(eqx.Module):
     empty: Any
     scale: float
 
-    def __init__(self, key: Any):
-        a, b, c = jax.random.split(key, 3)
-        self.up, self.down = eqx.nn.Linear(8, 16, key=a), eqx.nn.Linear(16, 8, key=b)
-        self.half = jax.random.normal(c, (8,), jnp.bfloat16)
-        self.table = jnp.arange(6, dtype=jnp.int8).reshape(2, 3)
-        self.mask = jnp.array([0.0, -jnp.inf, jnp.nan])
-        self.keys = jax.random.split(c, 2)
-        self.empty = jnp.zeros((0, 3))
+    def __init__(self, seed: int):
+        normal = np.random.default_rng(seed).standard_normal
+        self.up = Layer(jnp.asarray(normal((16, 8), np.float32)), jnp.asarray(normal(16, np.float32)))
+        self.down = Layer(jnp.asarray(normal((8, 16), np.float32)), jnp.asarray(normal(8, np.float32)))
+        self.half = jnp.asarray(normal(8).astype(jnp.bfloat16))
+        self.table = jnp.asarray(np.arange(6, dtype=np.int8).reshape(2, 3))
+        self.mask = jnp.asarray(np.array([0.0, -np.inf, np.nan], np.float32))
+        self.keys = jax.random.split(jax.random.key(seed), 2)
+        self.empty = jnp.asarray(np.zeros((0, 3), np.float32))
         self.scale = 2.0
-
-    def __call__(self, x: Any) -> Any:
-        return self.down(self.up(x)) * self.half.astype(jnp.float32)
 
 
 def is_weight(x: Any) -> bool:
     return is_trainable(x) and x.ndim == 2 and x.size > 0
 
 
+def begin(model: Any, mesh: Any, optimizer: Any = ADAM, seed: int = 0, **arguments: Any) -> Any:
+    def place(x: Any) -> Any:
+        spec = P("tensor", "fsdp") if is_weight(x) else P()
+        return jax.device_put(x, NamedSharding(mesh, spec)) if eqx.is_array(x) else x
+
+    placed = jax.tree.map(place, model)
+    arguments = {"trainable": is_weight, **arguments}
+    return rx.init_state(placed, optimizer, key=jax.random.key(seed + 1), **arguments)
+
+
 def odd_state(optimizer: Any = ADAM, seed: int = 0, step: int = 0, mesh: Any = None, **arguments: Any) -> Any:
-    mesh = mesh or rx.make_mesh(tensor=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", rx.errors.ShardingWarning)
-        model = rx.init_model(Odd, mesh, key=jax.random.key(seed))
-    state = rx.init_state(
-        model, optimizer, key=jax.random.key(seed + 1), **{"trainable": is_weight, **arguments}
-    )
+    state = begin(Odd(seed), mesh or rx.make_mesh(tensor=4), optimizer, seed, **arguments)
     return dataclasses.replace(state, step=state.step + step)
+
+
+def tiny(step: int) -> Any:
+    state = rx.init_state({"weight": jnp.ones(2), "bias": jnp.ones(2)}, key=jax.random.key(1))
+    return dataclasses.replace(state, step=state.step + step)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [x.tobytes() for x in to_numpy(tree)]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +100,7 @@ def saved(tmp_path_factory: Any) -> Any:
 # Checksums
 
 
-def expected_words(x: np.ndarray) -> tuple[int, int]:
+def expected_words(x: np.ndarray) -> str:
     """By NumPy, from the definition."""
 
     def mix(h: np.ndarray) -> np.ndarray:
@@ -99,79 +111,47 @@ def expected_words(x: np.ndarray) -> tuple[int, int]:
     bits = x.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}[x.dtype.itemsize]).ravel()
     bits = bits.astype(np.uint32)
     h = mix(bits ^ mix(np.arange(1, bits.size + 1, dtype=np.uint32)))
-    return int(np.sum(h, dtype=np.uint32)), int(np.sum(mix(h + np.uint32(1)), dtype=np.uint32))
+    words = (np.sum(h, dtype=np.uint32), np.sum(mix(h + np.uint32(1)), dtype=np.uint32))
+    return "".join(f"{word:08x}" for word in words)
 
 
-def words(x: Any) -> tuple[int, int]:
-    checksums, nonfinite = digests({"x": x})
-    assert nonfinite == []
-    return int(checksums["x"][:8], 16), int(checksums["x"][8:], 16)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool", "complex64"])
-def test_a_checksum_is_that_of_the_bits(dtype: str) -> None:
-    x = np.random.default_rng(0).normal(size=(8, 5)).astype(jnp.dtype(dtype))
-    assert words(jnp.asarray(x)) == expected_words(x)
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_a_checksum_does_not_depend_on_the_layout(name: str) -> None:
-    mesh = rx.make_mesh(**MESHES[name])
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-    for spec in (("tensor", "fsdp"), (None, ("data", "fsdp")), ()):
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        assert words(jax.device_put(x, sharding)) == expected_words(x)
-
-
-def test_any_bit_and_any_exchange_changes_a_checksum() -> None:
-    x = np.random.default_rng(0).integers(0, 2**32, 64, np.uint32)
-    seen = {expected_words(x)}
-    for bit in range(0, 64 * 32, 7):
-        y = x.copy()
-        y[bit // 32] ^= np.uint32(1 << (bit % 32))
-        seen.add(expected_words(y))
-    for i in range(63):
-        y = x.copy()
-        y[[i, i + 1]] = y[[i + 1, i]]
-        seen.add(expected_words(y))
-    seen.add(expected_words(np.zeros(64, np.uint32)))
-    assert len(seen) == 1 + len(range(0, 64 * 32, 7)) + 63 + 1
-
-
-def test_what_is_not_finite_is_told() -> None:
-    x = jnp.ones(3)
-    arrays = {"good": x, "nan": x.at[1].set(jnp.nan), "inf": x.at[1].set(-jnp.inf), "int": jnp.arange(2)}
-    assert digests(arrays)[1] == ["nan", "inf"]
-    split = jax.sharding.NamedSharding(rx.make_mesh(), jax.sharding.PartitionSpec("data"))
-    assert digests({"x": jax.device_put(jnp.ones(8).at[5].set(jnp.nan), split)})[1] == ["x"]
+def test_a_checksum_is_that_of_the_bits_on_any_layout() -> None:
+    normal = np.random.default_rng(0).normal(size=(16, 8))
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn", "uint8", "bool", "complex64")
+    arrays = {dtype: normal[:8, :5].astype(jnp.dtype(dtype)) for dtype in dtypes}
+    assert digests({name: jnp.asarray(x) for name, x in arrays.items()}) == (
+        {name: expected_words(x) for name, x in arrays.items()},
+        [],
+    )
+    mesh, x = rx.make_mesh(tensor=2, fsdp=2), normal.astype(np.float32)
+    specs = {str(spec): spec for spec in (P("tensor", "fsdp"), P(None, ("data", "fsdp")), P())}
+    found, _ = digests({name: jax.device_put(x, NamedSharding(mesh, spec)) for name, spec in specs.items()})
+    assert found == dict.fromkeys(specs, expected_words(x))
+    # What is not finite is told.
+    x[5, 5], y = np.nan, np.full(2, -np.inf, np.float32)
+    split = jax.device_put(x, NamedSharding(mesh, P("tensor", "fsdp")))
+    mixed: Any = {"good": normal.astype(np.float32), "nan": split, "inf": y}
+    assert digests(mixed)[1] == ["nan", "inf"]
 
 
 # There and back
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("abstract", [False, True])
-def test_restored_on_any_mesh(saved: Any, name: str, abstract: bool) -> None:
+@pytest.mark.parametrize("name", ["2x2x2", "one"])
+def test_saved_and_restored_on_any_mesh(saved: Any, name: str, tmp_path: pathlib.Path) -> None:
     state, directory = saved
-    like = odd_state(seed=5, mesh=rx.make_mesh(**MESHES[name]))
-    if abstract:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-    found = rx.restore(directory, like)
-    assert to_names(found).keys() == to_names(state).keys()
-    for path, x in to_names(found).items():
-        assert x.sharding == to_names(like)[path].sharding, path
-        assert x.dtype == to_names(state)[path].dtype
-    for x, y in zip(to_numpy(found), to_numpy(state)):
-        assert x.tobytes() == y.tobytes()
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_saved_on_any_mesh(name: str, tmp_path: pathlib.Path) -> None:
-    state = odd_state(mesh=rx.make_mesh(**MESHES[name]))
-    rx.save(tmp_path, state)
-    found = rx.restore(tmp_path, odd_state(seed=5))
-    for x, y in zip(to_numpy(found), to_numpy(state)):
-        assert x.tobytes() == y.tobytes()
+    like = odd_state(seed=5, mesh=helpers.mesh_of(name))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    for target in (like, abstract):
+        found = rx.restore(directory, target)
+        assert to_names(found).keys() == to_names(state).keys()
+        for path, x in to_names(found).items():
+            assert x.sharding == to_names(like)[path].sharding, path
+            assert x.dtype == to_names(state)[path].dtype
+        assert bits(found) == bits(state)
+    given = dataclasses.replace(found, step=np.asarray(found.step))  # may be a NumPy array
+    assert rx.save(tmp_path, given).name == "7"
+    assert bits(rx.restore(tmp_path, odd_state(seed=5))) == bits(state)
 
 
 def test_names_do_not_say_what_is_trained(saved: Any) -> None:
@@ -182,93 +162,67 @@ def test_names_do_not_say_what_is_trained(saved: Any) -> None:
     assert set(other.params) < set(state.params)
     found = rx.restore(directory, other, only="model")
     assert jax.tree.structure(found) == jax.tree.structure(other)
+    expected = {**state.params, **state.frozen}
     for path, x in {**found.params, **found.frozen}.items():
-        expected = {**state.params, **state.frozen}[path]
-        assert to_numpy(x)[0].tobytes() == to_numpy(expected)[0].tobytes()
+        assert bits(x) == bits(expected[path]), path
 
 
 def test_a_model_with_a_state(tmp_path: pathlib.Path) -> None:
-    def make() -> Any:
-        pair = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="batch")
-        return rx.init_state(pair, ADAM, key=jax.random.key(1))
-
-    state = make()
+    pair = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="batch")
+    state = rx.init_state(pair, key=jax.random.key(1))
     changed = dataclasses.replace(state, model_state=jax.tree.map(lambda x: x + 1, state.model_state))
     rx.save(tmp_path, changed)
-    assert_same(rx.restore(tmp_path, make()), changed)
+    assert_same(rx.restore(tmp_path, state), changed)
 
 
 def test_donation_right_after_an_asynchronous_save(tmp_path: pathlib.Path) -> None:
-    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
-
-    def begin() -> Any:
-        model = eqx.filter_shard(
-            eqx.nn.Linear(128, 128, key=jax.random.key(0)),
-            jax.sharding.NamedSharding(rx.make_mesh(tensor=8), jax.sharding.PartitionSpec("tensor")),
-        )
-        return rx.init_state(model, optax.sgd(0.1, momentum=0.9), key=jax.random.key(1))
+    layout = NamedSharding(rx.make_mesh(tensor=8), P("tensor"))
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
 
     def count(state: Any) -> Any:
-        arrays = step((state.params, state.opt_state, state.step))
-        return dataclasses.replace(state, params=arrays[0], opt_state=arrays[1], step=arrays[2])
+        params, number = step((state.params, state.step))
+        return dataclasses.replace(state, params=params, step=number)
 
-    state = begin()
+    def start() -> Any:
+        model = {"w": jax.device_put(np.ones((128, 128), np.float32), layout)}
+        return rx.init_state(model, key=jax.random.key(1))
+
+    state = start()
     with rx.Checkpoints(tmp_path, keep_last=None).open() as writer:
-        for _ in range(4):
+        for _ in range(3):
             writer.save(state)
             for _ in range(3):
                 state = count(state)
-    expected = begin()
-    for at in range(12):
+    expected = start()
+    for at in range(9):
         if at % 3 == 0:
-            assert_same(rx.restore(tmp_path, begin(), step=at), expected)
+            assert_same(rx.restore(tmp_path, start(), step=at), expected)
         expected = count(expected)
 
 
 # The record
 
 
-def test_a_step_that_is_a_numpy_array_is_saved(tmp_path: pathlib.Path) -> None:
-    state = odd_state(step=5)
-    given = dataclasses.replace(state, step=np.asarray(state.step))
-    assert rx.save(tmp_path, given).name == "5"
-    assert_same(rx.restore(tmp_path, odd_state(seed=1)), state)
-
-
 def test_the_record(saved: Any) -> None:
     _, directory = saved
     (info,) = rx.list_checkpoints(directory)
-    assert (info.step, info.extras, info.metrics, info.run) == (
-        7,
-        {"note": ["mine", 1, None]},
-        {"eval/loss": 0.5},
-        None,
-    )
+    assert (info.step, info.metrics, info.run) == (7, {"eval/loss": 0.5}, None)
+    assert info.extras == {"note": ["mine", 1, None]}
     assert info.versions["jax"] == jax.__version__
     assert str(info.arrays["model/keys"]) == "key<fry>[2]"
     assert str(info.arrays["model/half"]) == "bfloat16[8]"
     assert rx.list_checkpoints(directory / "nowhere") == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1 / 3])
-def test_numbers_come_back_exactly(value: float, tmp_path: pathlib.Path) -> None:
-    run = rx.types.RunRecord(
-        0, 7, 1, 2, 4, 22, evaluations=({"step": 3, "eval/loss": value},), window={"a": [value]}
-    )
+def test_numbers_come_back_exactly(tmp_path: pathlib.Path) -> None:
+    numbers = {"nan": float("nan"), "inf": float("-inf"), "third": 1 / 3}
+    window = {"a": list(numbers.values())}
+    run = rx.types.RunRecord(0, 7, 1, 2, 4, 22, evaluations=({"step": 3, **numbers},), window=window)
     with rx.Checkpoints(tmp_path, keep_last=None).open() as writer:
-        path = writer.save(odd_state(mesh=rx.make_mesh(data=1)), metrics={"m": value}, run=run)
+        path = writer.save(tiny(1), metrics=numbers, run=run)
     (info,) = rx.list_checkpoints(tmp_path)
-    assert repr((info.metrics, info.run)) == repr(({"m": value}, run))
+    assert repr((info.metrics, info.run)) == repr((numbers, run))
     json.loads((path / "record" / "record.json").read_text(), parse_constant=pytest.fail)  # strict JSON
-
-
-@pytest.mark.parametrize(
-    "extras", [{"a": (1, 2)}, {"a": np.ones(2)}, {"a": {1: 2}}, {"a": float("nan")}, {"a": {3}}]
-)
-def test_extras_that_json_would_change_are_refused(extras: Any, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="extras must be plain JSON"):
-        rx.save(tmp_path, odd_state(), extras=extras)
-    assert list(tmp_path.iterdir()) == []
 
 
 # A part only
@@ -287,29 +241,28 @@ def test_the_model_alone_into_another_optimizer(saved: Any) -> None:
 class Grown(Odd):
     head: Any
 
-    def __init__(self, key: Any):
-        super().__init__(key)
-        self.head = eqx.nn.Linear(8, 4, key=key)
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.head = Layer(jnp.ones((4, 8)), jnp.ones(4))
         self.half = jnp.ones(6, jnp.bfloat16)
 
 
 def test_new_and_missing_leaves(saved: Any) -> None:
     state, directory = saved
-    mesh = rx.make_mesh(data=1)
-    grown = rx.init_state(rx.init_model(Grown, mesh, key=jax.random.key(5)), None, key=jax.random.key(6))
+    grown = begin(Grown(5), rx.make_mesh(data=1), None)
     with pytest.raises(ValueError, match="does not fit the checkpoint") as caught:
         rx.restore(directory, grown)
-    message = str(caught.value)
-    assert "model/head.weight: float32[4,8] in the state, missing in the checkpoint" in message
-    assert "model/half: bfloat16[6] in the state, bfloat16[8] in the checkpoint" in message
-    assert "optimizer/0.nu.down.weight: missing in the state, float32[8,16] in the checkpoint" in message
-    assert "model/up.weight" not in message
+    for words in (
+        "model/head.weight: float32[4,8] in the state, missing in the checkpoint",
+        "model/half: bfloat16[6] in the state, bfloat16[8] in the checkpoint",
+        "optimizer/0.nu.down.weight: missing in the state, float32[8,16] in the checkpoint",
+    ):
+        assert words in str(caught.value)
+    assert "model/up.weight" not in str(caught.value)
     found = rx.restore(directory, grown, new=["model/h*"], unused=["optimizer/*"])
-    arrays = {**found.params, **found.frozen}
-    own = {**grown.params, **grown.frozen}
-    for path in arrays:
-        source = own if path.startswith("h") else {**state.params, **state.frozen}
-        assert to_numpy(arrays[path])[0].tobytes() == to_numpy(source[path])[0].tobytes(), path
+    own, read = {**grown.params, **grown.frozen}, {**state.params, **state.frozen}
+    for path, x in {**found.params, **found.frozen}.items():
+        assert bits(x) == bits((own if path.startswith("h") else read)[path]), path
     assert int(found.step) == 7
     with pytest.raises(ValueError, match=r"model/head.weight: float32\[4,8\] in the state, missing"):
         rx.restore(directory, grown, new=["modle/*"], unused=["optimizer/*"])
@@ -318,35 +271,44 @@ def test_new_and_missing_leaves(saved: Any) -> None:
 class Renamed(eqx.Module):
     base: Odd
 
-    def __init__(self, key: Any):
-        self.base = Odd(key)
+    def __init__(self, seed: int):
+        self.base = Odd(seed)
 
 
 def test_a_renamed_field_is_read_under_its_new_name(saved: Any) -> None:
     state, directory = saved
-
-    def make(kind: Any) -> Any:
-        model = rx.init_model(kind, rx.make_mesh(data=1), key=jax.random.key(5))
-        return rx.init_state(model, ADAM, key=jax.random.key(6), trainable=is_weight)
-
-    like = make(Renamed)
+    like, odd = (begin(kind(5), rx.make_mesh(data=1)) for kind in (Renamed, Odd))
     with pytest.raises(ValueError, match=r"model/base.up.weight: .* missing in the checkpoint") as caught:
         rx.restore(directory, like)
     for remedy in ("renamed=", "new=", "unused=", 'only="model"', "optimizer that it began with"):
         assert remedy in str(caught.value)
     tops = {name.partition("/")[2].partition(".")[0] for name in to_names(state) if name.startswith("model/")}
     found = rx.restore(directory, like, renamed={name: f"base.{name}" for name in tops})
-    assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
+    assert bits(found) == bits(state)
     assert sum(path.startswith("0.mu.base.") for path in to_arrays(found.opt_state)) == len(state.params)
 
-    swapped = rx.restore(directory, make(Odd), only="model", renamed={"up": "aside"}, new=["model/up.*"],
-                         unused=["model/aside.*"])  # fmt: skip
+    aside: Any = {"renamed": {"up": "aside"}, "new": ["model/up.*"], "unused": ["model/aside.*"]}
+    swapped = rx.restore(directory, odd, only="model", **aside)
     assert_same(swapped.frozen["down.bias"], state.frozen["down.bias"])
-    assert_same(swapped.params["up.weight"], make(Odd).params["up.weight"])
+    assert_same(swapped.params["up.weight"], odd.params["up.weight"])
     with pytest.raises(ValueError, match=r"model/up\.weight: missing in the state"):
         rx.restore(directory, like, renamed={"up.wait": "base.up.weight"})
     with pytest.raises(ValueError, match=r"two arrays of the checkpoint the name model/down\.bias"):
-        rx.restore(directory, make(Odd), renamed={"up.bias": "down.bias"})
+        rx.restore(directory, odd, renamed={"up.bias": "down.bias"})
+
+
+def test_what_is_not_read_must_have_a_value(saved: Any) -> None:
+    state, directory = saved
+    like = odd_state(seed=5)
+    with pytest.raises(ValueError, match="in `like` it is abstract"):
+        rx.restore(directory, jax.eval_shape(lambda: like), only="model")
+    jax.tree.map(lambda x: x.delete(), like)
+    assert bits(rx.restore(directory, like)) == bits(state)
+    with pytest.raises(ValueError, match="in `like` it has been deleted"):
+        rx.restore(directory, like, only="model")
+
+
+# The identity of a run
 
 
 def begun_by(state: Any) -> Any:
@@ -355,36 +317,23 @@ def begun_by(state: Any) -> Any:
     return identify(state, None, {}, optimizer=optax.sgd(0.1), **unused)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_an_identity_is_that_of_the_state_on_any_mesh(name: str) -> None:
+def test_an_identity_is_that_of_the_state_on_any_mesh() -> None:
     expected = begun_by(odd_state())
-    found = begun_by(odd_state(mesh=rx.make_mesh(**MESHES[name])))
+    state = odd_state(mesh=rx.make_mesh(tensor=2, fsdp=2))
+    found = begun_by(state)
     assert what_differs(expected, found) == []
     np.testing.assert_allclose(found["parameters"], expected["parameters"], atol=1e-5)
-    nearly = odd_state(mesh=rx.make_mesh(**MESHES[name]))
 
-    def scaled(factor: float, paths: Any = nearly.params) -> Any:
-        params = {path: x * factor if path in paths else x for path, x in nearly.params.items()}
-        return begun_by(dataclasses.replace(nearly, params=params))
+    def scaled(factor: float, paths: Any = state.params) -> Any:
+        params = {path: x * factor if path in paths else x for path, x in state.params.items()}
+        return begun_by(dataclasses.replace(state, params=params))
 
     assert what_differs(expected, scaled(1 + 1e-6)) == []  # another compiler's last bits
     for factor in (0.5, 3.0, 1.01, -1.0):
         assert what_differs(expected, scaled(factor)) == ["other initial parameters"]
         assert what_differs(expected, scaled(factor, ["up.weight"])) == ["other initial parameters"]
-    other = odd_state(seed=1, mesh=rx.make_mesh(**MESHES[name]))
+    other = odd_state(seed=1, mesh=rx.make_mesh(tensor=2, fsdp=2))
     assert what_differs(expected, begun_by(other)) == ["another key", "other initial parameters"]
-    some = dataclasses.replace(nearly, params={**nearly.params, "up.weight": other.params["up.weight"]})
-    assert what_differs(expected, begun_by(some)) == ["other initial parameters"]
-
-
-def test_identities_of_a_hundred_seeds_all_differ() -> None:
-    def weight(seed: int) -> Any:
-        params = {"weight": jax.random.normal(jax.random.key(seed), (3, 2))}
-        return dataclasses.replace(tiny(0), params=params, frozen={})
-
-    found = [begun_by(weight(seed)) for seed in range(100)]
-    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
-    assert all(what_differs(a, b) == ["other initial parameters"] for a, b in pairs)
 
 
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
@@ -403,34 +352,7 @@ def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypa
     assert not (tmp_path / "~").exists()
 
 
-def test_what_is_kept_must_have_a_value(saved: Any) -> None:
-    like = jax.eval_shape(lambda x: x, odd_state())
-    with pytest.raises(ValueError, match="in `like` it is abstract"):
-        rx.restore(saved[1], like, only="model")
-
-
-def test_a_donated_state_says_how_to_restore(saved: Any) -> None:
-    state, directory = saved
-    like = odd_state(seed=5)
-    jax.tree.map(lambda x: x.delete(), like)
-    found = rx.restore(directory, like)
-    assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
-    with pytest.raises(ValueError, match="in `like` it has been deleted"):
-        rx.restore(directory, like, only="model")
-
-
 # Damage
-
-
-def test_no_checkpoint(tmp_path: pathlib.Path, saved: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        rx.restore(tmp_path / "nowhere", saved[0])
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 8, only of \[7\]"):
-        rx.restore(saved[1], saved[0], step=8)
-
-
-def files(directory: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def refusal(directory: pathlib.Path, state: Any) -> str | None:
@@ -439,14 +361,14 @@ def refusal(directory: pathlib.Path, state: Any) -> str | None:
         found = rx.restore(directory, state)
     except rx.errors.CheckpointError as error:
         return str(error)
-    assert [x.tobytes() for x in to_numpy(found)] == [x.tobytes() for x in to_numpy(state)]
+    assert bits(found) == bits(state)
     return None
 
 
 def test_a_missing_file_is_found_or_harmless(saved: Any, tmp_path: pathlib.Path) -> None:
     state, directory = saved
     said = {}
-    for i, path in enumerate(files(directory)):
+    for i, path in enumerate(sorted(path for path in directory.rglob("*") if path.is_file())):
         copy = shutil.copytree(directory, tmp_path / str(i))
         (copy / path.relative_to(directory)).unlink()
         answer = said[str(path.relative_to(directory / "7"))] = refusal(copy, state)
@@ -456,12 +378,13 @@ def test_a_missing_file_is_found_or_harmless(saved: Any, tmp_path: pathlib.Path)
 
 
 def test_a_flipped_bit_is_found_or_harmless(tmp_path: pathlib.Path) -> None:
-    model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))  # a small one has its arrays among the indices
-    state = rx.init_state(model, ADAM, key=jax.random.key(1))
+    draw = np.random.default_rng(0)  # a small model has its arrays among the indices
+    state = rx.init_state(
+        {str(i): jnp.asarray(draw.normal(size=(128, 64))) for i in range(3)}, key=jax.random.key(1)
+    )
     rx.save(tmp_path, state)
     largest = max(tmp_path.rglob("d/*"), key=lambda path: path.stat().st_size)
     whole = largest.read_bytes()
-    draw = np.random.default_rng(0)
     num_found = 0
     for _ in range(20):
         data, bit = bytearray(whole), int(draw.integers(len(whole) * 8))
@@ -491,10 +414,9 @@ def alter(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("damage", [empty, alter, pathlib.Path.unlink])
 def test_a_damaged_record_is_skipped_for_an_older_one(damage: Any, tmp_path: pathlib.Path) -> None:
-    state = odd_state(mesh=rx.make_mesh(data=1))
-    for _ in range(2):
-        state = dataclasses.replace(state, step=state.step + 1)
-        rx.save(tmp_path, state, extras={"note": "mine"})
+    state = tiny(2)
+    for step in (1, 2):
+        rx.save(tmp_path, tiny(step), extras={"note": "mine"})
     damage(tmp_path / "2" / "record" / "record.json")
     with pytest.warns(UserWarning, match=f"{tmp_path}/2.*damaged.*The checkpoint before it is used"):
         assert int(rx.restore(tmp_path, state).step) == 1
@@ -511,12 +433,6 @@ def test_a_damaged_record_is_skipped_for_an_older_one(damage: Any, tmp_path: pat
 
 
 # The writer
-
-
-def tiny(step: int) -> Any:
-    model = eqx.nn.Linear(2, 2, key=jax.random.key(step))
-    state = rx.init_state(model, None, key=jax.random.key(1))
-    return dataclasses.replace(state, step=state.step + step)
 
 
 def test_what_is_kept(tmp_path: pathlib.Path) -> None:
@@ -548,29 +464,30 @@ def test_litter_is_removed_and_nothing_else(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.damaged", "mine"]
 
 
-def test_a_parameter_that_is_not_finite_is_not_saved(tmp_path: pathlib.Path) -> None:
-    state = tiny(3)
-    state = dataclasses.replace(state, params={**state.params, "bias": jnp.array([1.0, jnp.nan])})
-    with pytest.raises(ValueError, match=r"step 3 is not saved, because model/bias"):
-        rx.save(tmp_path, state)
+def test_what_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
+    nan = dataclasses.replace(tiny(3), params={"weight": jnp.ones(2), "bias": jnp.array([1.0, jnp.nan])})
+    deleted = tiny(0)
+    deleted.params["weight"].delete()
+    extras = [{"a": (1, 2)}, {"a": np.ones(2)}, {"a": {1: 2}}, {"a": float("nan")}, {"a": {3}}]
+    save = functools.partial(rx.save, tmp_path)
+    cases: list[tuple[Any, str]] = [
+        (lambda: save(nan), r"step 3 is not saved, because model/bias"),
+        (lambda: save(jax.eval_shape(lambda: tiny(0))), "is abstract"),
+        (lambda: save(deleted), "model/weight of the state has been deleted"),
+        # JSON would change them.
+        *((functools.partial(save, tiny(0), extras=x), "extras must be plain JSON") for x in extras),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
     assert rx.list_checkpoints(tmp_path) == []
 
 
-def test_a_state_without_arrays_to_save_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="is abstract"):
-        rx.save(tmp_path, jax.eval_shape(lambda: tiny(0)))
-    state = tiny(0)
-    state.params["weight"].delete()
-    with pytest.raises(ValueError, match="model/weight of the state has been deleted"):
-        rx.save(tmp_path, state)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"keep_last": 0}, {"keep_best": {"loss": "least"}}, {"keep_best": "loss"}]
-)
-def test_wrong_arguments_of_the_writer(arguments: Any, tmp_path: pathlib.Path) -> None:
-    with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
-        rx.Checkpoints(tmp_path / "new", **arguments).open()
+def test_wrong_arguments_of_the_writer(tmp_path: pathlib.Path) -> None:
+    wrong: list[Any] = [{"keep_last": 0}, {"keep_best": {"loss": "least"}}, {"keep_best": "loss"}]
+    for arguments in wrong:
+        with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
+            rx.Checkpoints(tmp_path / "new", **arguments).open()
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="not a path of a file system"):
         rx.Checkpoints("gs://bucket/run").open()
@@ -605,50 +522,22 @@ def test_without_orbax_the_install_line_is_told(tmp_path: pathlib.Path, monkeypa
 
 # Without this library
 
-BY_ORBAX = """
-import orbax.checkpoint as ocp
-checkpointer = ocp.PyTreeCheckpointer()
-names = checkpointer.metadata("run/7/arrays").item_metadata.tree
-as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-arrays = checkpointer.restore("run/7/arrays", restore_args=as_numpy)
-"""
-
-BY_TENSORSTORE = """
-import tensorstore as ts
-base = {"driver": "ocdbt", "base": "file://run/7/arrays/"}
+READ = """
+import hashlib, json, sys
+import ml_dtypes, numpy as np, tensorstore as ts
+base = {"driver": "ocdbt", "base": f"file://{sys.argv[1]}/arrays/"}
 keys = ts.KvStore.open(base).result().list().result()
 spec = {key[:-8].decode(): {**base, "path": key[:-7].decode()} for key in keys if key.endswith(b"/.zarray")}
 arrays = {name: ts.open({"driver": "zarr", "kvstore": spec[name]}).result().read().result() for name in spec}
+assert not {"redco_eqx", "orbax", "jax"} & set(sys.modules)
+print(json.dumps({name: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in arrays.items()}))
 """
 
 
-@pytest.mark.parametrize("program", [BY_ORBAX, BY_TENSORSTORE])
-def test_it_opens_without_this_library(program: str, saved: Any) -> None:
+def test_it_opens_by_tensorstore_alone(saved: Any) -> None:
     state, directory = saved
-    assert len(program.strip().splitlines()) == 5
-    program = program.replace("run/7", str(directory / "7"))
-    save_all = textwrap.dedent(
-        f"""
-        import sys
-        assert "redco_eqx" not in sys.modules
-        assert "orbax" in sys.modules or "jax" not in sys.modules
-        import ml_dtypes
-        np.savez({str(directory)!r} + "/../out.npz", **{{
-            name.replace("/", "|"): np.asarray(x).view(np.uint8) if x.ndim else np.asarray(x)
-            for name, x in arrays.items()
-        }})
-        """
-    )
-    subprocess.run([sys.executable, "-c", "import numpy as np\n" + program + save_all], check=True)
-    with np.load(directory / ".." / "out.npz") as out:
-        found = {name.replace("|", "/"): out[name].tobytes() for name in out}
-    expected = {name: to_numpy(x)[0].tobytes() for name, x in to_names(state).items() if x.size > 0}
-    assert found == expected
-
-
-def test_names_are_an_inverse() -> None:
-    state = odd_state()
-    assert_same(from_names(state, to_names(state)).params, state.params)
-    assert [x.tobytes() for x in to_numpy(from_names(state, to_names(state)))] == [
-        x.tobytes() for x in to_numpy(state)
-    ]
+    command = [sys.executable, "-c", READ, str(directory / "7")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    arrays = {name: x for name, x in to_names(state).items() if x.size > 0}
+    expected = {name: hashlib.sha256(bits(x)[0]).hexdigest() for name, x in arrays.items()}
+    assert json.loads(done.stdout) == expected

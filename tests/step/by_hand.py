@@ -1,4 +1,4 @@
-"""Steps written by hand, which `train_step` is compared with, and how the tests compile it."""
+"""Steps written by hand, which `train_step` is compared with, how the tests compile it, and a model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +12,20 @@ import optax
 from redco_eqx import train_step
 
 KEY = jax.random.key(0)
+
+
+class Normed(eqx.Module):
+    """A model with a state. Large enough that `tensor` and `fsdp` split it."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key: Any):
+        self.linear = eqx.nn.Linear(64, 128, key=key)
+        self.norm = eqx.nn.BatchNorm(128, "batch", mode="ema", momentum=0.9)
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        return self.norm(self.linear(x), state)
 
 
 def compiled_step(loss_fn: Any, optimizer: Any, **options: Any) -> Any:

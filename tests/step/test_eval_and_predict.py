@@ -13,22 +13,7 @@ import pytest
 from by_hand import KEY, compiled_step, ratio
 from helpers import mlp_batch, squared_error
 
-from redco_eqx import (
-    batch_sharding,
-    cast,
-    eval_step,
-    init_state,
-    jit_step,
-    make_mesh,
-    predict_step,
-    train_step,
-)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return make_mesh(tensor=2, fsdp=2)
-
+from redco_eqx import batch_sharding, eval_step, init_state, jit_step, predict_step
 
 # Randomness and inference mode.
 
@@ -48,139 +33,107 @@ def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def noisy_predict(model: Any, batch: Any, key: Any) -> Any:
-    return batch * jax.random.uniform(key)
+    return {"noise": batch * jax.random.uniform(key), "kept": model.dropout(model.w * batch, key=key)}
 
 
 ZERO_RATE = optax.sgd(0.0)
 ONES = np.ones(64, np.float32)
+TRAIN = compiled_step(noisy_loss, ZERO_RATE)
+EVALUATE = jit_step(partial(eval_step, loss_fn=noisy_loss), donate=False)
+PREDICT = jit_step(partial(predict_step, predict_fn=noisy_predict), donate=False)
 
 
-NOISY_STEP = compiled_step(noisy_loss, ZERO_RATE)
-NOISY_EVAL = jax.jit(partial(eval_step, loss_fn=noisy_loss))
-NOISY_PREDICT = jax.jit(partial(predict_step, predict_fn=noisy_predict))
+def draw(state: Any, **index: Any) -> list[float]:
+    """Return the draws of evaluation and prediction; dropout is off in both."""
+    metrics, outputs = EVALUATE(state, ONES, **index), PREDICT(state, ONES, **index)
+    assert metrics["loss"].value == 1
+    np.testing.assert_array_equal(outputs["kept"], ONES)
+    return [float(metrics["noise"].value), float(outputs["noise"][0])]
 
 
-def noises(key: Any) -> dict[str, list[float]]:
+def noises(key: Any) -> list[float]:
     """Return the draws of each of the three steps, at four steps of a run that changes no parameter."""
-    state = init_state(Noisy(), ZERO_RATE, key=key)
-    drawn: dict[str, list[float]] = {"train": [], "eval": [], "predict": []}
-    for _ in range(4):
-        drawn["eval"].append(float(NOISY_EVAL(state, ONES)["noise"].value))
-        drawn["predict"].append(float(NOISY_PREDICT(state, ONES)[0]))
-        state, metrics = NOISY_STEP(state, ONES)
-        drawn["train"].append(float(metrics["noise"].value))
+    state = begin = init_state(Noisy(), ZERO_RATE, key=key)
+    drawn: list[float] = []
+    losses: set[float] = set()
+    for i in range(4):
+        drawn += draw(state)
+        state, metrics = TRAIN(state, ONES)
+        drawn.append(float(metrics["noise"].value))
+        losses.add(float(metrics["loss"].value))
+        assert state.step == i + 1
+        assert state.model.dropout.inference is False
+    assert len(losses) > 1  # dropout is on
+    helpers.assert_identical(state.key, begin.key)  # never consumed
     return drawn
 
 
 def test_streams_of_randomness_are_apart_and_reproducible():
-    drawn, again, other = noises(KEY), noises(jax.random.key(0)), noises(jax.random.key(1))
-    numbers = [x for stream in drawn.values() for x in stream]
-    assert len(set(numbers)) == 12
-    assert drawn == again
-    assert not set(numbers) & {x for stream in other.values() for x in stream}
+    drawn, other = noises(KEY), noises(jax.random.key(1))
+    assert drawn == noises(jax.random.key(0))
+    assert len({*drawn, *other}) == 24
 
 
 def test_batches_that_see_the_same_state_are_told_apart_by_their_index():
     """The steps of a rollout, say, of one compiled program."""
     state = init_state(Noisy(), ZERO_RATE, key=KEY)
-    evaluated = jit_step(partial(eval_step, loss_fn=noisy_loss), donate=False)
-    predicted = jit_step(partial(predict_step, predict_fn=noisy_predict), donate=False)
-
-    def draw(state: Any, **index: Any) -> tuple[float, float]:
-        return float(evaluated(state, ONES, **index)["noise"]), float(predicted(state, ONES, **index)[0])
-
-    plain, *drawn = [draw(state), *(draw(state, index=i) for i in (0, 1, np.int32(2), jnp.int32(1)))]
-    assert plain == (float(NOISY_EVAL(state, ONES)["noise"]), float(NOISY_PREDICT(state, ONES)[0]))
-    assert drawn[3] == drawn[1]
-    later = draw(NOISY_STEP(state, ONES)[0], index=1)
-    assert len({*plain, *drawn[0], *drawn[1], *drawn[2], *later}) == 10
-
-
-def test_the_key_of_a_state_is_never_consumed():
-    state = init_state(Noisy(), ZERO_RATE, key=KEY)
-    new, _ = NOISY_STEP(state, ONES)
-    helpers.assert_identical(new.key, state.key)
-    assert new.step == state.step + 1
-
-
-def test_dropout_is_on_in_training_only():
-    state = init_state(Noisy(), ZERO_RATE, key=KEY)
-    assert NOISY_STEP(state, ONES)[1]["loss"].value != 1
-    assert NOISY_EVAL(state, ONES)["loss"].value == 1
-    outputs = predict_step(state, ONES, predict_fn=lambda m, b, k: m.dropout(m.w * b, key=k))
-    np.testing.assert_array_equal(outputs, ONES)
-    # The state itself stays in training mode.
-    assert state.model.dropout.inference is False
+    plain, zero, one = draw(state), draw(state, index=0), draw(state, index=1)
+    assert draw(state, index=jnp.int32(1)) == one
+    later = draw(TRAIN(state, ONES)[0], index=1)
+    assert len({*plain, *zero, *one, *later}) == 8
 
 
 # Evaluation and prediction.
 
 
-def test_evaluation_weighs_a_scalar_by_its_examples(mesh):
+def test_evaluation_weighs_a_scalar_by_its_examples():
     state = init_state({"w": jnp.ones(3)}, key=KEY)
     x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 
     def loss_fn(model, batch, key):
         return jnp.mean(batch @ model["w"]), {"first": jnp.mean(batch[:, 0])}
 
-    parts = [eval_step(state, part, loss_fn=loss_fn) for part in (x[:4], x[4:])]
+    step = jax.jit(partial(eval_step, loss_fn=loss_fn))
+    parts = [step(state, part) for part in (x[:4], x[4:])]
     assert [part["loss"].weight for part in parts] == [4, 2]
     for name, expected in (("loss", x.sum(axis=1).mean()), ("first", x[:, 0].mean())):
         np.testing.assert_allclose((parts[0][name] + parts[1][name]).value, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["one", "2x2x2"])
-def test_evaluation_and_prediction_on_a_mesh(name):
-    mesh = helpers.mesh_of(name)
-    model = helpers.make_mlp()
+def test_evaluation_and_prediction_on_a_mesh():
+    mesh = helpers.mesh_of("2x2x2")
+    model, host_batch = helpers.make_mlp(), mlp_batch(0)
     placed, shardings = helpers.place(model, mesh)
     state = init_state(placed, key=KEY)
-    host_batch = mlp_batch(0)
     batch = jax.device_put(host_batch, batch_sharding(mesh))
-    metrics = jax.jit(partial(eval_step, loss_fn=squared_error, shardings=shardings))(state, batch)
-    assert sorted(metrics) == ["absolute", "loss"]
-    for key, metric in (("loss", None), ("absolute", "absolute")):
-        expected = ratio(squared_error, metric)(model, host_batch)
-        np.testing.assert_allclose(metrics[key].value, expected, rtol=1e-5)
 
     def predict_fn(model, batch, key):
         return {"out": jax.vmap(model)(batch["x"]), "index": jnp.argmax(batch["x"], axis=1)}
 
+    @eqx.filter_jit
+    def on_one_device(model, batch):
+        values = [ratio(squared_error, name)(model, batch) for name in (None, "absolute")]
+        return *values, jax.vmap(model)(batch["x"])
+
+    loss, absolute, out = on_one_device(model, host_batch)
+    metrics = jax.jit(partial(eval_step, loss_fn=squared_error, shardings=shardings))(state, batch)
+    assert sorted(metrics) == ["absolute", "loss"]
+    np.testing.assert_allclose(metrics["loss"].value, loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["absolute"].value, absolute, rtol=1e-5)
     outputs = jax.jit(partial(predict_step, predict_fn=predict_fn, shardings=shardings))(state, batch)
-    np.testing.assert_allclose(
-        outputs["out"], jax.vmap(model)(jnp.asarray(host_batch["x"])), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(outputs["out"], out, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(outputs["index"], host_batch["x"].argmax(axis=1))
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (lambda b: {"rows": b, "sum": jnp.sum(b)}, r"output sum has shape \(\)"),
-        (lambda b: {"nested": [b, b[:2]]}, r"output nested\.1 has shape \(2, 3\).*the batch's, 4"),
-        (lambda b: b.T, r"output array has shape \(3, 4\)"),
-        (lambda b: {}, "returned no array"),
-        (lambda b: None, "returned no array"),
-    ],
-)
-def test_predictions_without_one_row_per_example_are_refused(output, message):
+def test_predictions_without_one_row_per_example_are_refused():
     state = init_state({"w": jnp.ones(3)}, key=KEY)
-    with pytest.raises(ValueError, match=message):
-        predict_step(state, np.ones((4, 3)), predict_fn=lambda model, batch, key: output(jnp.asarray(batch)))
-
-
-def test_bfloat16_compute_over_float32_masters():
-    def loss_fn(model, batch, key):
-        model, batch = cast((model, batch), jnp.bfloat16)
-        out = jax.vmap(model)(batch["x"])
-        assert out.dtype == jnp.bfloat16
-        return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
-
-    state = init_state(helpers.make_mlp(), optax.sgd(0.1), key=KEY)
-    new, metrics = jax.jit(partial(train_step, loss_fn=loss_fn, optimizer=optax.sgd(0.1)))(state, mlp_batch(0))
-    assert {x.dtype for x in new.params.values()} == {jnp.dtype("float32")}
-    x, y = (jnp.asarray(mlp_batch(0)[name]) for name in ("x", "y"))
-    exact = jnp.mean((jax.vmap(helpers.make_mlp())(x) - y) ** 2)
-    # bfloat16 has 8 bits.
-    np.testing.assert_allclose(metrics["loss"].value, exact, rtol=2e-2)
-    assert metrics["loss"].value != exact
+    cases: list[tuple[Any, str]] = [
+        (lambda m, b, k: {"rows": b, "sum": jnp.sum(b)}, r"output sum has shape \(\)"),
+        (lambda m, b, k: {"nested": [b, b[:2]]}, r"output nested\.1 has shape \(2, 3\).*the batch's, 4"),
+        (lambda m, b, k: b.T, r"output array has shape \(3, 4\)"),
+        (lambda m, b, k: {}, "returned no array"),
+        (lambda m, b, k: None, "returned no array"),
+    ]
+    for predict_fn, message in cases:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(partial(predict_step, predict_fn=predict_fn), state, np.ones((4, 3), np.float32))

@@ -23,104 +23,102 @@ from redco_eqx.errors import ShardingWarning
 OPTIMIZER = optax.sgd(0.1)
 
 
+def predict_fn(model: Any, batch: Any, key: Any) -> Any:
+    return jax.vmap(model)(batch["x"])
+
+
 @functools.cache
 def subject(name: str) -> Any:
-    """A mesh, a state on it, and its three steps, with a layout and without."""
+    """A mesh, a state on it, and steps, with a layout or without."""
     mesh = helpers.mesh_of(name)
     model, shardings = helpers.place(helpers.make_mlp(), mesh)
-
-    def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-        return jax.vmap(model)(batch["x"])
-
-    steps = {}
-    for laid_out in (None, shardings):
-        common: Any = {"loss_fn": squared_error, "shardings": laid_out}
-        train = partial(rx.train_step, optimizer=OPTIMIZER, **common)
-        which = "" if laid_out is None else " with shardings"
-        steps[f"train_step{which}"] = train
-        steps[f"of microbatches{which}"] = partial(train, num_microbatches=2)
-        steps[f"eval_step{which}"] = partial(rx.eval_step, **common)
-        steps[f"predict_step{which}"] = partial(rx.predict_step, predict_fn=predict_fn, shardings=laid_out)
+    train = partial(rx.train_step, optimizer=OPTIMIZER, loss_fn=squared_error)
+    steps = {
+        "train_step": partial(train, shardings=shardings),
+        "of microbatches": partial(train, num_microbatches=2),
+        "eval_step": partial(rx.eval_step, loss_fn=squared_error),
+        "predict_step": partial(rx.predict_step, predict_fn=predict_fn, shardings=shardings),
+    }
     return mesh, rx.init_state(model, OPTIMIZER, key=KEY), steps
 
 
-def cost(function: Any, *arguments: Any, mesh: Any) -> tuple[float, Any]:
-    """Operations of a device, and what is sent over which axes, of a function under plain `jit`."""
+def cost(function: Any, *arguments: Any, mesh: Any) -> tuple[float, dict[Any, int], Any]:
+    """Operations of a device, bytes that are sent over which axes, and the program, under plain `jit`."""
     compiled = jax.jit(function).lower(*arguments).compile()
     analysis: Any = compiled.cost_analysis()
-    return analysis["flops"], rx.communication(compiled, mesh).by_axes
+    sent = {axes: x.sent_bytes for axes, x in rx.communication(compiled, mesh).by_axes.items()}
+    return analysis["flops"], sent, compiled
 
 
-@pytest.mark.parametrize("name", ["data8", "data2xtensor4", "2x2x2"])
-def test_a_batch_that_is_not_placed_costs_what_one_does_that_is(name):
+@functools.cache
+def alone(name: str) -> tuple[float, dict[Any, int], Any]:
+    """The cost of one train_step of a batch that is placed."""
     mesh, state, steps = subject(name)
-    batch = mlp_batch(0, 32)
+    return cost(steps["train_step"], state, jax.device_put(mlp_batch(0), rx.batch_sharding(mesh)), mesh=mesh)
+
+
+def test_a_batch_that_is_not_placed_costs_what_one_does_that_is():
+    mesh, state, steps = subject("2x2x2")
+    batch = mlp_batch(0)
     placed = jax.device_put(batch, rx.batch_sharding(mesh))
-    for what in steps if name == "data8" else ("train_step with shardings", "eval_step"):
-        step = steps[what]
-        flops, sent = cost(step, state, batch, mesh=mesh)
-        wanted, wanted_sent = cost(step, state, placed, mesh=mesh)
-        assert flops == pytest.approx(wanted, rel=0.01), what
-        assert {axes: x.sent_bytes for axes, x in sent.items()} == {
-            axes: x.sent_bytes for axes, x in wanted_sent.items()
-        }, what
+    for what, step in steps.items():
+        flops, sent, _ = cost(step, state, batch, mesh=mesh)
+        wanted = alone("2x2x2") if what == "train_step" else cost(step, state, placed, mesh=mesh)
+        assert flops == pytest.approx(wanted[0], rel=0.01), what
+        assert sent == wanted[1], what
 
 
 def test_rows_that_are_taken_inside_of_a_scan_are_split_too():
-    mesh, state, steps = subject("data2xtensor4")
-    step, data = steps["train_step with shardings"], jax.tree.map(jnp.asarray, mlp_batch(0, 64))
+    mesh, state, steps = subject("2x2x2")
+    data = jax.tree.map(jnp.asarray, mlp_batch(0, 48))
+    step, one = steps["train_step"], alone("2x2x2")
 
     def epoch(state: Any, rows: Any) -> Any:
         return jax.lax.scan(lambda state, rows: step(state, jax.tree.map(lambda x: x[rows], data)), state, rows)
 
-    rows = np.random.default_rng(0).permutation(64).reshape(4, 16)
-    flops, sent = cost(epoch, state, rows, mesh=mesh)
-    alone, _ = cost(step, state, jax.device_put(mlp_batch(0), rx.batch_sharding(mesh)), mesh=mesh)
-    assert flops < 1.2 * alone  # a body of a scan is counted once; the rest takes the rows
-    assert sent[("data",)].sent_bytes > 0
-    found, _ = jax.jit(epoch)(state, rows)
+    rows = np.random.default_rng(0).permutation(48).reshape(3, 16)
+    flops, sent, compiled = cost(epoch, state, rows, mesh=mesh)
+    assert flops < 1.2 * one[0]  # a body of a scan is counted once; the rest takes the rows
+    assert any("data" in axes for axes in sent)
+    found, _ = compiled(state, rows)
+    helpers.assert_same_layout(found.params, state.params)
     for taken in rows:
-        state, _ = jax.jit(step)(state, jax.tree.map(lambda x, taken=taken: x[taken], data))
+        batch = jax.tree.map(lambda x, taken=taken: np.asarray(x)[taken], data)
+        state, _ = one[2](state, jax.device_put(batch, rx.batch_sharding(mesh)))
     helpers.assert_close(found.params, state.params, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_members_under_vmap_are_each_computed_in_parts(is_shared):
-    mesh, state, steps = subject("data8")
-    step = steps["train_step with shardings"]
-    members = jax.device_put(jax.tree.map(lambda x: jnp.stack([x, x]), state), NamedSharding(mesh, P()))
-    batch = mlp_batch(0, 32)
-    data = batch if is_shared else jax.tree.map(lambda x: np.stack([x, x[::-1]]), batch)
-    vmapped = jax.vmap(step, in_axes=(0, None if is_shared else 0))
-    flops, sent = cost(vmapped, members, data, mesh=mesh)
-    alone, _ = cost(step, state, jax.device_put(batch, rx.batch_sharding(mesh)), mesh=mesh)
-    assert flops < 2.2 * alone
-    assert ("data",) in sent
-    together, _ = jax.jit(vmapped)(members, data)
+def test_members_under_vmap_are_each_computed_in_parts_and_stay_split():
+    mesh, state, steps = subject("2x2x2")
+    others = {path: 2 * x for path, x in state.params.items()}
+    states = [state, dataclasses.replace(state, params=others)]
+    members = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+    batches = [mlp_batch(seed) for seed in range(2)]
+    data = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    flops, sent, compiled = cost(jax.vmap(steps["train_step"]), members, data, mesh=mesh)
+    one = alone("2x2x2")
+    assert flops < 2.2 * one[0]
+    assert any("data" in axes for axes in sent)
+    together, _ = compiled(members, data)
+    assert not together.params["layers.0.weight"].is_fully_replicated
     for i in range(2):
-        own = data if is_shared else jax.tree.map(lambda x, i=i: x[i], data)
-        expected = jax.jit(step)(state, own)[0].params
+        expected, _ = one[2](states[i], jax.device_put(batches[i], rx.batch_sharding(mesh)))
         found = {path: x[i] for path, x in together.params.items()}
-        helpers.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        helpers.assert_close(found, expected.params, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_what_spmd_axis_name_says_of_an_axis_comes_first(scanned):
+def test_what_spmd_axis_name_says_of_an_axis_comes_first():
     """Clients that are laid over `data` train without a word to each other."""
     mesh, state, steps = subject("data8")
-    step = steps["train_step with shardings"]
 
     def train(key: Any, batches: Any) -> Any:
-        own = dataclasses.replace(state, key=key)
-        if not scanned:
-            return step(own, jax.tree.map(lambda x: x[0], batches))[0].params
-        return jax.lax.scan(step, own, batches)[0].params
+        return jax.lax.scan(steps["train_step"], dataclasses.replace(state, key=key), batches)[0].params
 
     batches = jax.tree.map(lambda x: x.reshape(8, 2, 8, *x.shape[1:]), mlp_batch(0, 128))
     keys = jax.random.split(KEY, 8)
-    flops, sent = cost(jax.vmap(train, spmd_axis_name="data"), keys, batches, mesh=mesh)
-    alone, _ = cost(train, KEY, jax.tree.map(lambda x: x[0], batches), mesh=mesh)
-    assert flops < 8 * alone  # `alone` is split over eight
+    flops, sent, _ = cost(jax.vmap(train, spmd_axis_name="data"), keys, batches, mesh=mesh)
+    one, _, _ = cost(train, KEY, jax.tree.map(lambda x: x[0], batches), mesh=mesh)
+    assert flops < 8 * one  # `one` is split over eight
     assert ("data",) not in sent
 
 
@@ -129,38 +127,39 @@ def test_other_dims_stay_as_they_were_placed():
     state = rx.init_state({"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P()))}, key=KEY)
     tokens = jax.device_put(np.ones((4, 16, 8), np.float32), NamedSharding(mesh, P("data", "tensor")))
     step = partial(rx.predict_step, predict_fn=lambda model, batch, key: jnp.tanh(batch @ model["w"]))
-    compiled: Any = jax.jit(step).lower(state, tokens).compile()
-    assert not rx.communication(compiled, mesh)
+    _, sent, compiled = cost(step, state, tokens, mesh=mesh)
+    assert not sent
     assert compiled.output_shardings.is_equivalent_to(tokens.sharding, tokens.ndim)
 
 
 def test_gradients_and_keys_pass_through():
     _, state, steps = subject("data8")
-    batch = mlp_batch(0, 32)
-    evaluate = steps["eval_step"]
+    batch = mlp_batch(0)
+    tangent = np.ones_like(batch["x"])
 
     def loss(x: Any) -> Any:
-        return evaluate(state, {**batch, "x": x})["loss"].value
+        return steps["eval_step"](state, {**batch, "x": x})["loss"].value
 
     def plain(x: Any) -> Any:
-        return squared_error(state.model, {**batch, "x": x}, None)[0].value
+        return squared_error(helpers.make_mlp(), {**batch, "x": x}, None)[0].value
 
-    helpers.assert_close(jax.jit(jax.grad(loss))(batch["x"]), jax.grad(plain)(batch["x"]), rtol=1e-4, atol=1e-6)
-    tangent = np.ones_like(batch["x"])
-    found = jax.jit(lambda x: jax.jvp(loss, (x,), (tangent,))[1])(batch["x"])
-    np.testing.assert_allclose(found, jax.jvp(plain, (batch["x"],), (tangent,))[1], rtol=1e-4)
+    found, expected = (
+        jax.jit(lambda x, f=f: (jax.grad(f)(x), jax.jvp(f, (x,), (tangent,))[1]))(batch["x"])
+        for f in (loss, plain)
+    )
+    helpers.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
-    def draw(model: Any, batch: Any, key: Any) -> Any:
+    def normals(model: Any, batch: Any, key: Any) -> Any:
         return jax.vmap(jax.random.normal)(batch["keys"]) * batch["scale"]
 
     keys = {"keys": jax.random.split(KEY, 16), "scale": jnp.float32(2)}
-    drawn = jax.jit(partial(rx.predict_step, predict_fn=draw))(state, keys)
+    drawn = jax.jit(partial(rx.predict_step, predict_fn=normals))(state, keys)
     np.testing.assert_array_equal(drawn, 2 * jax.vmap(jax.random.normal)(keys["keys"]))
 
 
 def test_rows_that_do_not_divide_are_warned_of_and_a_tail_is_not():
     _, state, steps = subject("data8")
-    for step in (steps["train_step"], steps["eval_step with shardings"]):
+    for step in (steps["train_step"], steps["eval_step"]):
         with pytest.warns(ShardingWarning, match=r"weight has 12 rows, which do not divide over 8") as seen:
             jax.jit(step).lower(state, mlp_batch(0, 12))
         assert len(seen) == 1
