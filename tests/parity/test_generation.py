@@ -92,26 +92,31 @@ def test_beams_equal_those_of_transformers(pair):
         start[:, 0] = model.config.decoder_start_token_id
         begin, given = 4, {"decoder_input_ids": start}
 
-    def compare(ends: list[int], **options: Any) -> np.ndarray:
+    def search_there(ends: list[int], **options: Any) -> tuple[np.ndarray, Any]:
         tokens, scores = expected_of(
             there, prompts, mask, begin,
             eos_token_id=ends or None, num_beams=BEAMS, num_return_sequences=BEAMS, **options,
             **{key: torch.tensor(x).long() for key, x in given.items()},
         )  # fmt: skip
+        return tokens.reshape(len(prompts), BEAMS, NEW), scores
+
+    def compare(ends: list[int], **options: Any) -> np.ndarray:
+        tokens, scores = search_there(ends, **options)
         found = beam_search(
             model, prompts, attention_mask=mask, max_new_tokens=NEW, num_beams=BEAMS,
             eos_token_id=ends, pad_token_id=PAD, **options, **given,
         )  # fmt: skip
-        tokens = tokens.reshape(len(prompts), BEAMS, NEW)
         np.testing.assert_array_equal(found.tokens, tokens, err_msg=f"{ends} {options}")
         np.testing.assert_allclose(np.ravel(found.scores), scores, rtol=TOLERANCE)
         return tokens
 
-    unended = compare([], length_penalty=1.0, early_stopping=False)
+    unended, _ = search_there([], length_penalty=1.0, early_stopping=False)
     ends = sorted({int(unended[i]) for i in [(0, 0, 4), (0, 3, 1), (1, 1, 3), (2, 2, 6)]})
-    kinds = (False, True, "never") if name in ("gpt2", "vit_gpt2") else (False,)
+    kinds = (False, True, "never") if name == "gpt2" else (False,)
     results = {
         compare(ends, early_stopping=kind, length_penalty=penalty).tobytes()
         for kind, penalty in itertools.product(kinds, PENALTIES)
     }
     assert len(results) >= 2, "the options make no difference"
+    if name == "gpt2":
+        compare([], length_penalty=1.0, early_stopping=False)
