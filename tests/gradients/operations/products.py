@@ -50,7 +50,7 @@ def mixture_of_experts(weight, x, index, *, experts, capacity):
     flat, gates = x.reshape(-1, c), gates.reshape(-1, experts)
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
     place = jnp.cumsum(chosen, 0) * chosen - 1
-    dispatch = jax.nn.one_hot(place, 8) * chosen[..., None]  # (token, expert, place)
+    dispatch = jax.nn.one_hot(place.astype(jnp.int32), 8) * chosen[..., None]  # (token, expert, place)
     outputs = jnp.einsum("tek,tc,ecd,edf->ekf", dispatch, flat, up, down)
     return x + jnp.einsum("tek,ekf,te->tf", dispatch, outputs, gates).reshape(x.shape)
 
