@@ -4,6 +4,7 @@ In the reference the examples of the docstrings run where the site shows them. E
 knows what is written on the page above it, and not what another example has made.
 """
 
+import functools
 import re
 
 import jax
@@ -42,13 +43,26 @@ def copy_of(namespace: dict) -> dict:
     return {k: x if k.startswith("__") else jax.tree.map(one, x) for k, x in namespace.items()}
 
 
+@functools.cache
+def begun(page: str) -> dict:
+    """The names that a reader of a page has, who goes on with another one."""
+    namespace: dict = {"__name__": "page"}
+    for block in pages.blocks_of(pages.PAGES / page, "python"):
+        run(block.code, "train.py", namespace)
+    return namespace
+
+
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.filterwarnings("error::DeprecationWarning:page")
 def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict = {"__name__": "page"}
+    text = (pages.PAGES / page).read_text()
+    first = re.match(r"---\nafter: (\S+)\n---\n", text)
+    namespace = begun(first[1]) if first else {"__name__": "page"}
+    before = copy_of(namespace)
+    capfd.readouterr()
     printed: list[list[str]] = []
-    for block in pages.blocks_of(pages.PAGES / page):
+    for block in pages.blocks(text):
         if block.language == "python" and block.name not in FOR_OTHER_DEVICES:
             run(block.code, block.name or "train.py", copy_of(namespace) if block.name else namespace)
             out, err = capfd.readouterr()
@@ -56,3 +70,6 @@ def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, 
         elif block.language == "text":
             for line in block.code.splitlines():
                 assert words(line) in printed, line
+    # For the next page. In the same dict, which the functions on the first page look in.
+    namespace.clear()
+    namespace.update(before)

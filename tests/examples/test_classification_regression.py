@@ -1,20 +1,15 @@
 """Classification and regression: they learn, read the formats of the public sets, and refuse others."""
 
-import pytest
-
-pytest.importorskip("sklearn", exc_type=ImportError)
-pytest.importorskip("pyarrow", exc_type=ImportError)
-
 import csv
 import gzip
 import json
 import types
 
-import common
 import digits_data
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import table_data
 from classification_regression import main as example
 from refusals import assert_ends_with_one_line
@@ -70,12 +65,6 @@ def test_digits_in_the_format_of_mnist_are_read_and_learnt(tmp_path):
     assert scores[-1] > linear - 0.08, "after 120 steps"
 
 
-def test_a_damaged_file_of_digits_is_named(tmp_path):
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"):
-        digits_data.digits(str(tmp_path))
-
-
 def test_tables_are_read_and_learnt(tmp_path):
     flags = write_tables(tmp_path)
     results = example.main([*flags, "--task", "classification", "--label", "kind", "--epochs", "5"])
@@ -110,12 +99,9 @@ def test_formats_give_the_same_rows(tmp_path):
     pairs = [((row["first"], row["second"]), row["kind"]) for row in expected]
     for split in ("csv", "tsv", "parquet", "jsonl"):
         assert table(tmp_path, split, ["first", "second"], "kind") == pairs
-
-
-def test_a_table_without_a_header_is_read_by_given_names(tmp_path):
-    (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')  # as in CoLA
-    columns = ["source", "label", "marker", "sentence"]
-    found = table(tmp_path, "train", ["sentence"], "label", columns)
+    # Without a header, by given names, as in CoLA.
+    (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')
+    found = table(tmp_path, "train", ["sentence"], "label", ["source", "label", "marker", "sentence"])
     assert found == [(('He "said so.',), "1"), (("So he",), "0")]
 
 
@@ -133,49 +119,22 @@ def test_docstrings_are_split_once_and_for_all():
     assert {kind for _, kind in train} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--task", "digits", "--data", "/nowhere"], "/nowhere"),
-        (["--task", "classification", "--data", "/nowhere"], "no train as .tsv, .csv, .jsonl or .parquet"),
-        (["--tensor", "16"], "needs 16 devices"),
-        (["--tensor", "0"], "tensor=0"),
-        (["--devices", "-1"], "--devices -1"),
-        (["--task", "digits", "--batch-size", "7"], "batch_size=7"),
-        (["--batch-size", "0"], "--batch-size 0: it must be at least 1"),
-        (["--epochs", "-1"], "--epochs -1: it must be at least 1"),
-    ],
-)
-def test_bad_input_ends_with_one_line(flags, words):
-    assert_ends_with_one_line(example.main, flags, words)
-
-
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+def test_data_that_cannot_be_used_are_named(tmp_path):
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte: not in the format of MNIST"):
+        digits_data.digits(str(tmp_path))
     flags = write_tables(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        common.run(lambda: example.main([*flags, "--task", "classification"]))
-    assert "no column 'label' among first, second, kind, score" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [("ay\tcalm\nno\n", "row 1 lacks a text or its kind"), ("ay\twild\n", "'wild' is not among those")],
-)
-def test_rows_that_cannot_be_used_are_named(tmp_path, rows, words):
+    by_kind = ["--text", "first", "--label", "kind"]
+    assert_ends_with_one_line(
+        example.main, [*flags, "--task", "classification"], "no column 'label' among first, second, kind, score"
+    )
+    assert_ends_with_one_line(example.main, [*flags, "--task", "regression", *by_kind], "is not a number")
     (tmp_path / "train.tsv").write_text("first\tkind\nay\tcalm\nno\tgrim\n")
-    (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
-    flags = ["--task", "classification", "--data", str(tmp_path), "--text", "first", "--label", "kind"]
-    with pytest.raises(SystemExit, match=words):
-        common.run(lambda: example.main(flags))
-
-
-def test_a_score_that_is_not_a_number_is_named(tmp_path):
-    flags = write_tables(tmp_path)
-    with pytest.raises(SystemExit, match=r"--label kind: '(calm|wild)' is not a number"):
-        common.run(lambda: example.main([*flags, "--task", "regression", "--label", "kind"]))
-
-
-def test_the_linear_model_has_converged():
-    train, held_out = digits_data.digits()
-    again = [(x + np.float32(1e-7), y) for x, y in train]  # as another processor rounds
-    assert table_data.linear_score(train, held_out) == table_data.linear_score(again, held_out)
+    (tmp_path / "dev.parquet").unlink()
+    for rows, words in (
+        ("ay\tcalm\nno\n", "row 1 lacks a text or its kind"),
+        ("ay\twild\n", "'wild' is not among those"),
+    ):
+        (tmp_path / "dev.tsv").write_text("first\tkind\n" + rows)
+        flags = ["--data", str(tmp_path), "--task", "classification", *by_kind]
+        assert_ends_with_one_line(example.main, flags, words)

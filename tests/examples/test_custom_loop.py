@@ -1,10 +1,5 @@
 """The reader's own loops do what the plain ones do: scan, vmap, grad; and another package's model."""
 
-import pytest
-
-pytest.importorskip("equimo", exc_type=ImportError)
-pytest.importorskip("sklearn", exc_type=ImportError)
-
 import argparse
 import functools
 from typing import Any
@@ -15,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from custom_loop import main as loops
 from sklearn.linear_model import LogisticRegression
 
@@ -27,13 +23,6 @@ OPTIMIZER = optax.adam(1e-3)
 def digits():
     train, held_out = digits_data.digits()
     return train[:320], held_out[:160]
-
-
-@pytest.fixture
-def double():
-    """Computes in float64, where a tolerance tells rounding from anything else."""
-    with jax.enable_x64(True):
-        yield
 
 
 def new_state(mesh, seed, optimizer=OPTIMIZER):
@@ -65,44 +54,6 @@ def test_an_epoch_by_scan_is_the_loop_over_steps(digits, double):
         expected, metrics = step(expected, {name: x[rows] for name, x in data.items()})
         np.testing.assert_allclose(losses[i], float(metrics["loss"]), rtol=1e-6)  # float32
     close(state.params, expected.params)
-
-
-def test_members_of_an_ensemble_are_as_if_trained_alone(digits, double):
-    data = loops.collate_fn(digits[0][:128])
-    mesh = rx.make_mesh(tensor=2)
-    step = functools.partial(rx.train_step, loss_fn=loops.loss_fn, optimizer=OPTIMIZER)
-    epoch = functools.partial(loops.train_epoch, step=step, batch_size=32)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(new_state(mesh, seed) for seed in (0, 1)))
-    together, _ = jax.jit(jax.vmap(epoch, in_axes=(0, None)))(stacked, data)
-    alone = jax.jit(epoch)
-    for i, seed in enumerate((0, 1)):
-        close({path: x[i] for path, x in together.params.items()}, alone(new_state(mesh, seed), data)[0].params)
-
-
-def test_an_epoch_of_data_that_are_not_placed_is_computed_in_parts(digits):
-    """Alone, and as an ensemble: a device of four data shards computes a fourth of each batch."""
-    data, batch = loops.collate_fn(digits[0]), loops.collate_fn(digits[0][:32])
-    mesh = rx.make_mesh(tensor=2)
-    model = rx.init_model(loops.make_model, mesh, key=jax.random.key(0))
-    state, shardings = rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), rx.shard_rules(model, mesh)
-    step = functools.partial(rx.train_step, loss_fn=loops.loss_fn, optimizer=OPTIMIZER, shardings=shardings)
-    epoch = functools.partial(loops.train_epoch, step=step, batch_size=32)
-
-    def compiled(function, state, data) -> Any:
-        return jax.jit(function).lower(state, data).compile()
-
-    program = compiled(epoch, state, data)
-    placed = jax.device_put(batch, rx.batch_sharding(mesh))
-    analysis, alone = program.cost_analysis(), compiled(step, state, placed).cost_analysis()
-    # The body of a scan is counted once; drawing an order of all rows is the rest.
-    assert analysis["flops"] < 1.2 * alone["flops"]
-    sent = rx.communication(program, mesh).by_axes
-    gradients = 4 * sum(x.size for x in state.params.values()) / 2
-    assert sent[("data",)].result_bytes == pytest.approx(gradients * 10, rel=0.1)
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    together = compiled(jax.vmap(epoch, in_axes=(0, None)), stacked, data)
-    assert together.cost_analysis()["flops"] < 2.4 * alone["flops"]
-    assert ("data",) in rx.communication(together, mesh).by_axes
 
 
 @eqx.filter_jit

@@ -1,16 +1,11 @@
 """DP-SGD: each example is clipped by itself, noise is drawn once, samples are Poisson's; and it learns."""
 
-import pytest
-
-pytest.importorskip("dp_accounting", exc_type=ImportError)
-pytest.importorskip("sklearn", exc_type=ImportError)
-
 import equinox as eqx
 import jax
 import numpy as np
 import optax
+import pytest
 from differential_privacy import main as dp
-from refusals import assert_ends_with_one_line
 
 import redco_eqx as rx
 
@@ -56,25 +51,14 @@ def test_each_gradient_is_clipped_by_itself_as_in_a_loop_over_examples():
         scale = weight * min(1, RULE["clip"] / norms[-1]) / RULE["batch_size"]
         expected = {path: total - scale * grads[path] for path, total in expected.items()}
     assert max(norms) > RULE["clip"], "something is clipped"
-    for axes in ({"tensor": 2}, {"fsdp": 4}):
-        found = stepped(0.0, batch, **axes)
-        for path, change in found.items():
-            np.testing.assert_allclose(change, expected[path], atol=1e-6)
-
-
-def test_empty_places_count_for_nothing():
-    batch, other = new_batch(), new_batch()
-    other["x"][-3:] += 7
-    other["y"][-3:] = 9
-    found, again = stepped(0.0, batch), stepped(0.0, other)
-    for path, change in found.items():
-        np.testing.assert_array_equal(change, again[path])
+    for path, change in stepped(0.0, batch, tensor=2, fsdp=2).items():
+        np.testing.assert_allclose(change, expected[path], atol=1e-6)
 
 
 def test_noise_is_drawn_once_whatever_the_mesh_and_has_the_deviation_that_is_accounted_for():
     batch = new_batch()
     by_mesh = []
-    for axes in ({"data": 1}, {}, {"tensor": 2}):
+    for axes in ({"data": 1}, {"tensor": 2}):
         noisy, clean = stepped(3.0, batch, **axes), stepped(0.0, batch, **axes)
         by_mesh.append({path: noisy[path] - clean[path] for path in noisy})
     for path, noise in by_mesh[0].items():
@@ -108,18 +92,3 @@ def test_it_learns_with_privacy_nearly_what_it_learns_without():
     accuracies, plain = results["private"]
     assert accuracies[-1] > 0.6, "ten digits by chance: 0.1"
     assert plain > accuracies[-1] - 0.05
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--delta", "0.1"], "--delta 0.1"),
-        (["--epsilon", "0"], "--epsilon 0.0"),
-        (["--clip", "-1"], "--clip -1.0"),
-        (["--batch-size", "5000"], "1437"),
-        (["--data", "/nowhere"], "/nowhere"),
-        (["--tensor", "3"], "fsdp * tensor = 3 must divide"),
-    ],
-)
-def test_bad_input_ends_with_one_line(flags, words):
-    assert_ends_with_one_line(dp.main, flags, words)

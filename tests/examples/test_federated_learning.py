@@ -1,12 +1,6 @@
 """Clients at once by vmap, one by one by fit, and a loop written by hand come to the same; and it learns."""
 
-import pytest
-
-pytest.importorskip("sklearn", exc_type=ImportError)
-pytest.importorskip("orbax.checkpoint", exc_type=ImportError)
-
 import functools
-import gzip
 import types
 
 import digits_data
@@ -14,22 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from federated_learning import main as fed
 from fit_helpers import Compilations
-from refusals import assert_ends_with_one_line
 
 import redco_eqx as rx
 
 ARGS = types.SimpleNamespace(seed=0, clients_per_round=4, local_epochs=2, batch_size=8)
 OPTIMIZER = optax.sgd(0.1)
 FUNCTIONS = {"collate_fn": fed.collate_fn, "loss_fn": fed.loss_fn, "optimizer": OPTIMIZER}
-
-
-@pytest.fixture
-def double():
-    """Computes in float64, where a tolerance tells rounding from anything else."""
-    with jax.enable_x64(True):
-        yield
 
 
 def new_state(mesh):
@@ -78,10 +65,9 @@ def layers_of(state):
     return [tuple(np.asarray(state.params[f"{path}.{name}"]) for name in ("weight", "bias")) for path in paths]
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"tensor": 2, "fsdp": 2}], ids=str)
-def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(axes, double):
+def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(double):
     train = [(x.astype(np.float64), y) for x, y in digits_data.digits()[0][:512]]
-    mesh = rx.make_mesh(**axes)
+    mesh = rx.make_mesh(tensor=2, fsdp=2)
     state, run_round = vmapped(mesh)
     data, server, expected = fed.collate_fn(train), state, layers_of(state)
     with Compilations() as compilations:
@@ -98,15 +84,6 @@ def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(axes
     for found, wanted in zip(layers_of(state), expected, strict=True):
         np.testing.assert_allclose(found[0], wanted[0], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(found[1], wanted[1], rtol=1e-9, atol=1e-12)
-
-
-def test_clients_are_laid_out_over_data_and_their_matrices_over_tensor():
-    train = digits_data.digits()[0][:512]
-    state, run_round = vmapped(rx.make_mesh(tensor=2))  # data=4
-    program = str(run_round.lower(state, fed.collate_fn(train), rows_of(0, train)).compile().as_text())
-    assert "f32[1,100,64]" in program, "one of four clients on a device, half of its first matrix's 200 rows"
-    assert "f32[4,200,64]" not in program
-    assert "f32[4,100,64]" not in program
 
 
 @pytest.mark.parametrize("iid", [True, False])
@@ -145,32 +122,3 @@ def test_it_learns_and_goes_on_from_its_checkpoints(tmp_path):
     rest = fed.main(flags)  # after the tenth round, which is the last that was saved
     for name in ("IID", "not IID"):
         assert rest[name][0] == whole[name][0][10:]
-
-
-@pytest.mark.long
-def test_files_of_mnist_are_learnt_by_convolutions(tmp_path):
-    random = np.random.default_rng(0)
-    for name, num in {"train": 48, "t10k": 16}.items():
-        images, labels = random.integers(0, 256, (num, 16, 16)), random.integers(0, 10, num)
-        header = b"\0\0\x08\x03" + np.array([num, 16, 16], ">i4").tobytes()
-        file = tmp_path / f"{name}-images-idx3-ubyte.gz"
-        file.write_bytes(gzip.compress(header + images.astype(np.uint8).tobytes()))
-        header = b"\0\0\x08\x01" + np.array([num], ">i4").tobytes()
-        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(header + labels.astype(np.uint8).tobytes())
-    flags = {"data": tmp_path, "clients": 4, "clients-per-round": 2, "rounds": 1, "fit-rounds": 1, "epochs": 1}
-    flags |= {"local-epochs": 1, "tensor": 1}  # and smaller images: grouped convolutions are slow on CPUs
-    results = fed.main([f"--{name}={value}" for name, value in flags.items()])
-    assert results["by fit"][0] == results["by fit"][1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--clients-per-round", "101"], "--clients-per-round 101"),
-        (["--clients", "1000"], "each client has 0 of 1437"),
-        (["--batch-size", "20"], "each client has 14 of 1437"),
-        (["--data", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_bad_input_ends_with_one_line(flags, words):
-    assert_ends_with_one_line(fed.main, flags, words)

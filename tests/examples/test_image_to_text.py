@@ -1,18 +1,12 @@
 """Image to text: it learns more than the commonest caption, also a model from a directory on COCO's form."""
 
-import pytest
-
-pytest.importorskip("sacrebleu", exc_type=ImportError)
-pytest.importorskip("sklearn", exc_type=ImportError)
-pytest.importorskip("transformers", exc_type=ImportError)
-
 import json
 
 import numpy as np
 import PIL.Image
 import PIL.ImageStat
+import pytest
 from image_to_text import main as example
-from refusals import assert_ends_with_one_line
 
 import redco_eqx as rx
 
@@ -88,6 +82,14 @@ def test_images_and_captions_are_those_of_the_annotations(coco):
         assert mean == pytest.approx(COLOURS[colour], abs=3)
 
 
+def test_annotations_in_another_form_are_named(tmp_path):
+    (tmp_path / "annotations").mkdir()
+    for content in ("[", "[]", '{"images": [{"id": 1}], "annotations": []}'):
+        (tmp_path / "annotations" / "captions_train2017.json").write_text(content)
+        with pytest.raises(ValueError, match=r"captions_train2017.json: not in COCO's form"):
+            example.coco(str(tmp_path), "train2017")
+
+
 def test_pictures_are_what_their_captions_say():
     train, held_out = example.compose(200, 20)
     assert (len(train), len(held_out)) == (200, 20)
@@ -111,24 +113,3 @@ def test_a_caption_may_be_any_of_those_that_people_gave():
     half = example.metric_fn(examples, ["a cat sat on it", "the end of all things"])
     assert half["exact"] == 0.5
     assert half["bleu"] < 60
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--data", "/nowhere"], "/nowhere"),
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--tensor", "16"], "needs 16 devices"),
-        (["--batch-size", "0"], "--batch-size 0: it must be at least 1"),
-    ],
-)
-def test_bad_input_ends_with_one_line(flags, words):
-    assert_ends_with_one_line(example.main, ["--quick", *flags], words)
-
-
-@pytest.mark.parametrize("content", ["[", "[]", '{"images": [{"id": 1}], "annotations": []}'])
-def test_annotations_in_another_form_are_named(tmp_path, content):
-    (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations" / "captions_train2017.json").write_text(content)
-    with pytest.raises(ValueError, match=r"captions_train2017.json: not in COCO's form"):
-        example.coco(str(tmp_path), "train2017")

@@ -8,6 +8,7 @@ if anything is lost.
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -52,12 +53,12 @@ from redco_eqx._checkpoint.arrays import to_names  # noqa: E402
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 ADAM = optax.adam(1e-2)
 MESHES: dict[str, dict[str, Any]] = {
+    "2x2x2": {"tensor": 2, "fsdp": 2},
     "data 8": {},
     "tensor 8": {"tensor": 8},
     "fsdp 8": {"fsdp": 8},
     "2x4": {"tensor": 4},
     "4x2": {"tensor": 2},
-    "2x2x2": {"tensor": 2, "fsdp": 2},
     "one": {"data": 1},
 }
 
@@ -204,6 +205,27 @@ def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> 
     )[0]
 
 
+def acting(at: int, act: Callable[[], object]) -> Callable[[Any], Any]:
+    """A `collate_fn` that does something at its call number `at`."""
+    calls = itertools.count(1)
+
+    def collate_fn(examples: Any) -> Any:
+        if next(calls) == at:
+            act()
+        return collate(examples)
+
+    return collate_fn
+
+
+def interrupted(directory: pathlib.Path, kinds: Any, **arguments: Any) -> Any:
+    """Runs until one of these errors, and returns the last state, which the error has."""
+    try:
+        small_run(directory, **arguments)
+    except kinds as error:
+        return getattr(error, "state", None)
+    raise Lost("nothing was said")
+
+
 def damage(change: Callable[[pathlib.Path], None], only: str = "*") -> Callable[..., Iterator[str]]:
     """Each file of the newest checkpoint is changed in turn."""
 
@@ -267,12 +289,8 @@ def all_damaged(base: pathlib.Path, tries: int) -> Iterator[str]:
     for _ in range(tries):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                small_run(base)
-            except rx.errors.CheckpointError:
-                yield ""
-            else:
-                raise Lost("a fresh start")
+            interrupted(base, rx.errors.CheckpointError)
+        yield ""
 
 
 def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
@@ -281,31 +299,19 @@ def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
     In turn a file system that is full, where there is the right to mount, and a limit on the size of a file.
     """
     expected = small_run(base / "whole")
-    keeping = {"every_steps": 2, "keep_last": None}  # none is removed, which would make room
     num_full = 0
     for index in range(tries):
-        num_calls = 0
         directory = base / str(index)
+        # None is removed, which would make room.
+        checkpoints = rx.Checkpoints(directory, every_steps=2, keep_last=None)
         with file_system(directory, size="16m") as is_mounted:
             fill = crammed(directory) if is_mounted and index % 2 == 0 else limited()
             num_full += is_mounted and index % 2 == 0
             with contextlib.ExitStack() as stack:
-
-                def filling(
-                    examples: Any, at: int = 3 + index % 5, fill: Any = fill, stack: Any = stack
-                ) -> Any:
-                    nonlocal num_calls
-                    num_calls += 1
-                    if num_calls == at:
-                        stack.enter_context(fill)
-                    return collate(examples)
-
-                try:
-                    small_run(directory, collate_fn=filling, checkpoints=rx.Checkpoints(directory, **keeping))
-                    raise Lost("nothing was said")
-                except rx.errors.CheckpointError as error:
-                    state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
-                    require(int(state.step) >= 3, "the state is not the last one")
+                filling = acting(3 + index % 5, lambda stack=stack, fill=fill: stack.enter_context(fill))
+                kinds = rx.errors.CheckpointError
+                state = interrupted(directory, kinds, collate_fn=filling, checkpoints=checkpoints)
+                require(int(state.step) >= 3, "the state is not the last one")
             assert_same(small_run(directory), expected)
         yield f"{num_full} of them a file system with no room, the others a limit on files"
 
@@ -352,28 +358,20 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
     expected = small_run(base / "whole")
     for index in range(tries):
         disk = base / str(index)
-        num_calls = 0
 
-        def locking(examples: Any, at: int = 3 + index, disk: pathlib.Path = disk) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == at:
-                until = time.monotonic() + 10  # a file may be open for writing, for a moment
-                while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
-                    require(time.monotonic() < until, "a file is held open for writing")
-                    time.sleep(0.01)
-            return collate(examples)
+        def lock(disk: pathlib.Path = disk) -> None:
+            until = time.monotonic() + 10  # a file may be open for writing, for a moment
+            while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
+                require(time.monotonic() < until, "a file is held open for writing")
+                time.sleep(0.01)
 
         with file_system(disk) as is_mounted:
             if not is_mounted:
                 yield "not tried: no right to mount"
                 return
-            try:
-                small_run(disk, collate_fn=locking)
-                raise Lost("nothing was said")
-            except (rx.errors.CheckpointError, OSError) as error:
-                state: Any = error.state  # pyright: ignore[reportAttributeAccessIssue]
-                require(int(state.step) >= 3, "the state is not the last one")
+            kinds = (rx.errors.CheckpointError, OSError)
+            state = interrupted(disk, kinds, collate_fn=acting(3 + index, lock))
+            require(int(state.step) >= 3, "the state is not the last one")
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
             assert_same(small_run(disk), expected)
         yield ""
@@ -382,22 +380,13 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
 def user_error(base: pathlib.Path, tries: int) -> Iterator[str]:
     """An exception of `collate_fn` in a donated run."""
     expected = small_run(base / "whole")
+
+    def fail() -> None:
+        raise LookupError("mine")
+
     for index in range(tries):
-        num_calls = 0
-
-        def failing(examples: Any, at: int = 1 + index % 8) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == at:
-                raise LookupError("mine")
-            return collate(examples)
-
-        try:
-            small_run(base / str(index), collate_fn=failing)
-            raise Lost("nothing was said")
-        except LookupError as error:
-            state = getattr(error, "state", None)
-            require(index % 8 == 0 or int(state.step) == index % 8, "the state is not the last one")  # pyright: ignore[reportOptionalMemberAccess]
+        state = interrupted(base / str(index), LookupError, collate_fn=acting(1 + index % 8, fail))
+        require(index % 8 == 0 or int(state.step) == index % 8, "the state is not the last one")
         assert_same(small_run(base / str(index)), expected)
         yield ""
 
@@ -405,20 +394,25 @@ def user_error(base: pathlib.Path, tries: int) -> Iterator[str]:
 def signals(base: pathlib.Path, tries: int) -> Iterator[str]:
     """SIGTERM and SIGINT in each phase: saved at the next step, the exit code tells, resumed exactly."""
     options: Any = {"num_steps": 24, "every_steps": 7, "evaluates": True}
-    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
-    cases = [
-        (number, where, at)
-        for number in (signal.SIGTERM, signal.SIGINT)
-        # The first calls are those of the rehearsal; the second trace is that of training.
-        for where, at in (("training", 9), ("compilation", 2), ("evaluation", 6), ("prediction", 2))
-    ]
-    for number, where, at in cases[:tries]:
-        directory, log = base / f"{number.name}-{where}", base / f"{number.name}-{where}.jsonl"
-        (cut,) = finish(
-            start(directory=directory, log=log, signal=number, where=where, at=at, **options), code=128 + number
-        )
-        require(newest(directory) == cut["step"] < 24, f"{where}: not saved at {cut['step']}")
-        (ended,) = finish(start(directory=directory, log=log, **options))
+    whole = start(directory=base / "whole", log=base / "whole.jsonl", **options)
+    # The first calls are those of the rehearsal; the second trace is that of training.
+    places = (("training", 9), ("compilation", 2), ("evaluation", 6), ("prediction", 2))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+    cases = [(numbers[(i + i // 4) % 4], *places[i % 4]) for i in range(8)][:tries]
+    logs = [base / f"{number.name}-{where}.jsonl" for number, where, _ in cases]
+
+    def started(case: Any, log: pathlib.Path, is_cut: bool) -> subprocess.Popen[str]:
+        number, where, at = case
+        fault = {"signal": number, "where": where, "at": at} if is_cut else {}
+        return start(directory=log.with_suffix(""), log=log, **fault, **options)
+
+    programs = [started(case, log, True) for case, log in zip(cases, logs, strict=True)]
+    (expected,) = finish(whole)
+    for case, log, program in zip(cases, logs, programs, strict=True):
+        number, where, _ = case
+        (cut,) = finish(program, code=128 + number)
+        require(newest(log.with_suffix("")) == cut["step"] < 24, f"{where}: not saved at {cut['step']}")
+        (ended,) = finish(started(case, log, False))
         require(ended["digest"] == expected["digest"], f"{where}: the trajectory differs")
         same_rows(log, base / "whole.jsonl")
         yield ""
@@ -450,22 +444,22 @@ def signals_to_one_of_two(base: pathlib.Path, tries: int) -> Iterator[str]:
 
 def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
     """Saved on any mesh, of one process or two, and restored on any other: bit-equal."""
-    finish(*two(directory=base / "2 processes x 4", num_steps=3))
-    for name in MESHES:
-        finish(start(directory=base / name, num_steps=3, mesh=MESHES[name]))
     num_tries = 0
-    for source in ["2 processes x 4", *MESHES]:
+    for source, options in {"2 processes x 4": None, **MESHES}.items():
+        if num_tries == tries:
+            return
+        directory = base / source
+        finish(*(two(directory=directory, num_steps=3) if options is None
+                 else [start(directory=directory, num_steps=3, mesh=options)]))  # fmt: skip
         first = None
         for name in MESHES:
-            if num_tries == tries:
-                return
-            state = rx.restore(base / source, mlp_state(ADAM, rx.make_mesh(**MESHES[name])))
+            state = rx.restore(directory, mlp_state(ADAM, rx.make_mesh(**MESHES[name])))
             arrays = {path: jax.device_get(_data(x)).tobytes() for path, x in to_names(state).items()}
             first = first or arrays
             require(arrays == first, f"{source} to {name}")
             num_tries += 1
             yield ""
-        finish(*two(directory=base / source, num_steps=4))  # and from each the two go on
+        finish(*two(directory=directory, num_steps=4))  # and from each the two go on
         yield ""
 
 
@@ -475,8 +469,8 @@ def _data(x: Any) -> Any:
 
 # name: (fault, tries in full, tries if reduced)
 FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]] = {
-    "kill -9 at a random instant": (kills, 50, 5),
-    "kill -9 before the first save": (early_kills, 20, 3),
+    "kill -9 at a random instant": (kills, 50, 3),
+    "kill -9 before the first save": (early_kills, 20, 1),
     "a file deleted": (damage(pathlib.Path.unlink), 99, 4),
     "a file cut in half": (damage(truncate), 99, 4),
     "record.json emptied": (damage(empty, "record.json"), 1, 1),
@@ -485,10 +479,10 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
     "a full disk": (full_disk, 10, 2),
     "a disk turned read-only": (read_only_disk, 4, 1),
     "an exception of the user": (user_error, 8, 2),
-    "SIGTERM or SIGINT, each phase": (signals, 8, 4),
+    "SIGTERM or SIGINT, each phase": (signals, 8, 2),
     "a second signal": (second_signals, 3, 1),
     "a signal to one of two processes": (signals_to_one_of_two, 4, 1),
-    "another mesh or number of processes": (layouts, 999, 16),
+    "another mesh or number of processes": (layouts, 999, 14),
 }
 
 

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from references import TEXT, VOCABULARY, EncoderReference
+from references import TEXT, VOCABULARY, Reference
 from transformers.core_model_loading import revert_weight_conversion
 
-from redco_eqx import from_arrays, to_arrays
+from redco_eqx import to_arrays
 from redco_eqx.models._files.names import entries_of
 
 TOLERANCE = 1e-4
-PADDING = ("none", "left", "right")
+Inputs = dict[str, np.ndarray]
+COUNT_POSITIONS = ("opt", "roberta", "clip_text_model")
+"""The models of transformers that count positions by themselves, as they should be counted."""
 
 
 def texts(padding: str = "none", seed: int = 0) -> tuple[np.ndarray, np.ndarray | None]:
@@ -28,42 +30,46 @@ def texts(padding: str = "none", seed: int = 0) -> tuple[np.ndarray, np.ndarray 
     return np.where(mask, ids, 0), mask.astype(np.int32)
 
 
-def encoder_inputs(reference: EncoderReference, padding: str = "none", seed: int = 0) -> dict[str, np.ndarray]:
-    """Return the inputs of a model that is not decoder-only, under transformers' names."""
+def inputs_of(reference: Reference, paddings: tuple[str, ...] = (), seed: int = 0) -> Inputs:
+    """Return inputs of a model under transformers' names: of texts without padding, or with each of these."""
     generator = np.random.default_rng(seed + 1)
-    found: dict[str, np.ndarray] = {}
-    if "image" in reference.reads:
-        found["pixel_values"] = generator.normal(size=(3, 3, 16, 16)).astype(np.float32)
-    if "text" in reference.reads:
-        ids, mask = texts(padding, seed)
-        pad = 1 if reference.family in ("Roberta", "Bart") else 0
-        found["input_ids"] = ids if mask is None else np.where(mask == 1, ids, pad)
-        if mask is not None:
-            found["attention_mask"] = mask
-    if "segments" in reference.reads:
-        found["token_type_ids"] = generator.integers(0, 2, (3, TEXT)).astype(np.int32)
-    if "decoder" in reference.reads:
-        found["decoder_input_ids"] = generator.integers(3, VOCABULARY, (3, 11)).astype(np.int32)
-    return found
+    parts: list[Inputs] = []
+    for padding in paddings or ("none",):
+        found: Inputs = {}
+        if "image" in reference.reads:
+            found["pixel_values"] = generator.normal(size=(3, 3, 16, 16)).astype(np.float32)
+        if "text" in reference.reads:
+            ids, mask = texts(padding, seed)
+            pad = 1 if reference.family in ("Roberta", "Bart") else 0
+            found["input_ids"] = ids if mask is None else np.where(mask == 1, ids, pad)
+            if mask is not None:
+                found["attention_mask"] = mask
+        if "segments" in reference.reads:
+            found["token_type_ids"] = generator.integers(0, 2, (3, TEXT)).astype(np.int32)
+        if "decoder" in reference.reads:
+            found["decoder_input_ids"] = generator.integers(3, VOCABULARY, (3, 11)).astype(np.int32)
+        parts.append(found)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def torch_output(model: Any, inputs: dict[str, np.ndarray]) -> Any:
+def torch_call(model: Any, inputs: Inputs) -> Any:
     """Logits by transformers, or hidden states of a bare model, with gradients."""
     given = {name: torch.tensor(x, dtype=None if x.dtype == np.float32 else torch.long)
              for name, x in inputs.items()}  # fmt: skip
-    if model.config.model_type == "bert" and "attention_mask" in inputs:
-        given["position_ids"] = torch.tensor(positions(inputs["attention_mask"]), dtype=torch.long)
+    counts = model.config.model_type in COUNT_POSITIONS or "decoder_input_ids" in inputs
+    if "attention_mask" in inputs and not counts:
+        positions = np.maximum(np.cumsum(inputs["attention_mask"], axis=1) - 1, 0)
+        given["position_ids"] = torch.tensor(positions, dtype=torch.long)
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     found = model(**given)
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
 
 
-def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
-    if model.config.model_type == "clip_text_model":  # as published; saved anew, some versions leave it out
-        return {f"text_model.{key}": x for key, x in tensors.items()}
-    return dict(revert_weight_conversion(model, tensors))
+def torch_output(model: Any, inputs: Inputs) -> np.ndarray:
+    """The same in NumPy."""
+    with torch.no_grad():
+        return torch_call(model, inputs).float().numpy()
 
 
 def call(model: Any, inputs: dict[str, Any]) -> Any:
@@ -73,45 +79,52 @@ def call(model: Any, inputs: dict[str, Any]) -> Any:
     return model(*(inputs[name] for name in first if name in inputs), **options)
 
 
-def output(model: Any, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """The same of ours, from a program compiled anew: some tests change functions that it is made of."""
-    run = eqx.filter_jit(lambda model, inputs: call(model, inputs))
-    return np.asarray(run(model, jax.tree.map(jnp.asarray, inputs)))
+@eqx.filter_jit
+def _outputs(models: Any, inputs: Any) -> Any:
+    return [call(model, given) for model, given in zip(models, inputs, strict=True)]
 
 
-def positions(mask: np.ndarray) -> np.ndarray:
-    """Counted from the first token that is not padding."""
-    return np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+def outputs(*pairs: tuple[Any, Inputs]) -> list[np.ndarray]:
+    """The outputs of models of ours, each with its inputs, by one program."""
+    models, inputs = zip(*pairs, strict=True)
+    return [np.asarray(x) for x in _outputs(models, jax.tree.map(jnp.asarray, inputs))]
 
 
-def torch_inputs(ids: np.ndarray, mask: np.ndarray | None, *, counts_positions: bool) -> dict[str, Any]:
-    """Arguments of a forward pass in transformers."""
-    inputs = {"input_ids": torch.tensor(ids, dtype=torch.long)}
-    if mask is not None:
-        inputs["attention_mask"] = torch.tensor(mask, dtype=torch.long)
-        if not counts_positions:
-            inputs["position_ids"] = torch.tensor(positions(mask), dtype=torch.long)
-    return inputs
+def real(inputs: Inputs, x: np.ndarray) -> np.ndarray:
+    """What `x` has of tokens that are not padding, if it is of the tokens that a mask is about."""
+    is_of_them = x.ndim == 3 and "attention_mask" in inputs and "decoder_input_ids" not in inputs
+    return x[inputs["attention_mask"] == 1] if is_of_them else x
 
 
-def torch_logits(model: Any, ids: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> np.ndarray:
-    """Logits by transformers."""
-    with torch.no_grad():
-        return model(**torch_inputs(ids, mask, **options)).logits.float().numpy()
-
-
-def logits(model: Any, ids: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> np.ndarray:
-    """Our logits, from a program compiled anew: some tests change functions that it is made of."""
-    run = eqx.filter_jit(lambda model, ids, mask: model(ids, attention_mask=mask, **options))
-    return np.asarray(run(model, jnp.asarray(ids), None if mask is None else jnp.asarray(mask)))
-
-
-def distance(got: np.ndarray, expected: np.ndarray, mask: np.ndarray | None = None) -> float:
+def distance(got: np.ndarray, expected: np.ndarray, inputs: Inputs) -> float:
     """The largest difference of the logits of real tokens, relative to the logits' standard deviation."""
-    if mask is not None:
-        got, expected = got[mask == 1], expected[mask == 1]
+    got, expected = real(inputs, got), real(inputs, expected)
     assert expected.std() >= 1, "the reference's weights are too small to tell anything"
     return float(np.abs(got - expected).max() / expected.std())
+
+
+def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
+    if model.config.model_type == "clip_text_model":  # as published; saved anew, some versions leave it out
+        return {f"text_model.{key}": x for key, x in tensors.items()}
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def opened(path: Any, kind: Any) -> Any:
+    """The model of torch that a directory holds, which must have exactly its arrays."""
+    model, info = kind.from_pretrained(path, output_loading_info=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        assert not info.get(problem), (problem, info[problem])
+    return model.eval()
+
+
+def assert_bit_equal(model: Any, other: Any) -> None:
+    """Of two models of torch."""
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, x in ours.items():
+        assert x.dtype == theirs[key].dtype, key
+        assert torch.equal(x, theirs[key]), key
 
 
 def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
@@ -124,11 +137,3 @@ def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
                 joined = [found[key], np.asarray(x)] if key in found else [np.asarray(x)]
                 found[key] = joined[0] if len(joined) == 1 else np.concatenate(joined)
     return found
-
-
-def reconfigured(model: Any, config: Any) -> Any:
-    """The arrays of `model` in a model of another configuration that has arrays of the same paths."""
-    kind = type(model)
-    stacked = not isinstance(model.layers, list)
-    abstract = eqx.filter_eval_shape(lambda key: kind(config, stacked=stacked, key=key), jax.random.key(0))
-    return from_arrays(abstract, to_arrays(model))

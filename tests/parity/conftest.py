@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import ENCODERS, REFERENCES
+from references import REFERENCES
 
 torch.set_num_threads(1)
 
@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def reference() -> Callable[[str], Any]:
     """The model of transformers of this name."""
-    return cache(lambda name: (REFERENCES | ENCODERS)[name].make())
+    return cache(lambda name: REFERENCES[name].make())
 
 
 @pytest.fixture(scope="session")

@@ -47,26 +47,48 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+_RIGHT, _BOTH_SIDES = ("right",), ("left", "right")
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """A model of transformers.
 
     - `family`: prefix of its classes there.
     - `options`: of its configuration.
-    - `counts_positions`: whether its forward pass counts positions from the attention mask by itself.
+    - `head`: what the name of its class ends in.
+    - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
+    - `padding`: on which sides of a text its reference is right: BART counts padding as positions, and a
+        classifier reads the first token, even where that is padding.
     """
 
     family: str
     options: dict[str, Any]
-    counts_positions: bool = False
+    head: str = "ForCausalLM"
+    reads: tuple[str, ...] = ("text",)
+    padding: tuple[str, ...] = _BOTH_SIDES
 
     def make(self) -> Any:
         """The model in float32, in evaluation mode; equal at each call."""
-        config = getattr(transformers, f"{self.family}Config")(
-            **self.options, bos_token_id=1, eos_token_id=2, pad_token_id=0
+        config = getattr(transformers, f"{self.family}Config")(**self.options)
+        model = getattr(transformers, f"{self.family}{self.head}")(config)
+        if model.config.model_type == "t5" and self.options.get("tie_word_embeddings") is False:
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        randomise(model)
+        return model.eval()
+
+
+class Captioner(Reference):
+    """A ViT that is read by a GPT-2; `options` are those of the GPT-2."""
+
+    def make(self) -> Any:
+        config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+            transformers.ViTConfig(**_VIT),
+            transformers.GPT2Config(**self.options, bos_token_id=1, eos_token_id=2),
+            decoder_start_token_id=1,
+            pad_token_id=0,
         )
-        head = "LMHeadModel" if self.family == "GPT2" else "ForCausalLM"
-        model = getattr(transformers, f"{self.family}{head}")(config)
+        model = transformers.VisionEncoderDecoderModel(config)
         randomise(model)
         return model.eval()
 
@@ -135,135 +157,79 @@ _CLIP = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48, "eo
 _VIT = {**_HIDDEN, "image_size": 16, "patch_size": 4}
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderReference(Reference):
-    """A model of transformers that reads a text or an image whole.
-
-    - `head`: what the name of its class ends in.
-    - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
-    - `padding`: on which sides of a text its reference is right: BART counts padding as positions, and a
-        classifier reads the first token, even where that is padding.
-    """
-
-    head: str = "ForConditionalGeneration"
-    reads: tuple[str, ...] = ("text", "decoder")
-    padding: tuple[str, ...] = ("none", "left", "right")
-
-    def make(self) -> Any:
-        config = getattr(transformers, f"{self.family}Config")(**self.options)
-        model = getattr(transformers, f"{self.family}{self.head}")(config)
-        if self.options.get("tie_word_embeddings") is False:
-            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-        randomise(model)
-        return model.eval()
+def _decoder(family: str, options: dict[str, Any]) -> Reference:
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    return Reference(family, {**options, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}, head)
 
 
-class Captioner(EncoderReference):
-    """A ViT that is read by a GPT-2; `options` are those of the GPT-2."""
-
-    def make(self) -> Any:
-        config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-            transformers.ViTConfig(**_VIT),
-            transformers.GPT2Config(**self.options, bos_token_id=1, eos_token_id=2),
-            decoder_start_token_id=1,
-            pad_token_id=0,
-        )
-        model = transformers.VisionEncoderDecoderModel(config)
-        randomise(model)
-        return model.eval()
+def _llama(options: dict[str, Any], **rope: Any) -> Reference:
+    return _decoder("Llama", {**options, "rope_parameters": {"rope_theta": 10000.0, **rope}})
 
 
-_TEXT, _SEGMENTS, _IMAGE = ("text",), ("text", "segments"), ("image",)
+def _encoder_decoder(family: str, options: dict[str, Any], padding: tuple[str, ...] = _BOTH_SIDES) -> Reference:
+    return Reference(family, options, "ForConditionalGeneration", ("text", "decoder"), padding)
 
-ENCODERS = {
-    "t5": EncoderReference("T5", _T5),
-    "t5_gated_untied": EncoderReference(
-        "T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    ),
-    "bart": EncoderReference("Bart", _BART, padding=("none", "right")),
-    "bart_scaled": EncoderReference("Bart", {**_BART, "scale_embedding": True}, padding=("none", "right")),
-    "bert": EncoderReference("Bert", _BERT, head="Model", reads=_SEGMENTS),
-    "bert_masked": EncoderReference("Bert", _BERT, head="ForMaskedLM", reads=_SEGMENTS),
-    "bert_labels": EncoderReference(
-        "Bert", {**_BERT, "num_labels": 5},
-        head="ForSequenceClassification", reads=_SEGMENTS, padding=("none", "right"),
-    ),
-    "roberta": EncoderReference("Roberta", _BERT, head="Model", reads=_TEXT),
-    "roberta_masked": EncoderReference("Roberta", _BERT, head="ForMaskedLM", reads=_TEXT),
-    "roberta_regression": EncoderReference(
-        "Roberta", {**_BERT, "num_labels": 1},
-        head="ForSequenceClassification", reads=_TEXT, padding=("none", "right"),
-    ),
-    "clip_text": EncoderReference("CLIPText", _CLIP, head="Model", reads=_TEXT),
-    "clip_text_gelu": EncoderReference(
-        "CLIPText", {**_CLIP, "hidden_act": "gelu", "eos_token_id": 95}, head="Model", reads=_TEXT
-    ),
-    "vit": EncoderReference("ViT", _VIT, head="Model", reads=_IMAGE, padding=("none",)),
-    "vit_labels": EncoderReference(
-        "ViT", {**_VIT, "num_labels": 5, "qkv_bias": False},
-        head="ForImageClassification", reads=_IMAGE, padding=("none",),
-    ),
-    "vit_gpt2": Captioner("", _GPT, head="", reads=("image", "decoder"), padding=("none",)),
-    "vit_gpt2_wider": Captioner(
-        "", {**_GPT, "n_embd": 48}, head="", reads=("image", "decoder"), padding=("none",)
-    ),
-}  # fmt: skip
 
-REFERENCES = {
-    "gpt2": Reference("GPT2", _GPT),
-    "gpt2_unscaled_untied": Reference(
+_GELU = {"activation_function": "gelu"}
+DECODERS = {
+    "gpt2": _decoder("GPT2", _GPT),
+    "gpt2_unscaled_untied": _decoder(
         "GPT2",
-        {
-            **_GPT,
-            "scale_attn_weights": False,
-            "tie_word_embeddings": False,
-            "n_inner": 40,
-            "activation_function": "gelu",
-        },
+        {**_GPT, "scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 40, **_GELU},
     ),
-    "gptj": Reference("GPTJ", {**_GPT, "rotary_dim": 4}),
-    "opt_125m": Reference("OPT", _OPT, counts_positions=True),
-    "opt_350m": Reference(
-        "OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}, counts_positions=True
-    ),
-    "opt_bare": Reference(
+    "gptj": _decoder("GPTJ", {**_GPT, "rotary_dim": 4}),
+    "opt_125m": _decoder("OPT", _OPT),
+    "opt_350m": Reference("OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt_bare": _decoder(
         "OPT",
         {
             **_OPT,
             "enable_bias": False,
             "layer_norm_elementwise_affine": False,
             "tie_word_embeddings": False,
-            "activation_function": "gelu",
-        },
-        counts_positions=True,
-    ),
-    "llama": Reference("Llama", {**_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "llama_gqa": Reference("Llama", {**_GQA, "head_dim": 12}),
-    "llama_tied": Reference("Llama", {**_GQA, "tie_word_embeddings": True}),
-    "llama_llama3": Reference("Llama", {**_GQA, "rope_parameters": {**_LLAMA3, "rope_theta": 500.0}}),
-    "llama_linear": Reference(
-        "Llama", {**_GQA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
-    ),
-    "llama_yarn": Reference("Llama", {**_GQA, "rope_parameters": {**_YARN, "rope_theta": 500.0}}),
-    "llama_yarn_scaled": Reference(
-        "Llama",
-        {
-            **_GQA,
-            "rope_parameters": {
-                **_YARN,
-                "rope_theta": 500.0,
-                "mscale": 2.0,
-                "mscale_all_dim": 0.5,
-                "beta_fast": 0.5,
-                "beta_slow": 0.05,
-            },
+            **_GELU,
         },
     ),
-    "llama_bias": Reference("Llama", {**_GQA, "attention_bias": True, "mlp_bias": True}),
-    "mistral": Reference("Mistral", {**_GQA, "sliding_window": 7}),
-    "qwen2": Reference("Qwen2", {**_GQA, "tie_word_embeddings": True}),
-    "qwen3": Reference("Qwen3", {**_GQA, "head_dim": 16}),
-    "olmo2": Reference("Olmo2", _GQA),
-    "phi3": Reference("Phi3", {**_GQA, "sliding_window": 7}),
-    "smollm3": Reference("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "llama": _llama(_LLAMA, rope_type="default", rope_theta=500.0),
+    "llama_linear": _llama(  # with all that a LLaMA may have besides
+        {**_GQA, "head_dim": 12, "attention_bias": True, "mlp_bias": True}, rope_type="linear", factor=2.0
+    ),
+    "llama_llama3": _llama({**_GQA, "tie_word_embeddings": True}, **_LLAMA3, rope_theta=500.0),
+    "llama_yarn": _llama(_GQA, **_YARN, rope_theta=500.0),
+    "llama_yarn_scaled": _llama(
+        _GQA, **_YARN, rope_theta=500.0, mscale=2.0, mscale_all_dim=0.5, beta_fast=0.5, beta_slow=0.05
+    ),
+    "mistral": _decoder("Mistral", {**_GQA, "sliding_window": 7}),
+    "qwen2": _decoder("Qwen2", {**_GQA, "tie_word_embeddings": True}),
+    "qwen3": _decoder("Qwen3", {**_GQA, "head_dim": 16}),
+    "olmo2": _decoder("Olmo2", _GQA),
+    "phi3": _decoder("Phi3", {**_GQA, "sliding_window": 7}),
+    "smollm3": _decoder("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
 }
+
+ENCODER_DECODERS = {
+    "t5": _encoder_decoder("T5", _T5),
+    "t5_gated_untied": _encoder_decoder(
+        "T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    ),
+    "bart": _encoder_decoder("Bart", _BART, padding=_RIGHT),
+    "bart_scaled": _encoder_decoder("Bart", {**_BART, "scale_embedding": True}, padding=_RIGHT),
+    "vit_gpt2": Captioner("", _GPT, "", ("image", "decoder"), ()),
+    "vit_gpt2_wider": Captioner("", {**_GPT, "n_embd": 48}, "", ("image", "decoder"), ()),
+}
+_LABELS, _BOTH = "ForSequenceClassification", ("text", "segments")
+ENCODERS = {
+    "bert": Reference("Bert", _BERT, "Model", _BOTH),
+    "bert_masked": Reference("Bert", _BERT, "ForMaskedLM", _BOTH),
+    "bert_labels": Reference("Bert", {**_BERT, "num_labels": 5}, _LABELS, _BOTH, _RIGHT),
+    "roberta": Reference("Roberta", _BERT, "Model"),
+    "roberta_masked": Reference("Roberta", _BERT, "ForMaskedLM"),
+    "roberta_regression": Reference("Roberta", {**_BERT, "num_labels": 1}, _LABELS, padding=_RIGHT),
+    "clip_text": Reference("CLIPText", _CLIP, "Model"),
+    "clip_text_gelu": Reference("CLIPText", {**_CLIP, "hidden_act": "gelu", "eos_token_id": 95}, "Model"),
+    "vit": Reference("ViT", _VIT, "Model", ("image",), ()),
+    "vit_labels": Reference(
+        "ViT", {**_VIT, "num_labels": 5, "qkv_bias": False}, "ForImageClassification", ("image",), ()
+    ),
+}
+REFERENCES: dict[str, Reference] = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}

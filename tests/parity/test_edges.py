@@ -1,20 +1,27 @@
 """Directories unlike those that today's transformers writes by default, held against it all the same."""
 
 import dataclasses
+import functools
+import shutil
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from comparison import TOLERANCE, distance, logits, texts, torch_logits
+from comparison import TOLERANCE, as_in_files, distance, inputs_of, outputs, torch_output
 from references import REFERENCES, VOCABULARY
 from safetensors.numpy import load_file, save_file
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from redco_eqx import to_arrays
 from redco_eqx.models import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    Embedding,
     GPT2Config,
     GPTJConfig,
     LlamaConfig,
@@ -29,28 +36,27 @@ from redco_eqx.models import (
     load_pretrained,
     save_pretrained,
 )
+from redco_eqx.models._blocks.relative_bias import relative_bias
 from redco_eqx.models._families.registry import FAMILIES
 
 WEIGHTS = "model.safetensors"
 
 
-@pytest.mark.parametrize("model_type", list(FAMILIES))
-def test_an_entry_that_is_left_out_means_the_same(model_type):
-    ours = FAMILIES[model_type][0]()
-    if isinstance(ours, VisionEncoderDecoderConfig):
-        pytest.skip("transformers has no default encoder and decoder; those that are here are tested apart")
-    theirs = transformers.AutoConfig.for_model(model_type)
-    for field in dataclasses.fields(ours):
-        value = getattr(ours, field.name)
-        # What is null follows from other entries, which `test_configurations_made_here_open_there` holds.
-        if value is not None and hasattr(theirs, field.name):
-            assert value == getattr(theirs, field.name), field.name
-    if hasattr(ours, "rope"):
-        expected = {"rope_type": ours.rope.rope_type, "rope_theta": ours.rope.theta}
-        assert {"partial_rotary_factor": 1.0, **theirs.rope_parameters} == {
-            "partial_rotary_factor": 1.0,
-            **expected,
-        }
+def test_an_entry_that_is_left_out_means_the_same():
+    for model_type, (config, *_) in FAMILIES.items():
+        ours = config()
+        if isinstance(ours, VisionEncoderDecoderConfig):
+            continue  # transformers has no default encoder and decoder; those that are here are tested apart
+        theirs = transformers.AutoConfig.for_model(model_type)
+        for field in dataclasses.fields(ours):
+            value = getattr(ours, field.name)
+            # What is null follows from other entries, which `test_configurations_made_here_open_there` holds.
+            if value is not None and hasattr(theirs, field.name):
+                assert value == getattr(theirs, field.name), (model_type, field.name)
+        if hasattr(ours, "rope"):
+            there = {"partial_rotary_factor": 1.0, **theirs.rope_parameters}
+            expected = {"rope_type": ours.rope.rope_type, "rope_theta": ours.rope.theta}
+            assert there == {"partial_rotary_factor": 1.0, **expected}, model_type
 
 
 _GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -70,66 +76,117 @@ MADE_HERE = {
     "phi3": lambda: Phi3Config(**_LLAMA, pad_token_id=0),
     "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None, pad_token_id=0),
 }
+INPUTS = inputs_of(REFERENCES["gpt2"])
 
 
-@pytest.mark.parametrize("model_type", list(MADE_HERE))
+@pytest.mark.parametrize("model_type", MADE_HERE)
 def test_configurations_made_here_open_there(model_type, tmp_path):
     # With as much left to defaults as there is, null included.
-    config = MADE_HERE[model_type]()
-    save_pretrained(FAMILIES[model_type][1](config, key=jax.random.key(0)), tmp_path)
-    model: Any = load_pretrained(tmp_path)
-    there: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids, _ = texts()
-    expected = torch_logits(there.eval(), ids, counts_positions=True)
-    assert np.abs(logits(model, ids) - expected).max() <= TOLERANCE * expected.std()
+    config, kind = MADE_HERE[model_type](), FAMILIES[model_type][1]
+    model = eqx.filter_jit(lambda key: kind(config, stacked=True, key=key))(jax.random.key(0))
+    save_pretrained(model, tmp_path)
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = torch_output(there, INPUTS)
+    (found,) = outputs((load_pretrained(tmp_path, stacked=True), INPUTS))
+    assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt_125m", "opt_350m", "llama_tied", "qwen2"])
-def test_files_of_the_bare_model_are_read(name, reference, tmp_path):
-    reference(name).base_model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / WEIGHTS)
-    model = load_pretrained(tmp_path)
-    assert not stored.keys() & to_arrays(model).keys()
-    ids, _ = texts()
-    expected = torch_logits(reference(name), ids, counts_positions=True)
-    assert distance(logits(model, ids), expected) <= TOLERANCE
+def bare(path, there, directory):
+    there.base_model.save_pretrained(path)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
-@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_files_that_transformers_splits_are_read(name, stacked, reference, tmp_path):
-    reference(name).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    ids, _ = texts()
-    expected = torch_logits(reference(name), ids, counts_positions=True)
-    assert distance(logits(load_pretrained(tmp_path, stacked=stacked), ids), expected) <= TOLERANCE
+def split_in_several(path, there, directory):
+    there.save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt_350m", "llama_tied"])
-def test_a_tied_head_without_its_table_is_the_table(name, directory, reference, tmp_path):
-    # As `safetensors.torch.save_model` writes it, which keeps the first of two names.
-    (tmp_path / "config.json").write_bytes((directory(name) / "config.json").read_bytes())
-    arrays = load_file(directory(name) / WEIGHTS)
+def head_without_table(path, there, directory):
+    """As `safetensors.torch.save_model` writes a tied head, which keeps the first of two names."""
+    shutil.copy(directory / "config.json", path)
+    arrays = load_file(directory / WEIGHTS)
     (table,) = (key for key in arrays if key.endswith(("wte.weight", "embed_tokens.weight")))
     arrays["lm_head.weight"] = arrays.pop(table)
-    save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    ids, _ = texts()
-    expected = torch_logits(reference(name), ids, counts_positions=True)
-    assert distance(logits(load_pretrained(tmp_path), ids), expected) <= TOLERANCE
+    save_file(arrays, path / WEIGHTS, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "opt_125m", "llama_llama3", "mistral"])
-def test_half_precision_is_no_worse_than_there(name, dtype, reference, tmp_path):
-    # Both are compared with float32 arithmetic on the same rounded weights.
-    there = REFERENCES[name].make().to(dtype)
-    there.save_pretrained(tmp_path)
-    ids, mask = texts("left")
-    counts = REFERENCES[name].counts_positions
-    halves = torch_logits(there, ids, mask, counts_positions=counts)
-    expected = torch_logits(there.float(), ids, mask, counts_positions=counts)
-    found = logits(load_pretrained(tmp_path), ids, mask)
-    assert found.dtype == jnp.dtype(str(dtype).removeprefix("torch."))
-    real = np.asarray(mask) == 1
-    ours, theirs = (np.sqrt(np.mean((x.astype(np.float32) - expected)[real] ** 2)) for x in (found, halves))
-    assert 0 < ours <= 1.5 * theirs
+def of_tensorflow(path, there, directory):
+    """As in files of BERT that were converted from TensorFlow."""
+    shutil.copy(directory / "config.json", path)
+    spelled = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): x
+        for key, x in load_file(directory / WEIGHTS).items()
+    }
+    save_file(spelled, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (bare, "gpt2"),
+        (bare, "opt_350m"),
+        (bare, "llama_llama3"),
+        (split_in_several, "llama_linear"),
+        (head_without_table, "gpt2"),
+        (head_without_table, "opt_350m"),
+        (of_tensorflow, "bert_masked"),
+    ],
+)
+def test_files_in_other_forms_have_the_same_arrays(write, name, directory, reference, tmp_path):
+    write(tmp_path, reference(name), directory(name))
+    for stacked in (False, True):
+        found = to_arrays(load_pretrained(tmp_path, stacked=stacked))
+        expected = to_arrays(load_pretrained(directory(name), stacked=stacked))
+        assert found.keys() == expected.keys()
+        for path, x in found.items():
+            np.testing.assert_array_equal(x, expected[path])
+
+
+@pytest.mark.parametrize("name", ["clip_text", "clip_text_gelu"])
+def test_the_end_token_stands_for_the_text(name, directory, reference):
+    """By the rule of old files the highest of the tokens, and by that of new ones the token that they name."""
+    ids = inputs_of(REFERENCES[name])["input_ids"] % 94
+    ids[0, 7] = ids[1, 11] = ids[1, 20] = ids[2, 23] = 95
+    model = load_pretrained(directory(name))
+    pooled = eqx.filter_jit(lambda model, ids: model.pool(model(ids), ids))(model, jnp.asarray(ids))
+    with torch.no_grad():
+        there = reference(name)(torch.tensor(ids, dtype=torch.long)).pooler_output.numpy()
+    assert distance(np.asarray(pooled), there, {}) <= TOLERANCE
+
+
+def test_the_text_half_of_a_whole_clip_is_read(tmp_path):
+    text = {**REFERENCES["clip_text"].options}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+              "image_size": 8, "patch_size": 4}  # fmt: skip
+    whole = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "clip"
+    model = load_pretrained(tmp_path)
+    assert isinstance(model, CLIPTextModel)
+    theirs = as_in_files(whole.text_model, dict(whole.text_model.named_parameters()))
+    arrays = to_arrays(model)
+    assert arrays.keys() == theirs.keys()
+    for path, x in arrays.items():
+        np.testing.assert_array_equal(x, theirs[path].detach().numpy())
+
+
+def test_a_pooled_text_needs_one_end_token():
+    config = CLIPTextConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        eos_token_id=(1, 2),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="eos_token_id"):
+        CLIPTextModel(config, key=jax.random.key(0)).pool(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), int))
+
+
+def test_every_distance_has_the_bucket_that_it_has_there():
+    key = jnp.arange(401)[None]
+    for num_buckets, farthest in ((32, 128), (8, 12), (16, 100)):
+        table = Embedding(num_buckets, num_buckets, key=jax.random.key(0))
+        table = eqx.tree_at(lambda t: t.weight, table, jnp.eye(num_buckets))
+        for bidirectional in (False, True):
+            options = {"bidirectional": bidirectional, "max_distance": farthest}
+            found = jax.jit(functools.partial(relative_bias, table, **options))(key[:, 200:201], key)
+            expected = T5Attention._relative_position_bucket(
+                torch.arange(401)[None] - 200, num_buckets=num_buckets, **options
+            )
+            np.testing.assert_array_equal(np.argmax(found[0, :, 0], axis=0), expected[0].numpy())

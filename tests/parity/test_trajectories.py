@@ -19,7 +19,6 @@ V = {"prediction_type": "v_prediction"}
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False, **V}
 
 SETTINGS = [
-    ("DDPMScheduler", {}, 10),
     ("DDPMScheduler", {"variance_type": "fixed_large", **V}, 7),
     ("DDPMScheduler", {"variance_type": "fixed_small_log", "beta_schedule": "squaredcos_cap_v2"}, 9),
     ("DDPMScheduler", {**SD, "clip_sample": False}, 50),
@@ -28,17 +27,13 @@ SETTINGS = [
     ("DDPMScheduler", {"num_train_timesteps": 20, "clip_sample_range": 0.5}, 20),
     ("DDIMScheduler", {}, 10),
     ("DDIMScheduler", DDIM_SD, 50),
-    ("DDIMScheduler", {**DDIM_SD, **V}, 7),
     ("DDIMScheduler", {**SD, **ZERO_SNR}, 8),
     ("DDIMScheduler", {"prediction_type": "sample", "timestep_spacing": "linspace"}, 6),
     ("DDIMScheduler", {"beta_schedule": "squaredcos_cap_v2", "clip_sample_range": 2.0}, 1),
-    ("PNDMScheduler", {**SD, "skip_prk_steps": True}, 50),
     ("PNDMScheduler", {**SD, "skip_prk_steps": True, "set_alpha_to_one": True, **V}, 7),
     ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "trailing"}, 3),
-    ("PNDMScheduler", {"skip_prk_steps": True, "timestep_spacing": "linspace"}, 2),
     ("PNDMScheduler", {"skip_prk_steps": True}, 1),
     ("PNDMScheduler", {}, 10),
-    ("PNDMScheduler", {**SD, **V}, 4),
     ("PNDMScheduler", {"timestep_spacing": "linspace", "beta_schedule": "squaredcos_cap_v2"}, 9),
 ]  # fmt: skip
 
@@ -101,35 +96,11 @@ def test_whole_trajectories_equal_those_of_diffusers(name, options, num_steps):
     found = ours(scheduler, num_steps, noise)
     assert np.isfinite(expected).all()
     assert distance(found, expected) < 2e-5
-    if not scheduler.is_random:
-        last = models.denoise(scheduler, model_of(jnp), jnp.asarray(start()), num_steps=num_steps)
-        np.testing.assert_allclose(last, found[-1], atol=1e-5)
 
 
 def test_ddim_with_noise_equals_that_of_diffusers():
     _, expected, noise = theirs("DDIMScheduler", DDIM_SD, 10, eta=0.7)
     assert distance(ours(models.DDIMScheduler(**DDIM_SD, eta=0.7), 10, noise), expected) < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "change"),
-    [
-        ("DDIMScheduler", DDIM_SD, {"set_alpha_to_one": True}),
-        ("DDIMScheduler", DDIM_SD, {"steps_offset": 0}),
-        ("DDIMScheduler", DDIM_SD, {"beta_schedule": "linear"}),
-        ("DDIMScheduler", DDIM_SD, V),
-        ("DDIMScheduler", DDIM_SD, {"clip_sample": True}),
-        ("DDIMScheduler", {**DDIM_SD, **V}, {"rescale_betas_zero_snr": True}),
-        ("DDPMScheduler", SD, {"variance_type": "fixed_large"}),
-        ("DDPMScheduler", SD, {"timestep_spacing": "trailing"}),
-        ("PNDMScheduler", {**SD, "skip_prk_steps": True}, {"set_alpha_to_one": True}),
-        ("PNDMScheduler", {**SD, "skip_prk_steps": True}, V),
-    ],
-)
-def test_another_setting_shows(name, options, change):
-    # The control: each option matters to more than the tolerance.
-    _, expected, noise = theirs(name, options, 10)
-    assert distance(ours(getattr(models, name)(**{**options, **change}), 10, noise), expected) > 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, V, {"prediction_type": "sample"}, {**SD, **ZERO_SNR}])
@@ -144,7 +115,7 @@ def test_noise_and_targets_equal_those_of_diffusers(options):
     np.testing.assert_allclose(found, expected[scheduler.prediction_type], atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, options) for name, options, _ in SETTINGS[::3]])
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name, options, _ in SETTINGS[::5]])
 def test_files_are_those_of_diffusers(name, options, tmp_path):
     reference = getattr(diffusers, name)(**options)
     reference.save_pretrained(tmp_path)

@@ -1,29 +1,6 @@
 """One file for each family of operations."""
 
-from operations import (
-    convolution,
-    indexing,
-    linear_algebra,
-    loops,
-    mixing,
-    normalization,
-    ordering,
-    reshaping,
-    spectral,
-)
-from operations._registry import OPERATIONS, Operation, one_of
+from operations import convolution, indexing, loops, moves, products, spectral
+from operations._registry import OPERATIONS, one_of
 
-__all__ = [
-    "OPERATIONS",
-    "Operation",
-    "convolution",
-    "indexing",
-    "linear_algebra",
-    "loops",
-    "mixing",
-    "normalization",
-    "one_of",
-    "ordering",
-    "reshaping",
-    "spectral",
-]
+__all__ = ["OPERATIONS", "convolution", "indexing", "loops", "moves", "one_of", "products", "spectral"]

@@ -78,15 +78,6 @@ def convolution(weight, x, index, *, groups, width, bias, size, **geometry):
     return y + weight("bias", out) if bias else y
 
 
-@operation(
-    "convolution", width=WIDTH, size=one_of(3, 1, 2), stride=one_of(1, 2), padding=one_of("SAME", "VALID")
-)
-def transposed_convolution(weight, x, index, *, width, size, stride, padding):
-    numbers = ("NHC", "HIO", "NHC") if x.ndim == 3 else ("NHWC", "HWIO", "NHWC")
-    kernel = weight("weight", *window(x, size), x.shape[-1], 2 * width)
-    return jax.lax.conv_transpose(x, kernel, (stride,) * (x.ndim - 2), padding, dimension_numbers=numbers)
-
-
 @operation("convolution", width=WIDTH, multiplier=one_of(1, 2), **GEOMETRY)
 def separable_convolution(weight, x, index, *, width, multiplier, size, **geometry):
     """A stem, a depthwise and a pointwise convolution."""
@@ -154,23 +145,3 @@ def adapted_convolution(weight, x, index, *, groups, width, rate, size):
         return apply(kernel - rate * gradient)
 
     return jax.vmap(one)(x)
-
-
-@operation("convolution", size=one_of(2, 3), stride=one_of(1, 2))
-def patches(weight, x, index, *, size, stride):
-    rank = x.ndim - 2
-    numbers = ("NHC", "HIO", "NHC") if rank == 1 else ("NHWC", "HWIO", "NHWC")
-    x = x[..., :8]
-    y = jax.lax.conv_general_dilated_patches(
-        x, (size,) * rank, (stride,) * rank, "SAME", dimension_numbers=numbers
-    )
-    return y @ weight("weight", y.shape[-1], 8)
-
-
-@operation("convolution", mode=one_of("same", "full"), each=one_of(True, False))
-def correlation(weight, x, index, *, mode, each):
-    """`jnp.convolve` of every channel with its own filter, or all with one."""
-    x = x.reshape(x.shape[0], -1, x.shape[-1])
-    filters = weight("weight", 3, x.shape[-1]) if each else weight("weight", 3, 1)[:, 0]
-    along = jax.vmap(lambda a, v: jnp.convolve(a, v, mode), (1, 1 if each else None), 1)
-    return jax.vmap(along, (0, None))(x, filters)

@@ -39,28 +39,6 @@ def take(weight, x, index, *, axis, mode):
     return jnp.take(x, places, axis=axis, mode=mode)
 
 
-@operation("indexing", axis=one_of(1, 2))
-def take_along_axis(weight, x, index, *, axis):
-    x = rows(x)
-    x = x @ weight("weight", x.shape[-1], 8)
-    places = index % x.shape[axis]
-    places = places[:, :, None] if axis == 1 else jnp.broadcast_to(places[:, None], (*x.shape[:2], 8))
-    return jnp.take_along_axis(x, places, axis=axis)
-
-
-@operation("indexing", size=ROWS)
-def advanced_indexing(weight, x, index, *, size):
-    x, table = rows(x), weight("table", size, 5, x.shape[-1])
-    found = x[jnp.arange(x.shape[0])[:, None], index % x.shape[1]]
-    return found * table[index % size, index % 5]
-
-
-@operation("indexing", size=ROWS)
-def one_hot(weight, x, index, *, size):
-    chosen = jax.nn.one_hot(index % size, size, dtype=x.dtype)
-    return rows(x).mean(1, keepdims=True) * (chosen @ weight("weight", size, x.shape[-1]))
-
-
 @operation("indexing", how=one_of("add", "max", "min"), size=ROWS, local=one_of(True, False))
 def scatter(weight, x, index, *, how, size, local):
     """Into a table for each example, or into one for the whole batch."""
@@ -71,29 +49,6 @@ def scatter(weight, x, index, *, how, size, local):
         return jax.vmap(lambda x, i: getattr(start.at[i], how)(x))(x, places)
     table = getattr(start.at[places.reshape(-1)], how)(x.reshape(-1, x.shape[-1]))
     return x + table[places]
-
-
-@operation("indexing", axis=one_of(1, 2))
-def scatter_set(weight, x, index, *, axis):
-    """Unique places: what wins among equal ones is undefined."""
-    x = rows(x)
-    n = x.shape[axis]
-    places = (jnp.arange(n // 2) * 2 + index[0, 0] % 2) % n
-    if axis == 1:
-        return x.at[:, places].set(weight("weight", n // 2, x.shape[-1]) * x[:, : n // 2])
-    return x.at[..., places].set(x[..., : n // 2] * weight("weight", n // 2))
-
-
-@operation("indexing", segments=one_of(4, 8, 5), how=one_of("sum", "max", "min"), local=one_of(False, True))
-def segment(weight, x, index, *, segments, how, local):
-    x = rows(x).mean(1, keepdims=True) * weight("scale", 8, x.shape[-1])
-    reduce = getattr(jax.ops, f"segment_{how}")
-    ids = index % segments
-    if local:
-        found = jax.vmap(lambda x, i: reduce(x, i, segments))(x, ids)
-        return jnp.where(jnp.isfinite(found), found, 0)
-    found = reduce(x.reshape(-1, x.shape[-1]), ids.reshape(-1), segments)
-    return x + jnp.where(jnp.isfinite(found), found, 0)[ids]
 
 
 @operation("indexing", update=one_of(False, True), each=one_of(False, True))
@@ -115,11 +70,3 @@ def across_the_batch(weight, x, index):
     partner = (jnp.arange(x.shape[0]) * 3 + 1) % x.shape[0]
     chosen = index[:, 0] % x.shape[0]
     return x * weight("own", x.shape[-1]) + x[partner] * weight("other", x.shape[-1]) + 0.5 * x[chosen]
-
-
-@operation("indexing", lower=one_of(True, False))
-def mask(weight, x, index, *, lower):
-    x = rows(x)
-    square = weight("weight", x.shape[1], x.shape[1])
-    square = jnp.tril(square) if lower else jnp.where(square > 0, square, 0.1 * square)
-    return jnp.einsum("lm,bmc->blc", square, x) + jnp.where(index[:, :1, None] % 2 == 0, x, 0)

@@ -44,12 +44,6 @@ def stacked_convolutions(weight, x, index, *, layers, size, groups):
     return jax.lax.scan(lambda x, k: (jnp.tanh(convolve(x, k, groups=number)), None), x, kernels)[0]
 
 
-@operation("loops", steps=one_of(2, 4))
-def fori_loop(weight, x, index, *, steps):
-    square = weight("weight", x.shape[-1], x.shape[-1])
-    return jax.lax.fori_loop(0, steps, lambda i, x: jnp.tanh(x @ square) + x / (i + 1.0), x)
-
-
 @operation("loops")
 def power_iteration(weight, x, index):
     """A weight over its largest singular value, found by a `while_loop` that has no gradient."""

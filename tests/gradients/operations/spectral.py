@@ -42,13 +42,6 @@ def fft_of_weight(weight, x, index, *, axis, inverse):
     return jnp.real(x @ moved) + jnp.imag(rows(x).mean() * moved.mean(0))
 
 
-@operation("spectral", width=one_of(8, 16, 6))
-def circular_convolution(weight, x, index, *, width):
-    x = rows(x) @ weight("up", x.shape[-1], width)
-    filters = weight("filter", x.shape[1], width)
-    return jnp.fft.irfft(jnp.fft.rfft(x, axis=1) * jnp.fft.rfft(filters, axis=0)[None], x.shape[1], axis=1)
-
-
 @operation("spectral", width=one_of(8, 16, 6), how=one_of("abs", "real", "angle"))
 def complex_linear(weight, x, index, *, width, how):
     one = weight("one", x.shape[-1], width, dtype=COMPLEX)
@@ -57,27 +50,3 @@ def complex_linear(weight, x, index, *, width, how):
     if how == "abs":
         return jnp.log1p(jnp.abs(y) ** 2)
     return jnp.real(y) if how == "real" else jnp.sin(jnp.angle(y + 3))
-
-
-@operation("spectral", state=one_of(8, 4, 6))
-def state_space(weight, x, index, *, state):
-    """A diagonal state-space layer: its kernel from complex poles, applied by FFT."""
-    x = rows(x)
-    length, channels = x.shape[1:]
-    poles = jnp.exp(-jnp.exp(weight("decay", channels, state)) + 1j * weight("angle", channels, state))
-    mix = weight("mix", channels, state, dtype=COMPLEX)
-    powers = poles[..., None] ** jnp.arange(length)
-    kernel = jnp.real(jnp.einsum("cs,csl->lc", mix, powers))
-    size = 2 * length
-    return jnp.fft.irfft(jnp.fft.rfft(x, size, 1) * jnp.fft.rfft(kernel, size, 0), size, 1)[:, :length]
-
-
-@operation("spectral", axis=one_of(0, 1))
-def fourier_layer(weight, x, index, *, axis):
-    """A complex matrix for each low frequency (a Fourier neural operator)."""
-    x = rows(x)
-    modes = min(3, x.shape[1] // 2 + 1)
-    spectrum = jnp.fft.rfft(x, axis=1)[:, :modes]
-    matrices = weight("matrices", modes, x.shape[-1], x.shape[-1], dtype=COMPLEX)
-    spectrum = jnp.einsum("bmc,mcd->bmd" if axis == 0 else "bmc,mdc->bmd", spectrum, matrices)
-    return jnp.fft.irfft(spectrum, x.shape[1], axis=1)

@@ -1,75 +1,22 @@
-"""Runs programs, one line of JSON each on stdin, and answers each with one on stdout: `python worker.py`.
-
-An answer holds, for each layout, how far loss and gradients through `train_step` are from those of plain JAX on
-one device, or the error that was raised. A crash of the compiler ends this process: the layout
-that it was at is the last one named on stderr.
-"""
+"""Loss and gradients of a program: by plain JAX on one device, and by `train_step` on a mesh."""
 
 import dataclasses
-import json
-import os
-import sys
-import time
-import traceback
-import warnings
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from programs import MESHES, Program, Spec
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from programs import MESHES, Program, Spec, build, make_batch, make_model  # noqa: E402
-
-import redco_eqx as rx  # noqa: E402
+import redco_eqx as rx
 
 RATE = 0.1
 NUM_MEMBERS = 2  # of an ensemble
 
 Gradients = dict[str, np.ndarray]
 """By path; the loss under the name `loss`."""
-
-
-def run(spec: Spec) -> dict[str, Any]:
-    """`{"layouts": [...]}`, each with `differences` or an `error`, and the bytes of `collectives` if asked for.
-
-    Or `{"unsupported": error}`, where plain JAX on one device has no such gradient.
-    """
-    fault = spec.get("fault")
-    if fault == "abort":
-        os.abort()
-    if fault == "hang":
-        time.sleep(3600)
-    program, batch = build(spec), make_batch(spec)
-    models = [make_model(program, seed) for seed in range(NUM_MEMBERS if spec["mode"] == "ensemble" else 1)]
-    try:
-        expected = on_one_device(program, models, batch, spec)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        return {"unsupported": describe(error)}
-    layouts = []
-    for mesh, kind in spec["layouts"]:
-        print(f"layout {mesh} {kind}", file=sys.stderr, flush=True)
-        answer: dict[str, Any] = {"mesh": mesh, "layout": kind}
-        try:
-            found, answer["collectives"] = through_train_step(program, models, batch, spec, mesh, kind)
-            if fault == "scaled":
-                found = {path: 4 * x for path, x in found.items()}
-            answer["differences"] = differences(found, expected)
-        except Exception as error:
-            answer["error"] = describe(error)
-        layouts.append(answer)
-    return {"layouts": layouts}
-
-
-def describe(error: Exception) -> str:
-    at = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {str(error)[:1000]} ({', '.join(at[-4:])})"
 
 
 def on_one_device(program: Program, models: list[Any], batch: Any, spec: Spec) -> Gradients:
@@ -180,13 +127,3 @@ def differences(found: Gradients, expected: Gradients) -> dict[str, float]:
         difference = float(np.abs(found[path] - x).max(initial=0)) / max(largest[path], floor, 1e-30)
         worst[path] = difference if np.isfinite(difference) else 1e30
     return worst
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore", rx.errors.ShardingWarning)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else is written among the answers
-    for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
-        answers.flush()
-        jax.clear_caches()
