@@ -1,4 +1,4 @@
-"""One of the two processes of `test_birth.py::test_two_processes`; arguments: port, process."""
+"""One of the two processes of `test_init_model.py::test_two_processes`; arguments: port, process."""
 
 import os
 import pathlib
@@ -15,7 +15,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import births  # noqa: E402
 import helpers  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from redco_eqx import init_model, make_mesh, to_arrays  # noqa: E402
@@ -28,13 +27,11 @@ key = jax.random.key(0)
 
 
 def make(key):
-    keys = jax.random.split(key, 4)
+    keys = jax.random.split(key, 3)
     return {
-        "block": births.SPREAD["block"](keys[0]),
-        "stack": births.SPREAD["block stacked"](keys[1]),
-        "whole stack": births.OTHERS["orthogonal stacked"](keys[2]),
-        "whole": births.OTHERS["orthogonal"](keys[3]),
-        "small": jnp.arange(3),
+        "stack": births.SPREAD["initialisers stacked"](keys[0]),
+        "whole stack": births.OTHERS["orthogonal stacked"](keys[1]),
+        "whole": births.OTHERS["normalised"](keys[2]),
         "keys": keys,
     }
 

@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from redco_eqx import models
-
 LAYERS = 3
-SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": LAYERS}
 
 
 def stacked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -48,31 +45,13 @@ def make_initialised(key: Any) -> dict[str, Array]:
     return {name: make(key, (64, 128), dtype) for (name, (make, dtype)), key in zip(makers.items(), keys)}
 
 
-def make_llama(key: Any) -> Any:
-    config = models.LlamaConfig(intermediate_size=256, num_attention_heads=8, **SIZES)
-    return models.LlamaForCausalLM(config, stacked=True, key=key)
-
-
-def make_gpt2(key: Any) -> Any:
-    config = models.GPT2Config(n_layer=LAYERS, n_head=8, n_embd=64, vocab_size=512, n_positions=64)
-    return models.GPT2LMHeadModel(config, stacked=True, key=key)
-
-
 # Elementwise after their draw.
 SPREAD: dict[str, Callable[[Any], Any]] = {
     "block": lambda key: Block(key=key),
-    "block stacked": stacked(lambda key: Block(key=key)),
     "block bfloat16 stacked": stacked(lambda key: Block(dtype=jnp.bfloat16, key=key)),
-    "initialisers": make_initialised,
     "initialisers stacked": stacked(make_initialised),
     "embedding": lambda key: eqx.nn.Embedding(512, 64, key=key),
-    "embedding stacked": stacked(lambda key: eqx.nn.Embedding(512, 64, key=key)),
-    "conv": lambda key: eqx.nn.Conv2d(32, 64, 3, key=key),
     "conv stacked": stacked(lambda key: eqx.nn.Conv2d(32, 64, 3, key=key)),
-    "lstm": lambda key: eqx.nn.LSTMCell(64, 64, key=key),
-    "lstm stacked": stacked(lambda key: eqx.nn.LSTMCell(64, 64, key=key)),
-    "llama stacked": make_llama,
-    "gpt2 stacked": make_gpt2,
     "jitted": eqx.filter_jit(lambda key: eqx.nn.Linear(64, 2048, key=key)),
     "changed": lambda key: jnp.tril(2 * jax.random.normal(key, (128, 64)).T) / jnp.sqrt(3.0),
 }
@@ -96,21 +75,11 @@ orthogonal = jax.nn.initializers.orthogonal()
 
 # Not elementwise.
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "orthogonal": lambda key: orthogonal(key, (64, 64)),
+    "orthogonal stacked": stacked(lambda key: orthogonal(key, (32, 64))),
     "normalised": normalised,
     "mixed": mixed,
-    "rbg": lambda key: jax.random.normal(rbg(key), (64, 64)),
-    "orthogonal stacked": stacked(lambda key: orthogonal(key, (32, 64))),
-    "normalised stacked": stacked(normalised),
-    "mixed stacked": stacked(mixed),
-    "scaled stacked": lambda key: jax.vmap(lambda key, scale: scale * orthogonal(key, (64, 64)))(
-        jax.random.split(key, LAYERS), jnp.arange(1.0, LAYERS + 1)
-    ),
-    # All layers share a table that is as long as there are layers.
-    "table stacked": stacked(
-        lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 512))) * jnp.arange(3.0)[:, None]
-    ),
     "one draw": lambda key: jnp.sort(jax.random.normal(key, (LAYERS, 64, 64))),
+    "rbg": lambda key: jax.random.normal(rbg(key), (64, 64)),
     "rbg stacked": lambda key: jax.vmap(lambda key: jax.random.normal(key, (64, 64)))(
         jax.random.split(rbg(key), LAYERS)
     ),
@@ -123,3 +92,22 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 def rbg(key: Any) -> Any:
     data = jax.random.key_data(key)
     return jax.random.wrap_key_data(jnp.concatenate([data, data]), impl="rbg")
+
+
+def everything(key: Any) -> dict[str, Any]:
+    """A model with arrays of each kind."""
+    keys = jax.random.split(key, 6)
+    return {
+        "block": SPREAD["block bfloat16 stacked"](keys[0]),
+        "changed": SPREAD["changed"](keys[0]),
+        "initialised": SPREAD["initialisers stacked"](keys[1]),
+        "orthogonal": OTHERS["orthogonal stacked"](keys[2]),
+        "mixed": OTHERS["mixed"](keys[3]),
+        "rbg": OTHERS["rbg stacked"](keys[4]),
+        "loop": OTHERS["loop"](keys[5]),
+        "small": jnp.arange(3),
+        "keys": keys,
+    }
+
+
+JITTED = eqx.filter_jit(Block)

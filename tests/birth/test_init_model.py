@@ -24,19 +24,13 @@ from redco_eqx.models._families.registry import FAMILIES, PARTS
 KEY = jax.random.key(7)
 
 
-def plan(make: Any, mesh: Any, overrides: Any = ()) -> list[Any]:
-    """For each leaf its path, how it is made, its sharding, and its compiled program if it has one."""
+def plan(make: Any, mesh: Any) -> tuple[list[tuple[str, Any, NamedSharding]], Any]:
+    """For each leaf its path, how it is made, and its sharding; and the values that the programs read."""
     closed, arrays, static = making.trace_arrays(make, KEY)
-    shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh, overrides=overrides)))
+    shardings = dict(leaves_with_paths(shard_rules(eqx.combine(arrays, static), mesh)))
     made, values = making.births_of(closed, KEY)
-    planned = []
-    for (path, _), birth in zip(leaves_with_paths(arrays), made, strict=True):
-        compiled = None
-        if birth.way != "given":
-            run: Any = making.compiled(birth, shardings[path])
-            compiled = run.lower(*[values[var] for var in birth.program.invars]).compile()
-        planned.append((path, birth, shardings[path], compiled))
-    return planned
+    paths = [path for path, _ in leaves_with_paths(arrays)]
+    return [(path, birth, shardings[path]) for path, birth in zip(paths, made, strict=True)], values
 
 
 def largest(compiled: Any) -> int:
@@ -57,17 +51,20 @@ def to_rounding(x: Any, y: Any, path: Any = "") -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=path)
 
 
-# Where it is computed
+# Where it is computed, and what
 
 
 @pytest.mark.parametrize("name", births.SPREAD)
 def test_a_device_makes_its_own_shard_and_nothing_larger(name):
     split = 0
-    for path, birth, sharding, compiled in plan(births.SPREAD[name], make_mesh(tensor=4, fsdp=2)):
+    planned, values = plan(births.SPREAD[name], make_mesh(tensor=4, fsdp=2))
+    for path, birth, sharding in planned:
         shape = birth.leaf.aval.shape
         if math.prod(shape) <= making.SMALL:
             continue
         assert birth.way == "spread", path
+        run: Any = making.compiled(birth, sharding)
+        compiled = run.lower(*[values[var] for var in birth.program.invars]).compile()
         shard = math.prod(sharding.shard_shape(shape))
         # A draw of many is made of a few, of 32 bits, each as large as the shard.
         assert largest(compiled) <= shard, path
@@ -88,44 +85,31 @@ def test_every_family_is_made_shard_by_shard(name):
 
 
 def test_the_measure_sees_what_is_whole():
-    make, mesh = births.OTHERS["orthogonal"], make_mesh(tensor=8)
-    ((_, _, sharding, _),) = plan(make, mesh, [("*", P("tensor"))])
-    assert largest(jax.jit(make, out_shardings=sharding).lower(KEY).compile()) >= 64 * 64
+    sharding = NamedSharding(make_mesh(tensor=8), P("tensor"))
+    whole = jax.jit(lambda key: births.orthogonal(key, (64, 64)), out_shardings=sharding)
+    assert largest(whole.lower(KEY).compile()) >= 64 * 64
 
 
-@pytest.mark.parametrize("name", births.OTHERS)
-def test_other_arrays_are_made_whole(name):
-    make, mesh = births.OTHERS[name], make_mesh(tensor=4, fsdp=2)
-    ((path, birth, sharding, _),) = plan(make, mesh)
-    assert birth.way == "whole"
-    born, model = init_model(make, mesh, key=KEY), make(KEY)
-    assert born.sharding.is_equivalent_to(sharding, born.ndim)
-    to_rounding(born, model, path)
-
-
-def test_threefry_that_is_not_partitionable_is_drawn_whole():
+def test_other_arrays_are_made_whole():
+    for name, make in births.OTHERS.items():
+        ((_, birth, _),), _ = plan(make, make_mesh(tensor=4, fsdp=2))
+        assert birth.way == "whole", name
     with jax.threefry_partitionable(False):
-        make = births.SPREAD["embedding"]
-        ((_, birth, _, _),) = plan(make, make_mesh(tensor=8))
+        ((_, birth, _),), _ = plan(births.SPREAD["embedding"], make_mesh(tensor=8))
         assert birth.way == "whole"
-        helpers.assert_identical(init_model(make, make_mesh(tensor=8), key=KEY), make(KEY))
 
 
-# What is computed
-
-
-@pytest.mark.parametrize(
-    "meshes", [("tensor8", "2x2x2"), pytest.param(("data8", "fsdp8"), marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("name", [*births.SPREAD, *births.OTHERS])
-def test_values_are_those_of_make_model_on_every_mesh(name, meshes):
-    make = {**births.SPREAD, **births.OTHERS}[name]
-    born = to_arrays({"": init_model(make, helpers.mesh_of("one"), key=KEY)})
-    for path, x in to_arrays({"": make(KEY)}).items():
+@pytest.mark.parametrize("make", [births.everything, births.SPREAD["jitted"]])
+def test_values_are_those_of_make_model_on_every_mesh(make):
+    born = to_arrays(init_model(make, helpers.mesh_of("one"), key=KEY))
+    for path, x in to_arrays(make(KEY)).items():
         to_rounding(born[path], x, path)
-    for mesh in meshes:
-        again = to_arrays({"": init_model(make, helpers.mesh_of(mesh), key=KEY)})
-        helpers.assert_identical(again, born)
+    mesh = helpers.mesh_of("2x2x2")
+    again = init_model(make, mesh, key=KEY)
+    helpers.assert_identical(to_arrays(again), born)
+    layout = dict(leaves_with_paths(shard_rules(again, mesh)))
+    for path, x in to_arrays(again).items():
+        assert x.sharding.is_equivalent_to(layout[path], x.ndim), path
 
 
 class Odd(eqx.Module):
@@ -159,24 +143,18 @@ class Odd(eqx.Module):
 OUTSIDE = jnp.linspace(0, 1, 4096).reshape(64, 64)
 
 
-@pytest.mark.parametrize("name", ["one", "2x2x2"])
-def test_leaves_of_other_origins(name):
-    born, model = init_model(Odd, helpers.mesh_of(name), key=KEY), Odd(KEY)
+def test_leaves_of_other_origins():
+    born, model = init_model(Odd, helpers.mesh_of("2x2x2"), key=KEY), Odd(KEY)
     helpers.assert_identical(to_arrays(born), to_arrays(model))
     assert isinstance(born.table, np.ndarray)
     assert len(jax.tree.leaves(born.shared)) == len(jax.tree.leaves(model.shared))
     assert born.shared()[1].weight is born.shared()[0].weight
 
 
-def test_a_key_that_is_not_typed():
-    key, make = jax.random.PRNGKey(0), births.SPREAD["embedding"]
-    helpers.assert_identical(init_model(make, helpers.mesh_of("2x2x2"), key=key), make(key))
-
-
-def test_a_key_that_lies_on_the_mesh():
+def test_a_key_that_is_not_typed_or_lies_on_the_mesh():
     mesh, make = helpers.mesh_of("2x2x2"), births.SPREAD["embedding"]
-    key = jax.device_put(KEY, NamedSharding(mesh, P()))
-    helpers.assert_identical(init_model(make, mesh, key=key), make(KEY))
+    for key in (jax.random.PRNGKey(0), jax.device_put(KEY, NamedSharding(mesh, P()))):
+        helpers.assert_identical(init_model(make, mesh, key=key), make(key))
 
 
 def test_a_model_with_state():
@@ -217,40 +195,28 @@ class Deep(eqx.Module):
         self.layers = []
         for i, layer_key in enumerate(jax.random.split(key, depth)):
             linear = eqx.nn.Linear(40, 2048, key=layer_key)
-            weight = births.orthogonal(jax.random.fold_in(key, i), (40, 40)) / math.sqrt(2 + i)
+            weight = births.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
             key = jax.random.split(key, 3)[1]
             self.layers.append((linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40))))
 
 
-def test_compilations_do_not_grow_with_depth():
-    counts = []
-    for depth in (5, 64):
-        jax.clear_caches()
-        making._jit.cache_clear()
-        with helpers.count_compilations() as compiled:
-            init_model(lambda key, depth=depth: Deep(depth, key), helpers.mesh_of("2x2x2"), key=KEY)
-        counts.append(len(compiled))
-    assert counts[0] == counts[1]
-
-
-def test_a_jitted_constructor_is_made_array_by_array():
-    """As one that is not: its body would otherwise be compiled once for each of its arrays."""
-    mesh, counts = helpers.mesh_of("2x2x2"), []
-    for make in (births.Block, eqx.filter_jit(births.Block)):
-        jax.clear_caches()
-        making._jit.cache_clear()
-        with helpers.count_compilations() as compiled:
-            init_model(lambda key, make=make: make(key=key), mesh, key=KEY)
-        counts.append(len(compiled))
-    assert counts[1] <= counts[0]
-
-
-def test_a_second_model_compiles_nothing():
+def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_compiled():
+    """Without care, the body of a jitted constructor would be compiled once for each of its arrays."""
     mesh = helpers.mesh_of("2x2x2")
-    init_model(lambda key: births.Block(key=key), mesh, key=jax.random.key(0))
-    with helpers.count_compilations() as compiled:
-        init_model(lambda key: births.Block(key=key), mesh, key=jax.random.key(1))
-    assert compiled == []
+
+    def count(make: Any, *keys: Any) -> int:
+        jax.clear_caches()
+        making._jit.cache_clear()
+        with helpers.count_compilations() as compiled:
+            for key in keys:
+                init_model(make, mesh, key=key)
+        return len(compiled)
+
+    once = count(lambda key: Deep(5, key), KEY)
+    assert count(lambda key: Deep(9, key), KEY) == once
+    assert count(lambda key: Deep(5, key), KEY, jax.random.key(1)) == once
+    jitted, plain = (count(lambda key, make=make: make(key=key), KEY) for make in (births.JITTED, births.Block))
+    assert jitted <= plain
 
 
 # Several processes

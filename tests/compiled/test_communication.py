@@ -29,21 +29,15 @@ def no_compilation_cache() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
+MESH = make_mesh(fsdp=2, tensor=2)
 X = jnp.ones((8, 8, 8))  # f32, of which each of 2x2x2 devices holds f32[4,4,4]: 256 bytes
-
 LINEAR = eqx.nn.Linear(32, 32, use_bias=False, key=jax.random.key(0))
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return make_mesh(fsdp=2, tensor=2)
-
-
-def compiled(f: Any, mesh: Mesh, *args: Any) -> jax.stages.Compiled:
+def compiled(f: Any, mesh: Mesh = MESH) -> jax.stages.Compiled:
     """`f` on the parts that the devices hold."""
-    spec = P(*AXES)
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped).lower(*(args or (X,))).compile()
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
+    return jax.jit(mapped).lower(X).compile()
 
 
 def only(found: Communication) -> Collective:
@@ -51,108 +45,56 @@ def only(found: Communication) -> Collective:
     return found.collectives[0]
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [("data",), ("fsdp",), ("tensor",), ("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"), AXES],
-    ids="-".join,
-)
-def test_axes_of_an_all_reduce(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    found = only(communication(compiled(lambda x: lax.psum(x, axes), mesh), mesh))
-    assert (found.kind, found.axes, found.group_size) == ("all-reduce", axes, 2 ** len(axes))
-    assert (found.shapes, found.result_bytes) == (("f32[4,4,4]",), 256)
-    assert (found.loops, found.count) == ((), 1)
-    assert found.operation.endswith("/psum")
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(
-    ("kind", "f", "result_bytes", "sent_bytes"),
-    [
-        ("all-reduce", lax.psum, 256, 256),
-        ("all-gather", partial(lax.all_gather, tiled=True), 512, 256),
-        ("reduce-scatter", partial(lax.psum_scatter, tiled=True), 128, 128),
-        ("all-to-all", partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True), 256, 128),
-        ("collective-permute", partial(lax.ppermute, perm=[(0, 1), (1, 0)]), 256, 256),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_kinds(mesh: Mesh, axis: str, kind: str, f: Any, result_bytes: int, sent_bytes: int) -> None:
-    found = only(communication(compiled(lambda x: f(x, axis), mesh), mesh))
-    assert (found.kind, found.axes, found.group_size) == (kind, (axis,), 2)
-    assert (found.result_bytes, found.sent_bytes) == (result_bytes, sent_bytes)
-
-
-def test_devices_are_positions_in_the_mesh() -> None:
-    # Were they ids, the groups of "fsdp" would differ along other axes of this mesh.
-    devices = np.array(jax.devices())[[3, 0, 6, 1, 7, 5, 2, 4]].reshape(2, 2, 2)
+@pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
+def test_kinds_axes_and_bytes(order: list[int]) -> None:
+    """Devices are positions in the mesh: were they ids, groups would differ along other axes if mixed."""
+    devices = np.array(jax.devices())[order].reshape(2, 2, 2)
     mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
-    for axis in AXES:
-        program = compiled(partial(lax.psum, axis_name=axis), mesh)
-        assert only(communication(program, mesh)).axes == (axis,)
+    ring, swap = [(i, (i + 1) % 4) for i in range(4)], [(0, 1), (1, 0)]
+    cases: list[tuple[Any, Any, str, int, int]] = [
+        (lax.psum, ("data",), "all-reduce", 256, 256),
+        (lax.psum, ("data", "tensor"), "all-reduce", 256, 384),
+        (lax.psum, AXES, "all-reduce", 256, 448),
+        (partial(lax.all_gather, tiled=True), ("fsdp",), "all-gather", 512, 256),
+        (partial(lax.psum_scatter, tiled=True), ("fsdp",), "reduce-scatter", 128, 128),
+        (
+            partial(lax.all_to_all, split_axis=0, concat_axis=1, tiled=True),
+            ("tensor",),
+            "all-to-all",
+            256,
+            128,
+        ),
+        (partial(lax.ppermute, perm=swap), ("tensor",), "collective-permute", 256, 256),
+        (partial(lax.ppermute, perm=ring), ("data", "tensor"), "collective-permute", 256, 256),
+    ]
+    for f, axes, kind, result_bytes, sent_bytes in cases:
+        found = only(communication(compiled(lambda x, f=f, axes=axes: f(x, axes), mesh), mesh))
+        group_size = 2 ** len(axes) if kind != "collective-permute" else 2
+        assert (found.kind, found.axes, found.group_size) == (kind, axes, group_size)
+        assert (found.result_bytes, found.sent_bytes) == (result_bytes, sent_bytes), (kind, axes)
+        assert (found.loops, found.count) == ((), 1)
 
 
-def test_a_ring_around_two_axes(mesh: Mesh) -> None:
-    ring = [(i, (i + 1) % 4) for i in range(4)]
-    program = compiled(lambda x: lax.ppermute(x, ("data", "tensor"), ring), mesh)
-    assert only(communication(program, mesh)).axes == ("data", "tensor")
-
-
-def test_part_of_an_axis() -> None:
+def test_parts_of_an_axis_and_axes_of_size_one() -> None:
     mesh = make_mesh(tensor=4)
     program = compiled(lambda x: lax.psum(x, "tensor", axis_index_groups=[[0, 1], [2, 3]]), mesh)
     found = only(communication(program, mesh))
     assert (found.axes, found.group_size) == (("part of tensor",), 2)
-
-
-def test_axes_of_size_one_are_silent() -> None:
-    mesh = make_mesh(tensor=4)
-    assert len(communication(compiled(lambda x: lax.psum(x, "fsdp"), mesh), mesh)) == 0
     found = only(communication(compiled(lambda x: lax.psum(x, ("data", "fsdp")), mesh), mesh))
     assert found.axes == ("data",)
+    found = communication(compiled(lambda x: lax.psum(x, "fsdp"), mesh), mesh)
+    assert (found.counts, found.total) == ({}, Total(0, 0, 0, ""))
+    assert str(found).splitlines()[1].split() == ["total", "0", "0.000", "0.000"]
 
 
-def test_combined_results_are_added(mesh: Mesh) -> None:
+def test_combined_results_are_added() -> None:
     def f(x: Any) -> Any:
         a, b = lax.psum((x.sum(0), x[0, :2].astype(jnp.float32)), "fsdp")
         return x + a.sum() + b.sum()
 
-    found = communication(compiled(f, mesh), mesh)
+    found = communication(compiled(f), MESH)
     assert found.total.result_bytes == 4 * 4 * 4 + 2 * 4 * 4
     assert set(only(found).shapes) == {"f32[4,4]", "f32[2,4]"}
-
-
-def abstract(shape: tuple[int, ...], mesh: Mesh, *spec: str | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-
-
-@pytest.mark.parametrize("order", [list(range(8)), [3, 0, 6, 1, 7, 5, 2, 4]], ids=["sorted", "mixed"])
-def test_row_parallel_matmul_is_one_all_reduce(order: list[int]) -> None:
-    mesh = make_mesh(tensor=4, devices=[jax.devices()[i] for i in order])
-    x = abstract((6, 32), mesh, "data")
-    up, down = abstract((64, 32), mesh, "tensor"), abstract((32, 64), mesh, None, "tensor")
-    program = jax.jit(lambda x, up, down: jnp.tanh(x @ up.T) @ down.T, out_shardings=x.sharding)
-    found = only(communication(program.lower(x, up, down).compile(), mesh))
-    assert (found.kind, found.axes, found.group_size) == ("all-reduce", ("tensor",), 4)
-    assert (found.shapes, found.result_bytes, found.count) == (("f32[3,32]",), 3 * 32 * 4, 1)
-
-
-def test_scan_over_layers() -> None:
-    mesh = make_mesh(tensor=4)
-    x = abstract((6, 32), mesh, "data")
-    up = abstract((5, 64, 32), mesh, None, "tensor")
-    down = abstract((5, 32, 64), mesh, None, None, "tensor")
-
-    def f(x: Any, weights: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            return x + jnp.tanh(x @ w[0].T) @ w[1].T, None
-
-        return lax.scan(layer, x, weights)[0]
-
-    program = jax.jit(f, out_shardings=x.sharding).lower(x, (up, down)).compile()
-    found = communication(program, mesh)
-    assert found.counts == {("all-reduce", ("tensor",)): 5}
-    assert only(found).loops == (5,)
-    assert only(found).total_bytes == 5 * 3 * 32 * 4
 
 
 def repeat(n: int, f: Any) -> Any:
@@ -163,47 +105,38 @@ def reduce(x: Any) -> Any:
     return jnp.sin(lax.psum(x, "tensor"))
 
 
-def test_loops_multiply(mesh: Mesh) -> None:
-    found = only(communication(compiled(repeat(5, reduce), mesh), mesh))
-    assert (found.loops, found.count, found.total_bytes) == ((5,), 5, 5 * 256)
-    found = communication(compiled(lambda x: reduce(repeat(3, repeat(4, reduce))(x)), mesh), mesh)
-    assert sorted(c.loops for c in found) == [(), (3, 4)]
-    assert found.counts == {("all-reduce", ("tensor",)): 13}
-    found = only(communication(compiled(lambda x: lax.fori_loop(2, 9, lambda i, x: reduce(x), x), mesh), mesh))
-    assert found.loops == (7,)
-
-
-def test_a_loop_of_unknown_length_is_a_lower_bound(mesh: Mesh) -> None:
+def test_loops_multiply() -> None:
     def until(x: Any) -> Any:
         return lax.while_loop(lambda x: x.sum() < 5, reduce, x)
 
-    found = communication(compiled(until, mesh), mesh)
-    assert (only(found).loops, found.total.count, found.total.bound) == ((None,), 1, ">=")
-    found = communication(compiled(repeat(3, until), mesh), mesh)
-    assert (only(found).loops, found.total.count, found.total.bound) == ((3, None), 3, ">=")
+    cases = [
+        (repeat(5, reduce), [(5,)], 5, ""),
+        (lambda x: reduce(repeat(3, repeat(4, reduce))(x)), [(), (3, 4)], 13, ""),
+        (lambda x: lax.fori_loop(2, 9, lambda i, x: reduce(x), x), [(7,)], 7, ""),
+        # A loop of unknown length is a lower bound.
+        (until, [(None,)], 1, ">="),
+        (repeat(3, until), [(3, None)], 3, ">="),
+    ]
+    for f, loops, count, bound in cases:
+        program = compiled(f)
+        found = communication(program, MESH)
+        assert sorted(c.loops for c in found) == loops
+        total = Total(count, count * 256, count * 256, bound)
+        assert (found.counts, found.total) == ({("all-reduce", ("tensor",)): count}, total)
+        # The text and an abstract mesh will do.
+        assert communication(program.as_text() or "", MESH.abstract_mesh) == found
 
 
-def test_the_branch_with_the_most_bytes_is_an_upper_bound(mesh: Mesh) -> None:
+def test_the_branch_with_the_most_bytes_is_an_upper_bound() -> None:
     def f(x: Any) -> Any:
         def small(x: Any) -> Any:
             return x + lax.psum(lax.psum(x[0, 0], "data"), "fsdp")
 
         return lax.cond(x[0, 0, 0] > 0, small, reduce, x)
 
-    found = communication(compiled(f, mesh), mesh)
-    assert (only(found).axes, only(found).conditional) == (("tensor",), True)
-    assert (found.total.count, found.total.bound) == (1, "<=")
-    found = communication(compiled(repeat(6, f), mesh), mesh)
-    assert (only(found).axes, only(found).loops, found.total.bound) == (("tensor",), (6,), "<=")
-
-
-def test_the_text_and_an_abstract_mesh_will_do(mesh: Mesh) -> None:
-    program = compiled(repeat(5, reduce), mesh)
-    text = program.as_text()
-    assert text is not None
-    found = communication(program, mesh)
-    assert communication(text, mesh.abstract_mesh) == found
-    assert only(found).count == 5
+    found = communication(compiled(repeat(6, f)), MESH)
+    assert (only(found).axes, only(found).conditional, only(found).loops) == (("tensor",), True, (6,))
+    assert (found.total.count, found.total.bound) == (6, "<=")
 
 
 # Source lines.
@@ -213,14 +146,16 @@ def line_of(function: Any, offset: int) -> str:
     return f"{__file__}:{inspect.unwrap(function).__code__.co_firstlineno + offset}"
 
 
-def test_the_source_is_the_line_that_asks(mesh: Mesh) -> None:
-    assert only(communication(compiled(repeat(5, reduce), mesh), mesh)).source == line_of(reduce, 1)
+def test_the_source_is_the_line_that_asks() -> None:
+    assert only(communication(compiled(repeat(5, reduce)), MESH)).source == line_of(reduce, 1)
 
 
 def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> None:
     mesh = make_mesh(tensor=4)
-    x = abstract((6, 32), mesh, "data")
-    weight = abstract((32, 32), mesh, None, "tensor")
+    x, weight = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((6, 32), P("data")), ((32, 32), P(None, "tensor")))
+    )
 
     def loss(weight: Any, x: Any) -> Any:
         layer = eqx.tree_at(lambda layer: layer.weight, LINEAR, weight)
@@ -237,27 +172,15 @@ def test_the_source_of_a_librarys_layer_is_where_it_is_called_backward_too() -> 
     }
 
 
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
-        (lambda: jax.jit(jnp.sin).lower(X).compile(), ValueError, r"for 1 device\(s\), but the mesh has 8"),
-        (lambda: jax.jit(jnp.sin), TypeError, r"is a .*, but must be what Lowered.compile"),
-        (
-            lambda: jax.jit(jnp.sin).lower(X),
-            TypeError,
-            r"is a Lowered, but must be what Lowered.compile",
-        ),
-    ],
-    ids=["of other devices", "a function", "lowered"],
-)
-def test_what_is_not_a_program_for_the_mesh_is_refused(
-    mesh: Mesh, program: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        inspect.unwrap(communication)(program(), mesh)  # past the check of types that only tests have
+def test_what_is_not_a_program_for_the_mesh_is_refused() -> None:
+    jitted: Any = jax.jit(jnp.sin)
+    for program, error, message in [
+        (jitted.lower(X).compile(), ValueError, r"for 1 device\(s\), but the mesh has 8"),
+        (jitted, TypeError, r"is a .*, but must be what Lowered.compile"),
+        (jitted.lower(X), TypeError, r"is a Lowered, but must be what Lowered.compile"),
+    ]:
+        with pytest.raises(error, match=message):
+            inspect.unwrap(communication)(program, MESH)  # past the check of types that only tests have
 
 
 # Totals and the table.
@@ -328,15 +251,7 @@ def test_the_table_says_what_is_not_exact(changes: list[dict], bound: str, notes
     assert [line.split()[0] for line in said] == notes
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_an_all_reduce_sends_what_its_two_halves_send(n: int) -> None:
-    whole = collective("all-reduce", "tensor", group_size=n)
-    gather = collective("all-gather", "tensor", group_size=n)
-    scatter = collective("reduce-scatter", "tensor", group_size=n, result_bytes=2**20 // n)
+def test_an_all_reduce_sends_what_its_two_halves_send() -> None:
+    whole, gather = (collective(kind, "tensor", group_size=8) for kind in ("all-reduce", "all-gather"))
+    scatter = collective("reduce-scatter", "tensor", group_size=8, result_bytes=2**20 // 8)
     assert whole.sent_bytes == gather.sent_bytes + scatter.sent_bytes
-
-
-def test_a_program_that_does_not_communicate(mesh: Mesh) -> None:
-    found = communication(compiled(jnp.sin, mesh), mesh)
-    assert (found.counts, found.total) == ({}, Total(0, 0, 0, ""))
-    assert str(found).splitlines()[1].split() == ["total", "0", "0.000", "0.000"]

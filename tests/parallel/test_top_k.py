@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MESHES, mesh_of
+from helpers import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
@@ -20,29 +20,24 @@ def expected(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return np.take_along_axis(flat, places, axis=1), places
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
-@pytest.mark.parametrize(
-    ("shape", "k"),
-    [
+@pytest.mark.parametrize("mesh", ["tensor8", "2x2x2"])
+def test_the_order_is_numpys_on_every_mesh(mesh):
+    on = mesh_of(mesh)
+    for shape, k in [
         ((8, 3, 64), 5),
         ((8, 3, 64), 20),  # nearly a shard
-        ((8, 64), 64),
         ((8, 1, 61), 4),  # the last dim does not divide
         ((3, 2, 64), 4),  # the batch does not
         ((8, 7, 8), 6),  # one of the last dim for a shard
-    ],
-)
-def test_the_order_is_numpys_on_every_mesh(mesh, shape, k):
-    x = np.random.default_rng(0).integers(0, 9, shape).astype(np.float32)  # many ties
-    x[0] = -np.inf
-    x[1, ..., ::5] = np.inf
-    on = mesh_of(mesh)
-    batch = rx.batch_sharding(on).spec if shape[0] == 8 else PartitionSpec(None)
-    vocabulary = "tensor" if shape[-1] % 8 == 0 else None
-    spec = PartitionSpec(*batch, *[None] * (len(shape) - 2), vocabulary)
-    placed = jax.device_put(x, NamedSharding(on, spec))
-    for actual, wanted in zip(jax.jit(functools.partial(top_k, k=k))(placed), expected(x, k)):
-        np.testing.assert_array_equal(actual, wanted)
+    ]:
+        x = np.random.default_rng(0).integers(0, 9, shape).astype(np.float32)  # many ties
+        x[0] = -np.inf
+        x[1, ..., ::5] = np.inf
+        batch = rx.batch_sharding(on).spec if shape[0] == 8 else PartitionSpec(None)
+        vocabulary = "tensor" if shape[-1] % 8 == 0 else None
+        placed = jax.device_put(x, NamedSharding(on, PartitionSpec(*batch, None, vocabulary)))
+        for actual, wanted in zip(jax.jit(functools.partial(top_k, k=k))(placed), expected(x, k)):
+            np.testing.assert_array_equal(actual, wanted, err_msg=f"{shape}, {k=}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,237 @@
+"""The building blocks one by one: what they give and what they send.
+
+Layouts are held by counts of the compiled program; that a result is right shows nothing about a layout.
+"""
+
+from collections import Counter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import filled, mesh_of
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import redco_eqx as rx
+from redco_eqx._compiled.communication import communication
+from redco_eqx._compiled.hlo import num_elements
+from redco_eqx._parallel.scan import check_remat
+
+SIZE, LENGTH, BATCH = 64, 16, 8
+
+
+def per_token(layer: Any) -> Any:
+    return lambda x: layer(x) if x.ndim == 1 else jax.vmap(per_token(layer))(x)
+
+
+def linear(num_in: int, num_out: int, seed: int = 0) -> Any:
+    shape = eqx.filter_eval_shape(lambda: eqx.nn.Linear(num_in, num_out, key=jax.random.key(0)))
+    return filled(shape, jnp.float32, seed)
+
+
+def stream() -> Any:
+    return jnp.asarray(np.random.default_rng(9).normal(size=(BATCH, LENGTH, SIZE)), jnp.float32)
+
+
+def large(compiled: Any, mesh: Mesh) -> Counter:
+    """`{(kind, axes): number of arrays}` of more than one number for each token."""
+    counts: Counter = Counter()
+    for c in communication(compiled, mesh):
+        counts[c.kind, c.axes] += sum(num_elements(shape) > BATCH * LENGTH for shape in c.shapes) * c.count
+    return +counts
+
+
+def input_gradient(apply: Any, *arrays: Any, specs: Any) -> tuple[Counter, Any]:
+    """Large collectives on data 2 x tensor 4 of the gradient by the first array, and its values."""
+    mesh = mesh_of("data2xtensor4")
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    # Only the input's gradient, as it came: what is asked of the weights is another matter.
+    gradient = jax.jit(gradient_of(apply), in_shardings=shardings, out_shardings=(None, shardings[0]))
+    placed = jax.device_put(arrays, shardings)
+    compiled = gradient.lower(*placed).compile()
+    return large(compiled, mesh), compiled(*placed)
+
+
+def gradient_of(apply: Any) -> Any:
+    return jax.value_and_grad(lambda *arrays: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(apply(*arrays))))
+
+
+def split_as(layers: list[Any], weight: PartitionSpec, bias: PartitionSpec) -> list[Any]:
+    return [jax.tree.map(lambda a: weight if a.ndim == 2 else bias, layer) for layer in layers]
+
+
+def test_siblings_share_one_reduction_backward():
+    layers = [linear(SIZE, 128, seed) for seed in range(3)]
+    split = PartitionSpec("tensor")
+    specs = (PartitionSpec("data"), split_as(layers, split, split))
+    counts, result = input_gradient(
+        lambda x, layers: rx.layers.column(x, *layers), stream(), layers, specs=specs
+    )
+    assert counts == {("all-reduce", ("tensor",)): 1}
+    expected = jax.jit(gradient_of(lambda x, layers: [per_token(layer)(x) for layer in layers]))(
+        stream(), layers
+    )
+    np.testing.assert_allclose(result[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_two_rows_side_by_side_share_one_reduction_forward(parallel):
+    layers = [linear(128, SIZE, seed) for seed in range(2)]
+    xs = [jnp.tile(stream(), 2), jnp.tile(stream(), 2) + 1]
+    wide = PartitionSpec("data", None, "tensor")
+    counts, result = input_gradient(
+        lambda xs, layers: rx.layers.row(xs, layers, sequence_parallel=parallel),
+        xs,
+        layers,
+        specs=([wide, wide], split_as(layers, PartitionSpec(None, "tensor"), PartitionSpec())),
+    )
+    kinds = ("reduce-scatter", "all-gather") if parallel else ("all-reduce",)
+    assert counts == {(kind, ("tensor",)): 1 for kind in kinds}
+    expected = jax.jit(gradient_of(lambda xs: per_token(layers[0])(xs[0]) + per_token(layers[1])(xs[1])))(xs)
+    for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+class Kernel(eqx.Module):
+    """Stored (in, out)."""
+
+    kernel: Any
+    bias: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.kernel + self.bias
+
+
+class LoRA(eqx.Module):
+    base: Kernel
+    lora_a: Any
+    lora_b: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.base(x) + x @ self.lora_a @ self.lora_b
+
+
+class Scaled(eqx.Module):
+    """Has an array that the rules do not know."""
+
+    weight: Any
+    scale: Any
+
+    def __call__(self, x: Any) -> Any:
+        return (x @ self.weight.T) * self.scale
+
+
+def test_any_layer_gives_what_it_gives_alone():
+    rng, mesh = np.random.default_rng(3), mesh_of("data2xtensor4")
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    layers = {
+        "kernel": Kernel(normal(SIZE, SIZE), normal(SIZE)),
+        "lora": LoRA(Kernel(normal(SIZE, SIZE), normal(SIZE)), normal(SIZE, 4), normal(4, SIZE)),
+        "scaled": Scaled(normal(SIZE, SIZE), normal(SIZE)),
+        "indivisible": Kernel(normal(SIZE, SIZE - 2), normal(SIZE - 2)),
+        "function": jnp.sin,
+    }
+    arrays, static = eqx.partition(layers, eqx.is_array_like)
+
+    @jax.jit
+    def all_ways(arrays: Any, x: Any) -> dict[str, Any]:
+        return {
+            f"{name}, {parallel=}": (
+                *rx.layers.column(x, layer, sequence_parallel=parallel),
+                rx.layers.row(x, layer, sequence_parallel=parallel),
+            )
+            for name, layer in eqx.combine(arrays, static).items()
+            for parallel in (False, True)
+        }
+
+    x = jax.device_put(stream(), rx.batch_sharding(mesh))
+    for case, found in all_ways(jax.device_put(arrays, NamedSharding(mesh, PartitionSpec())), x).items():
+        expected = layers[case.partition(",")[0]](np.asarray(stream()))
+        for got in found:
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4, err_msg=case)
+
+
+def test_heads_that_do_not_divide_stay_whole():
+    mesh, layer = mesh_of("data2xtensor4"), linear(SIZE, SIZE)
+    placed = jax.device_put((stream(), layer), NamedSharding(mesh, PartitionSpec()))
+    for unit, is_split in ((16, True), (32, False)):  # 4 heads, or 2
+        (y,) = jax.jit(lambda x, layer, unit=unit: rx.layers.column(x, layer, unit=unit))(*placed)
+        assert (y.sharding.shard_shape(y.shape)[-1] < SIZE) == is_split, unit
+
+
+def test_what_differs_between_layers_and_what_they_carry_go_along():
+    """The result is that of a loop written by hand; only the carry has its leading dim."""
+    rng = np.random.default_rng(0)
+    weights, biases = rng.normal(size=(3, 4, 4)).astype(np.float32), np.ones((3, 4), np.float32)
+    shifts, x, sums = (
+        np.arange(3.0, dtype=np.float32),
+        np.ones((8, 4), np.float32),
+        np.zeros((5, 8), np.float32),
+    )
+    stack = {"w": weights, "b": biases, "shift": shifts}
+    layers = [jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), stack) for i in range(3)]
+
+    def apply(layer: Any, flow: Any) -> Any:
+        x, sums = flow
+        x = x @ layer["w"] + layer["b"] + layer["shift"]
+        return x, jnp.roll(sums, 1, axis=0).at[0].set(x.sum(1))
+
+    expected, expected_sums = x, sums
+    for w, b, shift in zip(*stack.values()):
+        expected = expected @ w + b + shift
+        expected_sums = np.concatenate([expected.sum(1)[None], expected_sums[:-1]])
+    x = jax.device_put(x, rx.batch_sharding(mesh_of("2x2x2")))
+
+    @jax.jit
+    def all_ways(stack: Any, x: Any, sums: Any) -> Any:
+        def one_example(x: Any) -> Any:
+            flow = x[None], sums[:, :1]
+            return rx.layers.scan_layers(apply, stack, flow, batched=(False, None))[0][0]
+
+        scanned, listed = (
+            rx.layers.scan_layers(apply, given, (x, sums), batched=(True, None)) for given in (stack, layers)
+        )
+        return [scanned, listed, (jax.vmap(one_example)(x), expected_sums)]
+
+    for found in all_ways(jax.tree.map(jnp.asarray, stack), x, sums):
+        for one, other in zip(found, (expected, expected_sums), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)  # float32; sums in another order
+
+
+def test_bad_input_is_refused_by_name():
+    x, mesh, layer = stream(), mesh_of("tensor8"), linear(SIZE, SIZE)
+    placed = jax.device_put(x[:, :12], rx.batch_sharding(mesh))
+    there = jax.device_put(layer, NamedSharding(mesh, PartitionSpec()))
+    stack = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
+    blocks: Any = rx.layers
+    cases: list[tuple[Any, str]] = [
+        # By `scan_layers`, whose annotation is checked before it here.
+        (lambda: check_remat("half"), r"remat='half'.*'none', 'full', 'row_out'"),
+        (lambda: blocks.scan_layers(max, stack, x), "layers.b has 3 layers, but layers.w has 2"),
+        (lambda: blocks.scan_layers(max, [], x), "layers has no layers"),
+        (
+            lambda: blocks.scan_layers(max, [there], placed, sequence_parallel=True),
+            r"dim 1.*tensor=8.*\(8, 12, 64\)",
+        ),
+        (
+            lambda: blocks.column(placed, there, sequence_parallel=True),
+            r"column: sequence_parallel.*\(8, 12, 64\)",
+        ),
+        (
+            lambda: blocks.row(placed, there, sequence_parallel=True),
+            r"row: sequence_parallel.*\(8, 12, 64\)",
+        ),
+        (lambda: blocks.row([x], [layer, layer]), "row: 1 inputs for 2 layers"),
+        (
+            lambda: blocks.cross_entropy(x, x[0], jnp.zeros((BATCH, LENGTH), int), num_chunks=3),
+            "num_chunks=3 does not divide the length, 16",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
