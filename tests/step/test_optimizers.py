@@ -44,7 +44,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         optax.inject_hyperparams(optax.adamw)(1e-2),
         optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.9),
     ),
-    "lbfgs": lambda: optax.lbfgs(memory_size=2),
+    # It differentiates the loss at the point that it accepts, and keeps the gradient.
+    "lbfgs": lambda: optax.lbfgs(
+        memory_size=2, linesearch=optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    ),
     "opaque sam": sharpness_aware,
 }
 # Of which the state alone is looked at.

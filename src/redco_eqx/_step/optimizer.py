@@ -109,8 +109,9 @@ def update(
     def value_fn(params: dict[str, Array]) -> Array:
         return value_and_grad(params)[0]
 
-    def backward(grads: dict[str, Array], cotangent: Array) -> tuple[dict[str, Array]]:
-        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+    def backward(grads: dict[str, Array], cotangent: Array | float) -> tuple[dict[str, Array]]:
+        # Optax's line search passes a Python number.
+        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
 
     value_fn.defvjp(value_and_grad, backward)
     named = {"value": value, "grad": grads, "value_fn": value_fn}

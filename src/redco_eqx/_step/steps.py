@@ -26,7 +26,7 @@ from redco_eqx._base.protocols import (
 )
 from redco_eqx._base.tree import AnyArray, describe, is_array, join, leaves_with_paths, to_arrays
 from redco_eqx._parallel.linear import traced_mesh
-from redco_eqx._sharding.mesh import context_of, in_own_context
+from redco_eqx._sharding.mesh import context_of, in_own_context, replicated
 from redco_eqx._step.layout import (
     constrain,
     mesh_of,
@@ -186,6 +186,9 @@ def train_step(
     if layout is not None:
         of_params = {path: layout[path] for path in params}
         opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, of_params))
+        # As `init_state` places them. Split otherwise, they would compile the next step once more.
+        whole = replicated(next(iter(layout.values())).mesh)
+        model_state = constrain(model_state, dict.fromkeys(model_state, whole))
     wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
     report = {"loss": loss, **metrics, "grad_norm": as_mean(optax.tree.norm(wide), 1.0, "grad_norm")}
     learning_rate = learning_rate_of(opt_state)
