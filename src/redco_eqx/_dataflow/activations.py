@@ -20,7 +20,7 @@ class ActivationLayout:
 
     def dim_of(self, leaf: int) -> int | None:
         """The dim of a parameter that is split, or `None`."""
-        value = self.analysis.parameters[leaf]
+        value = self.analysis.walk.parameters[leaf]
         return self.solution.values.dim_of(value, self.solution.state(value))
 
     def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
@@ -28,7 +28,7 @@ class ActivationLayout:
         return {path: self._role(i) for i, path in enumerate(self.analysis.traced.paths)}
 
     def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
-        dim, value = self.dim_of(leaf), self.analysis.parameters[leaf]
+        dim, value = self.dim_of(leaf), self.analysis.walk.parameters[leaf]
         role, reason, _, stack = self.analysis.whole_role(leaf)
         if dim is not None:
             role = self.analysis.name_of(leaf, value.dims[dim])
@@ -74,11 +74,9 @@ def choose_with_activations(
     Raises `ValueError` if no layout fits.
     """
     costs = analysis.costs
-    values = Values(
-        analysis.walk, analysis.parameters, analysis.gradients, costs.tensor, costs.num_shards, scatters(mesh)
-    )
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, scatters(mesh))
     dims = {leaf: costs.splits[number].leaves[leaf] for leaf, number in analysis.layout.items()}
-    held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.parameters))]
+    held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)
     budget = sum(held) * 1.001 if max_bytes is None else max_bytes
     return ActivationLayout(analysis, solve(values, fixed=decided, max_bytes=budget, held=costs.held))

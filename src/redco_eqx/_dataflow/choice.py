@@ -85,31 +85,22 @@ def size_of(dim: Dim) -> int:
 class Values:
     """The values of a walk, in groups with the same layout, and the operations between the groups."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        parameters: Sequence[Value],
-        gradients: Sequence[Value | None],
-        tensor: int,
-        num_shards: int,
-        scatters: bool,
-    ):
+    def __init__(self, walk: Walk, tensor: int, num_shards: int, scatters: bool):
         self.walk, self.tensor, self.num_shards, self.scatters = walk, tensor, num_shards, scatters
-        self.parameters, rows = parameters, walk.rows
-        self._leads = Leads([], rows, num_shards)
+        self._leads = Leads([], walk.rows, num_shards)
         self.groups, self.slots = Groups(), Groups()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
         self._pending: set[int] = set()
-        self._spoiled: set[int] = {id(x) for x in (*parameters, *rows)}
+        self._spoiled: set[int] = {id(x) for x in (*walk.parameters, *walk.rows)}
         self._batch_dims: dict[int, frozenset[int]] = {}
-        self._know(*parameters, *rows)
+        self._know(*walk.parameters, *walk.rows)
         for before, after in walk.carried:
             self._join(before, after, [(i, i) for i in range(len(before.dims))])
             self._spoiled |= {id(before), id(after)}
         for step in walk.steps:
             self._add(step)
-        for parameter, gradient in zip(parameters, gradients):
+        for parameter, gradient in zip(walk.parameters, walk.gradients):
             if gradient is not None:
                 both = set(self.splits(parameter)) & set(self.splits(gradient))
                 options = [Strategy((s, s), (), 0.0) for s in (WHOLE, *sorted(both))]
@@ -181,10 +172,9 @@ class Values:
             self._constraint(step)
             return
         sizes = [tuple(size_of(dim) for dim in x.dims) for x in step.operands]
-        local = Walk(self.walk.rule_of)
-        local.block = step.block
+        local = Walk(self.walk.rule_of, step.block)
         inputs = [Value(new_dims(size), x.num_bytes) for size, x in zip(sizes, step.operands)]
-        outputs = local._results(step.equation, inputs)
+        outputs = local.results(step.equation, inputs)
         name = step.equation.primitive.name
         linear = name in LINEAR or (
             name in ("mul", "div") and len(operands) == 1 and operands[0] is step.operands[0]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from redco_eqx._dataflow.values import STREAM, Event, Split, Step, Value, total_bytes
-from redco_eqx._dataflow.walk import MESSAGE, Costs
+from redco_eqx._dataflow.walk import MESSAGE, Costs, Walk
 
 # The exact choice: of all splits that do not clash, those that are worth the most together.
 
@@ -134,43 +134,35 @@ class Sent:
         return total_bytes(self.events, merged=merged) + self.moved
 
 
-def simulate(
-    costs: Costs,
-    steps: Sequence[Step],
-    parameters: Sequence[Value],
-    gradients: Sequence[Value | None],
-    layout: Mapping[int, int],
-) -> Sent:
+def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> Sent:
     """Simulate the bytes that are sent if parameters are split by `layout`: by leaf, the number of a split.
 
     Where splits meet, each operation keeps the cheapest, and operands that are split otherwise are gathered. An
     operation with no split operand is done in the split that a gradient needs.
     """
-    wanted = {id(gradients[leaf]): number for leaf, number in layout.items() if gradients[leaf] is not None}
-    for step in reversed(steps):
+    wanted = {id(x): number for leaf, number in layout.items() if (x := walk.gradients[leaf]) is not None}
+    for step in reversed(walk.steps):
         if step.equation.primitive.name in _PASSING:
             numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
-    run = _Run(costs, {id(parameters[leaf]): number for leaf, number in layout.items()}, wanted)
-    run.cut = _cut(costs, steps, parameters, wanted)
-    for step in steps:
+    splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
+    run = _Run(costs, splits, wanted, _cut(costs, walk, wanted))
+    for step in walk.steps:
         run.step(step)
-    for leaf, gradient in enumerate(gradients):
+    for leaf, gradient in enumerate(walk.gradients):
         if gradient is not None and run.split_of(gradient) not in (None, layout.get(leaf)):
             run.moved += run.part(gradient) * gradient.num_bytes
     return Sent(run.events, run.moved, run.waits)
 
 
-def _cut(
-    costs: Costs, steps: Sequence[Step], parameters: Sequence[Value], wanted: Mapping[int, int]
-) -> set[tuple[int, int]]:
+def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, int]]:
     """The arrays of which the gradient of a weight takes parts, with the split. Other products take these too.
 
     Arrays that come with the batch are left out, and so are parameters that are handed on: they keep the layout
     in which they come.
     """
-    inputs, cut = {id(x) for x in parameters}, set[tuple[int, int]]()
-    for step in steps:
+    inputs, cut = {id(x) for x in walk.parameters}, set[tuple[int, int]]()
+    for step in walk.steps:
         if step.equation.primitive.name in _PASSING and all(id(x) in inputs for x in step.operands):
             inputs |= set(map(id, step.results))
         computed = [x for x in step.operands if x.is_learned and id(x) not in inputs]
@@ -180,12 +172,11 @@ def _cut(
 
 
 class _Run:
-    def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int]):
+    def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int], cut: set[tuple[int, int]]):
         self.costs, self.leads = costs, costs.leads
-        self.splits, self.wanted = splits, wanted
+        self.splits, self.wanted, self.cut = splits, wanted, cut
         self.partial: dict[int, int] = {}  # the values that only some atoms of a split still split
         self.events: list[tuple[Event, float]] = []
-        self.cut: set[tuple[int, int]] = set()  # see `_cut`
         self.gathered: set[tuple[int, bool]] = set()  # the copies that were gathered, see `_copy`
         self.moved = self.waits = 0.0
 

@@ -97,7 +97,7 @@ class _Search:
     def fix(self, fixed: Mapping[int, int | None]) -> None:
         """Decides the states of some parameters. Raises `ValueError` for a state that one cannot have."""
         for leaf, dim in fixed.items():
-            value = self.values.parameters[leaf]
+            value = self.values.walk.parameters[leaf]
             wanted = WHOLE if dim is None else self.values.slot(value, dim)
             if wanted not in self.values.states[self.values.groups.find(id(value))]:
                 raise ValueError(f"dim {dim} of parameter {leaf} cannot be split where it is used")
@@ -107,7 +107,7 @@ class _Search:
     def limit(self, max_bytes: float, held: Callable[[int, int | None], float]) -> None:
         """Bounds the bytes of parameters on one device."""
         terms, rest = [], 0.0
-        for leaf, x in enumerate(self.values.parameters):
+        for leaf, x in enumerate(self.values.walk.parameters):
             of = self.states_of(x)
             rest += 0.0 if of else held(leaf, None)
             terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]

@@ -46,6 +46,7 @@ def short_line(equation: JaxprEqn) -> str:
 # operations that the program applies to it.
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Atom:
     """One factor of dims.
 
@@ -55,14 +56,9 @@ class Atom:
     - `pin`: the reason why `tensor` never splits the atom; empty if it may.
     """
 
-    __slots__ = ("parts", "pin", "size")
-
-    def __init__(self, size: int, pin: str = ""):
-        self.size, self.pin = size, pin
-        self.parts: tuple[Atom, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"Atom({self.size}{f', {self.pin!r}' if self.pin else ''})"
+    size: int
+    pin: str = ""
+    parts: "tuple[Atom, ...]" = ()
 
 
 Dim: TypeAlias = tuple[Atom, ...]
@@ -81,11 +77,8 @@ def resolve(dim: Dim) -> Dim:
     """The atoms that `dim` consists of at this point of the walk."""
     if not any(atom.parts for atom in dim):
         return dim
-    found: list[Atom] = []
     left = list(dim[::-1])
-    while (atom := _next(left)) is not None:
-        found.append(atom)
-    return tuple(found)
+    return tuple(iter(lambda: _next(left), None))
 
 
 def unify(first: Dim, second: Dim) -> bool:
@@ -176,15 +169,15 @@ class Event:
     """
 
     kind: str
-    dims: tuple[Dim, ...]
+    dims: Sequence[Dim]
     sent: Value
-    arrays: tuple[Value, ...]
+    arrays: Sequence[Value]
     equation: JaxprEqn
     times: int
     waits: int
-    unless: tuple[Dim, ...] = ()
+    unless: Sequence[Dim] = ()
     block: str = ""
-    along: tuple[tuple[int, ...], ...] = ()
+    along: Sequence[Sequence[int]] = ()
     first: "Event | None" = None
     joined: "Event | None" = None
 
@@ -204,19 +197,15 @@ class Use:
     - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
     - `dims`: these dims.
     - `num_bytes`: bytes of the results, in all loops.
-    - `depth`: the number of products that each number in the results is the sum of.
+    - `work`: these times the number of products that each number in the results is the sum of, which are the
+        bytes of the weight times the number of their uses.
     """
 
     weight: int
     dims: tuple[Dim, ...]
-    roles: tuple[str, ...]
+    roles: Sequence[str]
     num_bytes: int
-    depth: int
-
-    @property
-    def work(self) -> float:
-        """Bytes of the weight, times the number of their uses."""
-        return float(self.num_bytes) * self.depth
+    work: float
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -23,10 +23,8 @@ from redco_eqx._step.mends import lay
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
     """The program of a step with each value laid out. `tensor` splits the `dims` of parameters, by path."""
-    walk, parameters, gradients = walk_through(traced)
-    values = Values(
-        walk, parameters, gradients, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh)
-    )
+    walk = walk_through(traced)
+    values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
     try:
         solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
     except ValueError as error:
