@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve
+from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve, size_of
 from redco_eqx._dataflow.walk import Walk
 
 WHOLE, PENDING = "whole", "pending"
@@ -76,10 +76,6 @@ def scatters(mesh: Mesh | AbstractMesh) -> bool:
     """
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
     return any(x.platform != "cpu" for x in devices)
-
-
-def size_of(dim: Dim) -> int:
-    return math.prod(atom.size for atom in resolve(dim))
 
 
 class Values:

@@ -15,8 +15,7 @@ from redco_eqx._dataflow.search import (
     best_set,
     choose,
     freed_bytes,
-    graft,
-    relax,
+    improve,
     score,
     simulate,
     worth,
@@ -31,6 +30,7 @@ from redco_eqx._dataflow.values import (
     pin,
     resolve,
     short_line,
+    size_of,
     total_bytes,
     unify,
 )
@@ -41,9 +41,8 @@ from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
 
 def factors(dim: Dim) -> str:
     """`32 (8 x 4)`: the size of a dim, and the factors that the walk found in it."""
-    atoms = resolve(dim)
-    size = math.prod(atom.size for atom in atoms)
-    return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
+    sizes = [str(atom.size) for atom in resolve(dim)]
+    return f"{size_of(dim)} ({' x '.join(sizes)})" if len(sizes) > 1 else str(size_of(dim))
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
@@ -295,9 +294,6 @@ def choose_layout(
             f"{total - sum(freed[n] for n in most):.0f}. Use more devices for tensor or fsdp."
         )
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=judge)
-    num_steps = len(analysis.walk.steps)
-    layout = relax(layout, paths, num_steps, decided, judge)
-    other = analysis.laid_out({**given, **fixed})
-    if other is not None:
-        layout = graft(layout, other.layout, paths, num_steps, decided, judge)
+    other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
+    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, judge)
     return dataclasses.replace(analysis, layout=layout)

@@ -13,7 +13,7 @@ from redco_eqx._dataflow.walk import Results, Rule, Walk, result, unknown
 # Operations that go number by number or along one dim, or are of unknown kind.
 
 
-def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Sequence[Sequence[Dim]]:
     """An operation without a rule: if the shapes agree, it is assumed to go number by number."""
     name = equation.primitive.name
     shapes = [shape for var in (*equation.invars, *equation.outvars) if (shape := shape_of(var))]
@@ -128,18 +128,18 @@ def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
     operand, indices = operands
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    (var,), shape = equation.outvars, shape_of(equation.invars[0])
-    batching = numbers.operand_batching_dims
+    batching, shape = numbers.operand_batching_dims, shape_of(equation.invars[0])
     for i, j in zip(batching, numbers.start_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *batching)]
     picked = [i for i, size in enumerate(shape) if i not in batching and sizes[i] != size]
-    window, rows = dict(zip(numbers.offset_dims, kept)), iter(indices.dims)
-    dims = [
-        next(rows) if j not in window else new_dim(size) if window[j] in picked else operand.dims[window[j]]
-        for j, size in enumerate(shape_of(var))
-    ]
-    out = result(var, dims, operands)
+    dims = list(new_dims(shape_of(equation.outvars[0])))
+    for j, i in zip(numbers.offset_dims, kept):
+        dims[j] = dims[j] if i in picked else operand.dims[i]
+    rows = [j for j in range(len(dims)) if j not in numbers.offset_dims]
+    for j, dim in zip(rows, indices.dims):
+        dims[j] = dim
+    out = result(equation.outvars[0], dims, operands)
     walk.event("lookup", [operand.dims[i] for i in picked], out, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
     # Counts as much as the product with one-hot rows: that much a split table is worth in training.
@@ -151,13 +151,12 @@ def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
     numbers = equation.params["dimension_numbers"]
-    batching = numbers.operand_batching_dims
-    shape, of_updates = shape_of(equation.invars[0]), shape_of(equation.invars[2])
+    batching, shape = numbers.operand_batching_dims, shape_of(equation.invars[0])
     for i, j in zip(batching, numbers.scatter_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.inserted_window_dims, *batching)]
     for j, i in zip(numbers.update_window_dims, kept):
-        if of_updates[j] == shape[i]:
+        if shape_of(equation.invars[2])[j] == shape[i]:
             walk.same([operand.dims[i]], [updates.dims[j]], updates)
         else:
             walk.event("whole", [updates.dims[j]], updates)

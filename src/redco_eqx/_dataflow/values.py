@@ -73,6 +73,10 @@ def new_dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(new_dim(size) for size in shape)
 
 
+def size_of(dim: Dim) -> int:
+    return math.prod(atom.size for atom in dim)
+
+
 def resolve(dim: Dim) -> Dim:
     """The atoms that `dim` consists of at this point of the walk."""
     if not any(atom.parts for atom in dim):
@@ -313,7 +317,7 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
         for i, dim in enumerate(dims):
             border, *rest = resolve(dim) or (None,)
             clean = found.get(leading_atoms(tuple(rest), tensor) or ())
-            divides = math.prod(atom.size for atom in resolve(dim)) % tensor == 0
+            divides = size_of(dim) % tensor == 0
             if border is None or border.pin or clean is None or leaf in clean.leaves or not divides:
                 continue
             number = len(found) + len(crossing)

@@ -93,11 +93,12 @@ class Walk:
             given = self.rule_of(equation)(self, equation, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
             given: Results = []  # the rule was written for another version of JAX, and a parameter is missing
-        fit = [len(getattr(x, "dims", x)) == len(shape_of(v)) for x, v in zip(given, equation.outvars)]
-        if sum(fit) < len(equation.outvars):
-            given = self.opaque_dims(operands)
         pairs = zip(given, equation.outvars)
-        return [x if isinstance(x, Value) else result(v, x, operands) for x, v in pairs]
+        found = [x if isinstance(x, Value) else result(var, x, operands) for x, var in pairs]
+        if [len(x.dims) for x in found] == [len(shape_of(var)) for var in equation.outvars]:
+            return found
+        dims = self.opaque_dims(operands)
+        return [result(var, x, operands) for x, var in zip(dims, equation.outvars)]
 
     def opaque_dims(self, operands: Sequence[Value]) -> list[Sequence[Dim]]:
         """Dims of the results of an unknown operation, which needs every operand whole."""
@@ -198,12 +199,15 @@ class Costs:
         """Bytes of a parameter that are no longer on a device if this dim of it is split."""
         return self.held(leaf, None) - self.held(leaf, dim)
 
+    def local_bytes(self, value: Value, times: int = 1) -> float:
+        """Bytes of an array on one device if `tensor` does not split it, `times` over."""
+        return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
+
     def caused(self, split: Split, event: Event) -> float:
         """Bytes that a device sends over `tensor` for an event, by one split."""
         if split.number not in self.leads.of(event.dims):
             return 0.0
-        shards = self.num_shards if self.leads.has_batch(event.sent.dims) else 1
-        size = event.sent.num_bytes * event.times / shards
+        size = self.local_bytes(event.sent, event.times)
         if len(split.atoms) > 1 and not any(split.number in self.leads.splitting(x.dims) for x in event.arrays):
             # An array with only some of several atoms is not split for long: compilers gather it instead of
             # summing, or sum after all in a loop.
@@ -280,8 +284,7 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
                 smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
                 event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
                 step.events.append(event)
-                shards = costs.num_shards if leads.has_batch(smallest.dims) else 1
-                costs.splits[number].sent.append((event, smallest.num_bytes * step.times / shards))
+                costs.splits[number].sent.append((event, costs.local_bytes(smallest, step.times)))
 
 
 def _clashes(walk: Walk, leads: Leads) -> Iterable[tuple[int, ...]]:
