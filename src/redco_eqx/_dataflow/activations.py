@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 from redco_eqx._dataflow.choice import Values, scatters
 from redco_eqx._dataflow.engine import Analysis, factors
 from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
-from redco_eqx._dataflow.solution import Solution, sent, solve
+from redco_eqx._dataflow.solution import Solution, solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ActivationLayout:
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
-        sizes = sent(self.solution)
+        sizes = dict(self.solution.sent)
         sizes[OVER_FSDP] = over_fsdp(self.analysis, stored, merged=True)
         total = sum(sizes.values())
         return Prediction(total, total, 0.0, lines_of(sizes), (), opaque_of(self.analysis))
