@@ -209,9 +209,8 @@ class Values:
         """Adds a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
         (one,), (other,) = step.operands, step.results
         shift = len(other.dims) - len(one.dims)
-        common = [(i, i + shift) for i in range(len(one.dims)) if 0 <= i + shift < len(other.dims)]
-        known = set(self.splits(one)), set(self.splits(other))
-        options = [Strategy((i,), (j,), 0.0) for i, j in common if i in known[0] and j in known[1]]
+        common = [i for i in self.splits(one) if i + shift in self.splits(other)]
+        options = [Strategy((i,), (i + shift,), 0.0) for i in common]
         whole = Strategy((WHOLE,), (WHOLE,), 0.0)
         if any(one.dims):
             self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
@@ -220,10 +219,9 @@ class Values:
         """Adds a constraint of the program, which stands. Each dim that it leaves open may be split."""
         value, result = step.operands[0], step.results[0]
         spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
-        states: list[State] = [i for i in self.splits(value) if spec[i] == "tensor"]
-        if not states:
-            states = [WHOLE, *(i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED)]
-        options = [Strategy((s,), (s,), 0.0) for s in states]
+        stands = [i for i in self.splits(value) if spec[i] == "tensor"]
+        free = [i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED]
+        options = [Strategy((s,), (s,), 0.0) for s in stands or (WHOLE, *free)]
         self._spoiled |= {id(value), id(result)}
         self.operations.append(Operation(step, [value], [result], (step.times, step.times), options))
 

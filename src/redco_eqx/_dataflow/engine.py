@@ -130,6 +130,12 @@ def _num_shared(first: str, second: str) -> int:
 
 SCANNED = "scanned over"
 
+RoleOf: TypeAlias = tuple[str, str, int | None, int]
+"""`(role, reason, dim, stack)` of an array.
+
+If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it is
+`whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split them."""
+
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
 """`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
 none. `stack` is the number of leading dims that number layers of a scan."""
@@ -159,16 +165,12 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
-    def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
-        """For each array that the program takes, by path: `(role, reason, dim, stack)`.
+    def roles(self) -> dict[str, RoleOf]:
+        """The role of each array that the program takes, by path."""
+        return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
 
-        If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it
-        is `whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split
-        them.
-        """
-        return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
-
-    def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
+    def role(self, leaf: int) -> RoleOf:
+        """The role of an array that the program takes."""
         value, number = self.walk.parameters[leaf], self.layout.get(leaf)
         if self.traced.fixed[leaf] or number is None:
             return self.whole_role(leaf)
@@ -177,7 +179,7 @@ class Analysis:
         reason = why_split(split, value.dims[dim], leaf)
         return self.name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, _num_scanned(value)
 
-    def whole_role(self, leaf: int) -> tuple[str, str, None, int]:
+    def whole_role(self, leaf: int) -> RoleOf:
         """The role of an array that is not split, and the reason why it is not."""
         value, shape = self.walk.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)

@@ -33,7 +33,8 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
             if x is not None and x.is_data
         ]
         return sum(held, 0.0) if costs.num_shards > 1 else 0.0
-    whole = total_bytes(costs.batch, merged=merged)
+    batch = [(e, e.num_bytes) for e in analysis.walk.events if costs.leads.over_batch(e)]
+    whole = total_bytes(batch, merged=merged)
     # A sum that several splits could cause is shared among them.
     together: dict[Event, dict[Event, None]] = {}
     for split in costs.splits:

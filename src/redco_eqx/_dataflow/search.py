@@ -70,7 +70,8 @@ def best_set(
     if least_freed > 0:
         rows.append(([(place[n], freed[n] / least_freed) for n in numbers], 1.0, np.inf))
     largest = max(1e-30, *(abs(worths[n]) for n in numbers))
-    found = cheapest([-worths[n] / largest for n in numbers], rows, [True] * len(numbers))
+    prices = [-worths[n] / largest for n in numbers]
+    found = cheapest(prices, rows, [True] * len(numbers), mip_rel_gap=0.0)
     return [n for n, x in zip(numbers, found) if x > 0.5]
 
 
@@ -197,8 +198,7 @@ class Sent:
                     self._partial[id(value)] = number
         for event in step.events:
             if self._leads.over_batch(event):
-                size = float(event.sent.num_bytes * event.times)
-                self.events.append((event, size * self.part(event.sent)))
+                self.events.append((event, event.num_bytes * self.part(event.sent)))
 
     def _gather(self, step: Step) -> None:
         """Passes a boundary of layers: values that were split before it are whole from here on."""

@@ -185,6 +185,11 @@ class Event:
     first: "Event | None" = None
     joined: "Event | None" = None
 
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the array that is sent, in all loops."""
+        return float(self.sent.num_bytes * self.times)
+
     def summed_with(self, *, merged: bool) -> "Event":
         """The event that stands for all events that are summed over devices at once with this one.
 
@@ -335,7 +340,7 @@ class Leads:
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
         self.of_atom: dict[Atom, list[int]] = {}
-        self._of_border: dict[tuple[Atom, Atom], list[int]] = {}
+        self._of_border: dict[tuple[Atom, ...], list[int]] = {}
         for split in splits:
             for atom in split.atoms:
                 self.of_atom.setdefault(atom, []).append(split.number)
@@ -347,12 +352,9 @@ class Leads:
     def of(self, dims: Iterable[Dim]) -> list[int]:
         """The numbers of the splits that lead one of `dims`, evenly or by whole pieces."""
         found: dict[int, None] = {}
-        for dim in dims:
-            atoms = resolve(dim)
-            if atoms:
-                found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
-            if len(atoms) > 1:
-                found |= dict.fromkeys(self._of_border.get((atoms[0], atoms[1]), ()))
+        for atoms in filter(None, map(resolve, dims)):
+            found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
+            found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))
         return list(found)
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:

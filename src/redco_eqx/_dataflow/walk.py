@@ -1,7 +1,7 @@
 """One walk through a program: dims become atoms, and the costs and savings of each split are recorded."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from jax.core import AbstractValue
@@ -179,7 +179,6 @@ class Costs:
     - `leads`: says which splits lead a dim.
     - `clashes`: groups of numbers of splits. At most one of each group can be chosen, because they meet in one
         array.
-    - `batch`: the events that are summed over the batch axes, with their bytes if nothing is split.
     - `work`: for each parameter, its bytes times the number of their uses by one device.
     - `depth`: the average number of products that each number in this model's activations is the sum of.
     - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
@@ -190,7 +189,6 @@ class Costs:
     splits: list[Split]
     leads: Leads
     clashes: list[tuple[int, ...]]
-    batch: list[tuple[Event, float]]
     work: list[float]
     depth: float
     held: Held
@@ -239,15 +237,13 @@ def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shar
     work = [0.0] * len(walk.parameters)
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
-    costs = Costs(tensor, num_shards, splits, leads, [], [], work, depth_of(walk), held)
+    costs = Costs(tensor, num_shards, splits, leads, _clashes(walk, leads), work, depth_of(walk), held)
     kept = 1 - 1 / tensor
     for event in walk.events:
         over_batch = leads.over_batch(event)
         if over_batch:
-            size = float(event.sent.num_bytes * event.times)
-            costs.batch.append((event, size))
             for number in leads.splitting(event.sent.dims):
-                splits[number].unsent += kept * size
+                splits[number].unsent += kept * event.num_bytes
         for number in leads.of(event.dims):
             size = costs.caused(splits[number], event)
             if size > 0:
@@ -258,7 +254,6 @@ def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shar
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
         split.freed = sum((costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0)
-    costs.clashes.extend(_clashes(walk, leads))
     return costs
 
 
@@ -275,24 +270,19 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
     """
     leads = costs.leads
     for step in walk.steps:
-        for value in step.results:
-            if value.weights or len(value.dims) < 2:
+        before = [number for x in step.operands for number in leads.doubled(x.dims)]
+        made = [(x, number) for x in step.results if not x.weights for number in leads.doubled(x.dims)]
+        for value, number in made:
+            if number in before:
                 continue
-            for number in leads.doubled(value.dims):
-                if any(number in leads.doubled(x.dims) for x in step.operands):
-                    continue
-                smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
-                event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
-                step.events.append(event)
-                costs.splits[number].sent.append((event, costs.local_bytes(smallest, step.times)))
+            smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
+            event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
+            step.events.append(event)
+            costs.splits[number].sent.append((event, costs.local_bytes(smallest, step.times)))
 
 
-def _clashes(walk: Walk, leads: Leads) -> Iterable[tuple[int, ...]]:
-    found: dict[tuple[int, ...], None] = {}
-    for value in (*walk.parameters, *(value for step in walk.steps for value in step.results)):
-        if len(value.dims) > 1:
-            numbers = tuple(sorted(leads.splitting(value.dims)))
-            if len(numbers) > 1:
-                found[numbers] = None
-    found |= {tuple(numbers): None for numbers in leads.of_atom.values() if len(numbers) > 1}
-    return found
+def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:
+    values = (*walk.parameters, *(value for step in walk.steps for value in step.results))
+    found = [tuple(sorted(leads.splitting(value.dims))) for value in values if len(value.dims) > 1]
+    found += map(tuple, leads.of_atom.values())
+    return [group for group in dict.fromkeys(found) if len(group) > 1]
