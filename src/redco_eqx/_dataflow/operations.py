@@ -7,10 +7,10 @@ from typing import TypeAlias
 import jax
 from jax.extend.core import JaxprEqn
 
-from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, body, called, scan_counts, shape_of
+from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, body, called, scan_counts
 from redco_eqx._dataflow import shapes
 from redco_eqx._dataflow.values import Dim, Value, new_dim, new_dims, pin
-from redco_eqx._dataflow.walk import Results, Rule, Walk, result
+from redco_eqx._dataflow.walk import Results, Rule, Walk
 
 # Products: `dot_general`, `conv_general_dilated`, `ragged_dot_general`.
 
@@ -19,30 +19,29 @@ Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
 """Dims of the first operand, and the dims of the second that go with them."""
 
 
-def dot_general(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    return [_product(walk, equation, operands, equation.params["dimension_numbers"])]
+def dot_general(walk: Walk, operands: list[Value]) -> Results:
+    return [_product(walk, operands, walk.params["dimension_numbers"])]
 
 
-def ragged_dot(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def ragged_dot(walk: Walk, operands: list[Value]) -> Results:
     """Multiplies rows by the matrix of their group, `sizes` of them in each; the gradient sums rows by group.
 
     Compilers without a kernel for it multiply by the matrices of all groups, mask, and sum over the groups.
     """
     lhs, rhs, sizes = operands[:3]
-    numbers = equation.params["ragged_dot_dimension_numbers"]
+    numbers = walk.params["ragged_dot_dimension_numbers"]
     pairs, groups = jax.tree.map(int, (numbers.dot_dimension_numbers, numbers.rhs_group_dimensions))
     (sums, _), (batch, _) = pairs
     walk.same([lhs.dims[i] for i in batch], sizes.dims[:-1], sizes)
     walk.same([rhs.dims[i] for i in groups], sizes.dims[-1:], sizes)
     by_group = sizes.dims[-1:] if numbers.lhs_ragged_dimensions[0] in sums else ()
-    out = _product(walk, equation, [lhs, rhs], pairs, groups=groups, by_group=by_group)
+    out = _product(walk, [lhs, rhs], pairs, groups=groups, by_group=by_group)
     walk.event("sum", [rhs.dims[i] for i in groups], out, arrays=[rhs])
     return [out]
 
 
 def _product(
     walk: Walk,
-    equation: JaxprEqn,
     operands: list[Value],
     numbers: tuple[Pair, Pair],
     *,
@@ -61,9 +60,9 @@ def _product(
     lhs_free = [dim for i, dim in enumerate(lhs.dims) if i not in (*lhs_sum, *lhs_batch)]
     rhs_free = [dim for i, dim in enumerate(rhs.dims) if i not in (*rhs_sum, *rhs_batch, *groups)]
     shared = [lhs.dims[i] for i in lhs_batch]
-    out = result(equation.outvars[0], [*by_group, *shared, *lhs_free, *rhs_free], operands)
+    out = walk.result([*by_group, *shared, *lhs_free, *rhs_free], operands)
     walk.event("sum", [lhs.dims[i] for i in lhs_sum], out, arrays=operands, along=(lhs_sum, rhs_sum))
-    summed = math.prod(shape_of(equation.invars[0])[i] for i in lhs_sum)
+    summed = math.prod(walk.before[0][i] for i in lhs_sum)
     experts = (*rhs_batch, *groups)
     for weight, data, sums, batch in ((lhs, rhs, lhs_sum, lhs_batch), (rhs, lhs, rhs_sum, experts)):
         roles = ["row" if i in sums else "expert" if i in batch else "column" for i in range(len(weight.dims))]
@@ -71,28 +70,28 @@ def _product(
     return out
 
 
-def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def convolution(walk: Walk, operands: list[Value]) -> Results:
     """A convolution. Channels are like a product's features; a split along the window is not understood."""
     lhs, rhs = operands
-    params, (var,) = equation.params, equation.outvars
+    params = walk.params
     numbers = params["dimension_numbers"]
     batch, channels, *spatial = numbers.lhs_spec
     outputs, inputs, *window = numbers.rhs_spec
-    dims: list[Dim] = list(new_dims(shape_of(var)))
+    dims: list[Dim] = list(new_dims(walk.after[0]))
     dims[numbers.out_spec[1]] = rhs.dims[outputs]
     counts, sums = (params["feature_group_count"], params["batch_group_count"]), rhs.dims[inputs]
     of_channels, of_batch = map(new_dim, counts)  # there are groups of one kind at most
-    each = new_dim(shape_of(equation.invars[1])[outputs] // math.prod(counts))
+    each = new_dim(walk.before[1][outputs] // math.prod(counts))
     walk.same([(*of_channels, *sums)], [lhs.dims[channels]], lhs)
     walk.same([(*of_batch, *dims[numbers.out_spec[0]])], [lhs.dims[batch]], lhs)
     walk.same([(*of_channels, *of_batch, *each)], [rhs.dims[outputs]], rhs)
-    out = result(var, dims, operands)
+    out = walk.result(dims, operands)
     walk.event("sum", [sums], out, arrays=operands, along=([channels], [inputs]))
     walk.event("whole", [lhs.dims[i] for i in spatial], lhs)
     for i in window:
         if rhs.weights:
             pin(rhs.dims[i], "a convolution's window")
-    depth = math.prod(shape_of(equation.invars[1])) // max(shape_of(equation.invars[1])[outputs], 1)
+    depth = math.prod(walk.before[1]) // max(walk.before[1][outputs], 1)
     roles = ["column" if i == outputs else "row" if i == inputs else "" for i in range(len(rhs.dims))]
     walk.use(rhs, lhs, roles, out, depth)
     return [out]
@@ -101,15 +100,15 @@ def convolution(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Result
 # Calls, loops, branches, solvers: the walk enters their bodies.
 
 
-def call(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    program = called(equation)
+def call(walk: Walk, operands: list[Value]) -> Results:
+    program = called(walk.equation)
     return walk.opaque_dims(operands) if program is None else walk.run(program, operands)
 
 
-def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def scan(walk: Walk, operands: list[Value]) -> Results:
     """A carried value has the same dims before and after; the dim that is scanned over is never split."""
-    num_consts, num_carry = scan_counts(equation)
-    length = equation.params["length"]
+    num_consts, num_carry = scan_counts(walk.equation)
+    length = walk.params["length"]
     consts, stacks = operands[:num_consts], operands[num_consts + num_carry :]
     over = new_dim(length)
     pin(over, "scanned over")
@@ -130,18 +129,18 @@ def scan(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     walk.hand_on(stacks, slices, (1, length))
     outside = walk.times, walk.waits
     walk.times, walk.waits = walk.times * length, walk.waits * (length if waits else 1)
-    results = walk.run(body(equation.params["jaxpr"]), [*consts, *carry, *slices])
+    results = walk.run(body(walk.params["jaxpr"]), [*consts, *carry, *slices])
     walk.carry(carry, results)
     walk.times, walk.waits = outside
     made = results[num_carry:]
-    stacked = [result(var, [over, *x.dims], [x]) for var, x in zip(equation.outvars[num_carry:], made)]
+    stacked = [walk.result([over, *x.dims], [x], num_carry + i) for i, x in enumerate(made)]
     walk.hand_on(made, stacked, (length, 1))
     return [*carry, *stacked]
 
 
-def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def while_(walk: Walk, operands: list[Value]) -> Results:
     """A loop of unknown length: the bytes that it sends count once."""
-    params = equation.params
+    params = walk.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = [Value(x.dims, x.num_bytes, (), True, True) for x in operands[first + second :]]
     walk.hand_on(operands[first + second :], carry)
@@ -151,20 +150,20 @@ def while_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     return carry
 
 
-def cond(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def cond(walk: Walk, operands: list[Value]) -> Results:
     """Walks all branches, and adds up the bytes that they send."""
-    first, *others = (walk.run(body(branch), operands[1:]) for branch in equation.params["branches"])
+    first, *others = (walk.run(body(branch), operands[1:]) for branch in walk.params["branches"])
     for results in others:
         for one, other in zip(first, results):
             walk.same(one.dims, other.dims, other)
-    results = [result(var, x.dims, [x, *operands]) for var, x in zip(equation.outvars, first)]
+    results = [walk.result(x.dims, [x, *operands], i) for i, x in enumerate(first)]
     walk.hand_on(first, results)
     return results
 
 
-def linear_solve(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def linear_solve(walk: Walk, operands: list[Value]) -> Results:
     """Walks the solver, with its constants and the right-hand sides; a gradient is a separate solve."""
-    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    lengths, jaxprs = walk.params["const_lengths"], walk.params["jaxprs"]
     constants = operands[lengths.matvec + lengths.vecmat :][: lengths.solve]
     return walk.run(body(jaxprs.solve), [*constants, *operands[sum(lengths) :]])
 

@@ -4,28 +4,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
-from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, shape_of
+from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
-from redco_eqx._dataflow.walk import Results, Rule, Walk, result, unknown
+from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
 # Operations that go number by number or along one dim, or are of unknown kind.
 
 
-def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Sequence[Sequence[Dim]]:
+def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
     """An operation without a rule: if the shapes agree, it is assumed to go number by number."""
-    name = equation.primitive.name
-    shapes = [shape for var in (*equation.invars, *equation.outvars) if (shape := shape_of(var))]
+    name = walk.equation.primitive.name
+    shapes = [shape for shape in (*walk.before, *walk.after) if shape]
     if not shapes:
-        return [() for _ in equation.outvars]
+        return [() for _ in walk.after]
     largest = max(shapes, key=math.prod)
     fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
-    if name in NOT_ELEMENTWISE or not fits or all(shape_of(v) != largest for v in equation.outvars):
+    if name in NOT_ELEMENTWISE or not fits or largest not in walk.after:
         return walk.opaque_dims(operands)
     dims: list[Dim] = [()] * len(largest)
-    for var, operand in zip(equation.invars, operands):
-        own = shape_of(var)
+    for own, operand in zip(walk.before, operands):
         for i, dim in enumerate(operand.dims):
             if own[i] != largest[i]:
                 continue  # a dim of size 1 is stretched
@@ -34,13 +31,13 @@ def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Sequence[
             else:
                 dims[i] = dim
     full = [dim or new for dim, new in zip(dims, new_dims(largest))]
-    return [full if shape_of(var) == largest else new_dims(shape_of(var)) for var in equation.outvars]
+    return [full if shape == largest else new_dims(shape) for shape in walk.after]
 
 
-def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def add(walk: Walk, operands: list[Value]) -> Results:
     """Makes one sum of several sums over devices, also in another dtype; a bias may be added after it."""
-    (dims,) = unlisted(walk, equation, operands)
-    out = result(equation.outvars[0], dims, operands)
+    (dims,) = unlisted(walk, operands)
+    out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
         is_joined = all(event.block in ADDING for event in out.sums)
@@ -50,21 +47,21 @@ def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     return [out]
 
 
-def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def copy(walk: Walk, operands: list[Value]) -> Results:
     """Arrays stay as they are. Between layers, the library's blocks keep them whole, except for their rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0])
     return operands
 
 
-def unrelated(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def unrelated(walk: Walk, operands: list[Value]) -> Results:
     """Results that depend on no operand's dims: counters and draws. Each device makes its part of them."""
-    return [unknown(var.aval) for var in equation.outvars]
+    return [unknown(var.aval) for var in walk.equation.outvars]
 
 
-def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
     """Cumulative sums, sorts, reversals: they need the dim that they go along whole."""
-    params = equation.params
+    params = walk.params
     named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
     along = named if isinstance(named, tuple | list) else [named]
@@ -72,74 +69,73 @@ def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Resu
         walk.event("whole", [operand.dims[i] for i in along], operand)
         walk.same(first.dims, operand.dims, operand)
     dims = list(first.dims)
-    if equation.primitive.name == "sort":  # it moves numbers to other places
+    if walk.equation.primitive.name == "sort":  # it moves numbers to other places
         for i in along:
-            dims[i] = new_dim(shape_of(equation.invars[0])[i])
-    return [dims for _ in equation.outvars]
+            dims[i] = new_dim(walk.before[0][i])
+    return [dims for _ in walk.after]
 
 
 def last_dims(num_dims: int) -> Rule:
     """A rule for operations on the last dims, for each entry of the others: decompositions, top-k."""
 
-    def rule(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+    def rule(walk: Walk, operands: list[Value]) -> Results:
         fitting = [x for x in operands if len(x.dims) >= num_dims]
         batch = fitting[0].dims[: len(fitting[0].dims) - num_dims]
         for operand in fitting:
             rest = len(operand.dims) - num_dims
             walk.event("whole", operand.dims[rest:], operand)
             walk.same(batch, operand.dims[:rest], operand)
-        return [[*batch, *new_dims(shape_of(var)[len(batch) :])] for var in equation.outvars]
+        return [[*batch, *new_dims(shape[len(batch) :])] for shape in walk.after]
 
     return rule
 
 
-def fft(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def fft(walk: Walk, operands: list[Value]) -> Results:
     """An FFT. Every dim but the batch is whole on each device, because the compiler goes wrong otherwise."""
     (operand,) = operands
     walk.event("whole", operand.dims, operand)
-    kept = operand.dims[: len(operand.dims) - len(equation.params["fft_lengths"])]
-    return [[*kept, *new_dims(shape_of(equation.outvars[0])[len(kept) :])]]
+    kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
+    return [[*kept, *new_dims(walk.after[0][len(kept) :])]]
 
 
 # Lookups, and their transposes.
 
 
-def dynamic_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def dynamic_slice(walk: Walk, operands: list[Value]) -> Results:
     operand, dims = operands[0], list(operands[0].dims)
-    for i, (before, after) in enumerate(zip(shape_of(equation.invars[0]), shape_of(equation.outvars[0]))):
+    for i, (before, after) in enumerate(zip(walk.before[0], walk.after[0])):
         if before != after:
             walk.event("whole", [dims[i]], operand)
             dims[i] = new_dim(after)
     return [dims]
 
 
-def dynamic_update_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def dynamic_update_slice(walk: Walk, operands: list[Value]) -> Results:
     operand, update = operands[:2]
-    before, after = (shape_of(var) for var in equation.invars[:2])
-    for dim, own, n, m in zip(operand.dims, update.dims, before, after):
+    for dim, own, n, m in zip(operand.dims, update.dims, *walk.before[:2]):
         if n == m:
             walk.same([dim], [own], update)
         else:
             walk.event("whole", [dim, own], update)
-    return [result(equation.outvars[0], operand.dims, operands[:2])]
+    return [walk.result(operand.dims, operands[:2])]
 
 
-def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def gather(walk: Walk, operands: list[Value]) -> Results:
     """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
     operand, indices = operands
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    batching, shape = numbers.operand_batching_dims, shape_of(equation.invars[0])
+    numbers, sizes = walk.params["dimension_numbers"], walk.params["slice_sizes"]
+    batching, shape = numbers.operand_batching_dims, walk.before[0]
     for i, j in zip(batching, numbers.start_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *batching)]
     picked = [i for i, size in enumerate(shape) if i not in batching and sizes[i] != size]
-    dims = list(new_dims(shape_of(equation.outvars[0])))
+    dims = list(new_dims(walk.after[0]))
     for j, i in zip(numbers.offset_dims, kept):
         dims[j] = dims[j] if i in picked else operand.dims[i]
     rows = [j for j in range(len(dims)) if j not in numbers.offset_dims]
     for j, dim in zip(rows, indices.dims):
         dims[j] = dim
-    out = result(equation.outvars[0], dims, operands)
+    out = walk.result(dims, operands)
     walk.event("lookup", [operand.dims[i] for i in picked], out, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
     # Counts as much as the product with one-hot rows: that much a split table is worth in training.
@@ -147,23 +143,23 @@ def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     return [out]
 
 
-def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def scatter(walk: Walk, operands: list[Value]) -> Results:
     """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
-    numbers = equation.params["dimension_numbers"]
-    batching, shape = numbers.operand_batching_dims, shape_of(equation.invars[0])
+    numbers = walk.params["dimension_numbers"]
+    batching, shape = numbers.operand_batching_dims, walk.before[0]
     for i, j in zip(batching, numbers.scatter_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.inserted_window_dims, *batching)]
     for j, i in zip(numbers.update_window_dims, kept):
-        if shape_of(equation.invars[2])[j] == shape[i]:
+        if walk.before[2][j] == shape[i]:
             walk.same([operand.dims[i]], [updates.dims[j]], updates)
         else:
             walk.event("whole", [updates.dims[j]], updates)
     rows = [dim for j, dim in enumerate(updates.dims) if j not in numbers.update_window_dims]
     walk.same(indices.dims, rows, updates)
     summed = [dim for n, dim in enumerate(rows) if n not in numbers.scatter_indices_batching_dims]
-    out = result(equation.outvars[0], operand.dims, operands)
+    out = walk.result(operand.dims, operands)
     walk.event("sum", summed, out, arrays=[updates])
     return [out]
 
@@ -171,39 +167,39 @@ def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
 # Operations that move dims, cut them, or put them together.
 
 
-def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    dims = [operands[0].dims[i] for i in equation.params["permutation"]]
-    return [_moved(equation, dims, operands[0])]
+def transpose(walk: Walk, operands: list[Value]) -> Results:
+    dims = [operands[0].dims[i] for i in walk.params["permutation"]]
+    return [_moved(walk, dims, operands[0])]
 
 
-def _moved(equation: JaxprEqn, dims: Sequence[Dim], operand: Value) -> Value:
+def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:
     """A value with the same numbers. All that can be done with their sum over devices can still be done."""
-    out = result(equation.outvars[0], dims, [operand])
+    out = walk.result(dims, [operand])
     out.sums = operand.sums
     return out
 
 
-def reshape(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def reshape(walk: Walk, operands: list[Value]) -> Results:
     """A reshape. Numbers keep their order, so the runs of factors before and after are the same."""
     operand = operands[0]
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    before, after = walk.before[0], walk.after[0]
     if [n for n in before if n > 1] == [n for n in after if n > 1]:
         left = iter([dim for dim, n in zip(operand.dims, before) if n > 1])
-        return [_moved(equation, [next(left) if n > 1 else () for n in after], operand)]
+        return [_moved(walk, [next(left) if n > 1 else () for n in after], operand)]
     dims = new_dims(after)
     unify(sum(operand.dims, ()), sum(dims, ()))
     # A factor that no longer leads a dim cannot be split there.
     walk.event("merge", operand.dims, operand, unless=dims)
-    return [_moved(equation, dims, operand)]
+    return [_moved(walk, dims, operand)]
 
 
-def broadcast_in_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+def broadcast_in_dim(walk: Walk, operands: list[Value]) -> Results:
+    before, after = walk.before[0], walk.after[0]
     dims = list(new_dims(after))
-    for i, j in enumerate(equation.params["broadcast_dimensions"]):
+    for i, j in enumerate(walk.params["broadcast_dimensions"]):
         if before[i] == after[j]:
             dims[j] = operands[0].dims[i]
-    return [result(equation.outvars[0], dims, operands[:1])]
+    return [walk.result(dims, operands[:1])]
 
 
 def _piece(walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int, stride: int) -> Dim:
@@ -221,20 +217,20 @@ def _piece(walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int
     return new_dim(size)
 
 
-def slice_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def slice_(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    starts = map(int, equation.params["start_indices"])  # at times these are NumPy numbers
-    strides = map(int, equation.params["strides"] or (1,) * len(before))
+    before, after = walk.before[0], walk.after[0]
+    starts = map(int, walk.params["start_indices"])  # at times these are NumPy numbers
+    strides = map(int, walk.params["strides"] or (1,) * len(before))
     pieces = zip(operand.dims, before, starts, after, strides)
     return [[_piece(walk, operand, *of_dim) for of_dim in pieces]]
 
 
-def split(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def split(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    axis, start, results = equation.params["axis"], 0, []
-    total = shape_of(equation.invars[0])[axis]
-    for size in map(int, equation.params["sizes"]):
+    axis, start, results = walk.params["axis"], 0, []
+    total = walk.before[0][axis]
+    for size in map(int, walk.params["sizes"]):
         dims = list(operand.dims)
         dims[axis] = _piece(walk, operand, dims[axis], total, start, size, 1)
         start += size
@@ -242,22 +238,22 @@ def split(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
     return results
 
 
-def stack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    axis, first = equation.params["axis"], operands[0]
+def stack(walk: Walk, operands: list[Value]) -> Results:
+    axis, first = walk.params["axis"], operands[0]
     for operand in operands[1:]:
         walk.same(first.dims, operand.dims, operand)
     return [[*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]]
 
 
-def unstack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    axis, operand = equation.params["axis"], operands[0]
+def unstack(walk: Walk, operands: list[Value]) -> Results:
+    axis, operand = walk.params["axis"], operands[0]
     walk.event("whole", [operand.dims[axis]], operand)
-    return [[*operand.dims[:axis], *operand.dims[axis + 1 :]] for _ in equation.outvars]
+    return [[*operand.dims[:axis], *operand.dims[axis + 1 :]] for _ in walk.after]
 
 
-def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    axis, first, after = equation.params["dimension"], operands[0], shape_of(equation.outvars[0])
-    is_even = len({shape_of(var)[axis] for var in equation.invars}) == 1
+def concatenate(walk: Walk, operands: list[Value]) -> Results:
+    axis, first, after = walk.params["dimension"], operands[0], walk.after[0]
+    is_even = len({shape[axis] for shape in walk.before}) == 1
     alike = [i for i in range(len(after)) if i != axis or is_even]
     for operand in operands[1:]:
         walk.same([first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand)
@@ -268,11 +264,11 @@ def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Result
     return [dims]
 
 
-def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def pad(walk: Walk, operands: list[Value]) -> Results:
     """Padding; also the transpose of a slice, which is one piece among zeros."""
     operand, dims = operands[0], []
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    config = [tuple(map(int, entry)) for entry in equation.params["padding_config"]]
+    before, after = walk.before[0], walk.after[0]
+    config = [tuple(map(int, entry)) for entry in walk.params["padding_config"]]
     for dim, size, total, (low, high, interior) in zip(operand.dims, before, after, config):
         if size == total and (low, high, interior) == (0, 0, 0):
             dims.append(dim)
@@ -283,36 +279,33 @@ def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
         else:
             dims.append(new_dim(total))
         walk.event("reshard", [dim], operand, unless=[dims[-1]])
-    return [result(equation.outvars[0], dims, operands[:1])]
+    return [walk.result(dims, operands[:1])]
 
 
-def tile(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
-    dims = [(*new_dim(n), *dim) for n, dim in zip(equation.params["reps"], operands[0].dims)]
+def tile(walk: Walk, operands: list[Value]) -> Results:
+    dims = [(*new_dim(n), *dim) for n, dim in zip(walk.params["reps"], operands[0].dims)]
     walk.event("merge", operands[0].dims, operands[0], unless=dims)
     return [dims]
 
 
-def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def reduce(walk: Walk, operands: list[Value]) -> Results:
     """Sums, maxima and the like. `psum` over a dim that `vmap` named is one too."""
-    params = equation.params
+    params = walk.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
     results = []
-    for operand, var in zip(operands, equation.outvars):
-        out = result(var, [d for i, d in enumerate(operand.dims) if i not in axes], operands)
+    for number, operand in enumerate(operands[: len(walk.after)]):
+        out = walk.result([d for i, d in enumerate(operand.dims) if i not in axes], operands, number)
         walk.event("sum", [operand.dims[i] for i in axes], out, arrays=[operand])
         results.append(out)
     return results
 
 
-def window(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> Results:
+def window(walk: Walk, operands: list[Value]) -> Results:
     """Pooling and its gradients. They need the dims that the window moves along whole."""
-    sizes = equation.params["window_dimensions"]
+    sizes = walk.params["window_dimensions"]
     first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:
         if len(operand.dims) == len(sizes):  # skips the value that a reduction begins with
             walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand)
             walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand)
-    return [
-        [d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape_of(var))]
-        for var in equation.outvars
-    ]
+    return [[d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape)] for shape in walk.after]

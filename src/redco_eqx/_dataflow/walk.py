@@ -29,8 +29,8 @@ from redco_eqx._dataflow.values import (
 Results: TypeAlias = Sequence[Value | Sequence[Dim]]
 """The results of an operation: each as a value, or only its dims."""
 
-Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], Results]
-"""The effect of an operation on the dims of its operands: `(walk, equation, operands) -> results`."""
+Rule: TypeAlias = Callable[["Walk", list[Value]], Results]
+"""The effect of the operation that a walk is at on the dims of its operands: `(walk, operands) -> results`."""
 
 
 class Walk:
@@ -90,22 +90,43 @@ class Walk:
         """The results of one operation."""
         self.equation = equation
         try:
-            given = self.rule_of(equation)(self, equation, operands)
+            given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
-            given: Results = []  # the rule was written for another version of JAX, and a parameter is missing
-        pairs = zip(given, equation.outvars)
-        found = [x if isinstance(x, Value) else result(var, x, operands) for x, var in pairs]
-        if [len(x.dims) for x in found] == [len(shape_of(var)) for var in equation.outvars]:
+            # The rule was written for another version of JAX, and a parameter is missing.
+            given, self.equation = [], equation
+        pairs = enumerate(given[: len(equation.outvars)])
+        found = [x if isinstance(x, Value) else self.result(x, operands, i) for i, x in pairs]
+        if [len(x.dims) for x in found] == [len(shape) for shape in self.after]:
             return found
-        dims = self.opaque_dims(operands)
-        return [result(var, x, operands) for x, var in zip(dims, equation.outvars)]
+        return [self.result(x, operands, i) for i, x in enumerate(self.opaque_dims(operands))]
+
+    def result(self, dims: Sequence[Dim], operands: Sequence[Value], number: int = 0) -> Value:
+        """A result of this operation, with these dims, that is computed from these operands."""
+        is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
+        weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
+        size = num_bytes(self.equation.outvars[number].aval)
+        return Value(tuple(dims), size, weights, is_data, is_learned)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params
+
+    @property
+    def before(self) -> list[tuple[int, ...]]:
+        """The shapes of this operation's operands."""
+        return [shape_of(var) for var in self.equation.invars]
+
+    @property
+    def after(self) -> list[tuple[int, ...]]:
+        """The shapes of this operation's results."""
+        return [shape_of(var) for var in self.equation.outvars]
 
     def opaque_dims(self, operands: Sequence[Value]) -> list[Sequence[Dim]]:
         """Dims of the results of an unknown operation, which needs every operand whole."""
         self.opaque.setdefault(self.equation.primitive.name, []).append(self.equation)
         for operand in operands:
             self.event("whole", operand.dims, operand)
-        return [new_dims(shape_of(var)) for var in self.equation.outvars]
+        return [new_dims(shape) for shape in self.after]
 
     def event(
         self,
@@ -156,13 +177,6 @@ class Walk:
 def unknown(aval: AbstractValue) -> Value:
     """A value of whose dims nothing is known."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
-
-
-def result(var: Operand, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:
-    """A result of an operation, with these dims, that is computed from these operands."""
-    is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
-    weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
-    return Value(tuple(dims), num_bytes(var.aval), weights, is_data, is_learned)
 
 
 Held: TypeAlias = Callable[[int, int | None], float]
