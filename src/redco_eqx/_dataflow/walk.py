@@ -1,6 +1,7 @@
 """One walk through a program: dims become atoms, and the costs and savings of each split are recorded."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -60,16 +61,15 @@ class Walk:
     def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Walks through a program without constants, and returns its results."""
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
+        values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, [True] * len(program.outvars))
         done: list[Step] = []
 
         def read(atom: Operand) -> Value:
-            is_literal = isinstance(atom, Literal)
-            return unknown(atom.aval) if is_literal else values.setdefault(atom, unknown(atom.aval))
+            known = None if isinstance(atom, Literal) else values.get(atom)
+            return unknown(atom.aval) if known is None else known
 
-        for equation, is_used in zip(program.eqns, flags):
-            if not is_used:
-                continue
+        for equation in itertools.compress(program.eqns, flags):
             operands = [read(atom) for atom in equation.invars]
             num_steps, num_events = len(self.steps), len(self.events)
             around = self.equation, self.block, self.bodies
@@ -103,7 +103,7 @@ class Walk:
     def result(self, dims: Sequence[Dim], operands: Sequence[Value], number: int = 0) -> Value:
         """A result of this operation, with these dims, that is computed from these operands."""
         is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
-        weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
+        weights = () if is_data else tuple(sorted({leaf for x in operands for leaf in x.weights}))
         size = num_bytes(self.equation.outvars[number].aval)
         return Value(tuple(dims), size, weights, is_data, is_learned)
 
