@@ -275,9 +275,10 @@ class Values:
             self._pending |= {id(x) for x in step.results}
         if passes:
             strategies.append(Strategy((PENDING,) * len(operands), (PENDING,) * len(step.results), work))
-        over, times = any(self._leads.over_batch(e) for e in step.events), (step.times, step.times)
+        times = step.times, step.times
         taken = [x for x, _ in operands]
-        self.operations.append(Operation(step, taken, list(step.results), times, strategies, over))
+        over_batch = any(self._leads.over_batch(e) for e in step.events)
+        self.operations.append(Operation(step, taken, list(step.results), times, strategies, over_batch))
 
     def _find_states(self) -> None:
         members = defaultdict(list)

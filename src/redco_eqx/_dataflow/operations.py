@@ -79,7 +79,8 @@ def convolution(walk: Walk, operands: list[Value]) -> Results:
     outputs, inputs, *window = numbers.rhs_spec
     dims: list[Dim] = list(new_dims(walk.after[0]))
     dims[numbers.out_spec[1]] = rhs.dims[outputs]
-    counts, sums = (params["feature_group_count"], params["batch_group_count"]), rhs.dims[inputs]
+    counts = params["feature_group_count"], params["batch_group_count"]
+    sums = rhs.dims[inputs]
     of_channels, of_batch = map(new_dim, counts)  # there are groups of one kind at most
     each = new_dim(walk.before[1][outputs] // math.prod(counts))
     walk.same([(*of_channels, *sums)], [lhs.dims[channels]], lhs)

@@ -253,7 +253,8 @@ class Sent:
         is_along = [place in dims for place, dims in zip(places, event.along)]
         if all(is_along) or not any(is_along):
             return [(event, size)] if all(is_along) else []
-        one, other = event.arrays[is_along.index(True)], is_along.index(False)
+        one = event.arrays[is_along.index(True)]
+        other = is_along.index(False)
         whole = self._costs.local_bytes(one, event.times)
         is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
         is_cut = is_product and (id(event.arrays[other]), number) in self._cut

@@ -124,7 +124,8 @@ def gather(walk: Walk, operands: list[Value]) -> Results:
     """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
     operand, indices = operands
     numbers, sizes = walk.params["dimension_numbers"], walk.params["slice_sizes"]
-    batching, shape = numbers.operand_batching_dims, walk.before[0]
+    batching = numbers.operand_batching_dims
+    shape = walk.before[0]
     for i, j in zip(batching, numbers.start_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *batching)]
@@ -147,7 +148,8 @@ def scatter(walk: Walk, operands: list[Value]) -> Results:
     """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
     numbers = walk.params["dimension_numbers"]
-    batching, shape = numbers.operand_batching_dims, walk.before[0]
+    batching = numbers.operand_batching_dims
+    shape = walk.before[0]
     for i, j in zip(batching, numbers.scatter_indices_batching_dims):
         walk.same([operand.dims[i]], [indices.dims[j]], indices)
     kept = [i for i in range(len(shape)) if i not in (*numbers.inserted_window_dims, *batching)]
@@ -266,7 +268,8 @@ def concatenate(walk: Walk, operands: list[Value]) -> Results:
 
 def pad(walk: Walk, operands: list[Value]) -> Results:
     """Padding; also the transpose of a slice, which is one piece among zeros."""
-    operand, dims = operands[0], []
+    operand = operands[0]
+    dims = []
     before, after = walk.before[0], walk.after[0]
     config = [tuple(map(int, entry)) for entry in walk.params["padding_config"]]
     for dim, size, total, (low, high, interior) in zip(operand.dims, before, after, config):

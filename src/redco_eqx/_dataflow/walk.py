@@ -93,7 +93,8 @@ class Walk:
             given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
             # The rule was written for another version of JAX, and a parameter is missing.
-            given, self.equation = [], equation
+            given = []
+            self.equation = equation
         pairs = enumerate(given[: len(equation.outvars)])
         found = [x if isinstance(x, Value) else self.result(x, operands, i) for i, x in pairs]
         if [len(x.dims) for x in found] == [len(shape) for shape in self.after]:
@@ -140,7 +141,8 @@ class Walk:
     ) -> None:
         """Records that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
         if any(dims):
-            of, times = arrays or (sent,), (self.times, self.waits)
+            times = self.times, self.waits
+            of = arrays or (sent,)
             found = Event(kind, dims, sent, of, self.equation, *times, unless, self.block, along)
             self.events.append(found)
             if kind == "sum":
