@@ -6,32 +6,27 @@ from collections.abc import Mapping
 from jax.sharding import AbstractMesh, Mesh
 
 from redco_eqx._dataflow.choice import Values, scatters
-from redco_eqx._dataflow.engine import Analysis, factors
+from redco_eqx._dataflow.engine import Analysis, RoleOf, factors
 from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
-from redco_eqx._dataflow.solution import Solution, sent, solve
+from redco_eqx._dataflow.solution import Solution, solve
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivationLayout:
-    """A choice for each value. It stands in for an `Analysis`, which it asks for everything else."""
+class ActivationLayout(Analysis):
+    """An analysis with a choice for each value, which stands in for its layout."""
 
-    analysis: Analysis
     solution: Solution
 
     def dim_of(self, leaf: int) -> int | None:
         """The dim of a parameter that is split, or `None`."""
-        value = self.analysis.parameters[leaf]
+        value = self.walk.parameters[leaf]
         return self.solution.values.dim_of(value, self.solution.state(value))
 
-    def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
-        """Returns the roles as `Analysis.roles` does."""
-        return {path: self._role(i) for i, path in enumerate(self.analysis.traced.paths)}
-
-    def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
-        dim, value = self.dim_of(leaf), self.analysis.parameters[leaf]
-        role, reason, _, stack = self.analysis.whole_role(leaf)
+    def role(self, leaf: int) -> RoleOf:
+        dim, value = self.dim_of(leaf), self.walk.parameters[leaf]
+        role, reason, _, stack = self.whole_role(leaf)
         if dim is not None:
-            role = self.analysis.name_of(leaf, value.dims[dim])
+            role = self.name_of(leaf, value.dims[dim])
             reason = f"dim {dim}, {factors(value.dims[dim])} is split, chosen with the activations"
         elif role != "buffer":
             reason = "whole: with the activations split, this sends less"
@@ -39,7 +34,7 @@ class ActivationLayout:
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "ActivationLayout | None":
         """The layout with these dims of parameters split, by path; `None` if there is none."""
-        fixed = self.analysis.traced.by_leaf(dims)
+        fixed = self.traced.by_leaf(dims)
         if all(self.dim_of(leaf) == dim for leaf, dim in fixed.items()):
             return self
         try:
@@ -49,10 +44,9 @@ class ActivationLayout:
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
-        sizes = sent(self.solution)
-        sizes[OVER_FSDP] = over_fsdp(self.analysis, stored, merged=True)
+        sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, merged=True)}
         total = sum(sizes.values())
-        return Prediction(total, total, 0.0, lines_of(sizes), (), opaque_of(self.analysis))
+        return Prediction(total, total, 0.0, lines_of(sizes), (), opaque_of(self))
 
 
 def choose_with_activations(
@@ -74,11 +68,10 @@ def choose_with_activations(
     Raises `ValueError` if no layout fits.
     """
     costs = analysis.costs
-    values = Values(
-        analysis.walk, analysis.parameters, analysis.gradients, costs.tensor, costs.num_shards, scatters(mesh)
-    )
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, scatters(mesh))
     dims = {leaf: costs.splits[number].leaves[leaf] for leaf, number in analysis.layout.items()}
-    held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.parameters))]
+    held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)
     budget = sum(held) * 1.001 if max_bytes is None else max_bytes
-    return ActivationLayout(analysis, solve(values, fixed=decided, max_bytes=budget, held=costs.held))
+    solution = solve(values, fixed=decided, max_bytes=budget, held=costs.held)
+    return ActivationLayout(analysis.traced, analysis.walk, costs, analysis.layout, solution)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve
+from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve, size_of
 from redco_eqx._dataflow.walk import Walk
 
 WHOLE, PENDING = "whole", "pending"
@@ -23,8 +23,9 @@ State: TypeAlias = Any
 """The dim of a value that is split, or the slot of a group of values; or `WHOLE`; or `PENDING`, if each device
 has a summand."""
 
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-ADDITIVE = (*PRODUCTS, "reduce_sum", "scatter-add", "scatter_add", "gather")
+PRODUCTS = ("dot_general", "conv_general_dilated")
+ADDITIVE = (*PRODUCTS, "ragged_dot_general", "reduce_sum", "scatter-add", "scatter_add", "gather")
+ADDING_UP = ("add", "add_any", "sub")
 LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshape", "real")
 
 
@@ -78,38 +79,25 @@ def scatters(mesh: Mesh | AbstractMesh) -> bool:
     return any(x.platform != "cpu" for x in devices)
 
 
-def size_of(dim: Dim) -> int:
-    return math.prod(atom.size for atom in resolve(dim))
-
-
 class Values:
     """The values of a walk, in groups with the same layout, and the operations between the groups."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        parameters: Sequence[Value],
-        gradients: Sequence[Value | None],
-        tensor: int,
-        num_shards: int,
-        scatters: bool,
-    ):
+    def __init__(self, walk: Walk, tensor: int, num_shards: int, scatters: bool):
         self.walk, self.tensor, self.num_shards, self.scatters = walk, tensor, num_shards, scatters
-        self.parameters, rows = parameters, walk.rows
-        self._leads = Leads([], rows, num_shards)
+        self._leads = Leads([], walk.rows, num_shards)
         self.groups, self.slots = Groups(), Groups()
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
         self._pending: set[int] = set()
-        self._spoiled: set[int] = {id(x) for x in (*parameters, *rows)}
+        self._spoiled: set[int] = {id(x) for x in (*walk.parameters, *walk.rows)}
         self._batch_dims: dict[int, frozenset[int]] = {}
-        self._know(*parameters, *rows)
+        self._know(*walk.parameters, *walk.rows)
         for before, after in walk.carried:
             self._join(before, after, [(i, i) for i in range(len(before.dims))])
             self._spoiled |= {id(before), id(after)}
         for step in walk.steps:
             self._add(step)
-        for parameter, gradient in zip(parameters, gradients):
+        for parameter, gradient in zip(walk.parameters, walk.gradients):
             if gradient is not None:
                 both = set(self.splits(parameter)) & set(self.splits(gradient))
                 options = [Strategy((s, s), (), 0.0) for s in (WHOLE, *sorted(both))]
@@ -140,13 +128,14 @@ class Values:
         batch = self.batch_dims(value)
         parts = [self.tensor * (self.num_shards if i in batch else 1) for i in range(len(value.dims))]
         sizes = [size_of(dim) for dim in value.dims]
-        return [
-            i
-            for i, (size, n, dim) in enumerate(zip(sizes, parts, value.dims))
-            if size > 1 and size % n == 0 and (i in batch or not resolve(dim)[0].pin)
-        ]
+        is_free = [i in batch or not (dim and resolve(dim)[0].pin) for i, dim in enumerate(value.dims)]
+        return [i for i, n in enumerate(parts) if sizes[i] > 1 and sizes[i] % n == 0 and is_free[i]]
 
     # Groups.
+
+    def group(self, value: Value) -> int:
+        """The member of a value's group that stands for it."""
+        return self.groups.find(id(value))
 
     def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
         """Join two values with these pairs of dims into one group; False if it pairs their dims otherwise."""
@@ -181,25 +170,25 @@ class Values:
             self._constraint(step)
             return
         sizes = [tuple(size_of(dim) for dim in x.dims) for x in step.operands]
-        local = Walk(self.walk.rule_of)
-        local.block = step.block
-        inputs = [Value(new_dims(size), x.num_bytes) for size, x in zip(sizes, step.operands)]
-        outputs = local._results(step.equation, inputs)
+        local = Walk(self.walk.rule_of, step.block)
+        inputs = [Value(new_dims(size), x.num_bytes, (0,), True) for size, x in zip(sizes, step.operands)]
+        outputs = local.results(step.equation, inputs)
         name = step.equation.primitive.name
-        linear = name in LINEAR or (
-            name in ("mul", "div") and len(operands) == 1 and operands[0] is step.operands[0]
-        )
-        if not local.events and len(outputs) == 1 and operands and self._contract(step, inputs, outputs[0]):
-            if linear and all(id(x) in self._pending for x in operands):
-                self._pending.add(id(step.results[0]))
-            elif not linear:
+        is_sum = name in ADDING_UP and len(operands) == 2
+        is_scaled = name in ("mul", "div") and len(operands) == 1 and operands[0] is step.operands[0]
+        is_linear = (name in LINEAR and len(operands) == 1) or is_scaled
+        passes = (is_sum or is_linear) and all(id(x) in self._pending for x in operands)
+        if passes:
+            self._pending |= {id(x) for x in step.results}
+        can_join = len(outputs) == 1 and operands and not local.events and not (is_sum and passes)
+        if can_join and self._contract(step, inputs, outputs[0]):
+            if not is_linear:
                 self._spoiled.add(id(step.results[0]))
-            return
-        self._operation(step, local, inputs, outputs)
+        else:
+            self._operation(step, local, inputs, outputs, passes and (is_linear or self.scatters))
 
     def _contract(self, step: Step, inputs: Sequence[Value], output: Value) -> bool:
         """Join operands and result into a group if all of them have the same dims."""
-        name = step.equation.primitive.name
         result = step.results[0]
         of_output = {resolve(dim): i for i, dim in enumerate(output.dims) if dim}
         if len(of_output) != sum(map(bool, output.dims)):
@@ -212,13 +201,6 @@ class Values:
             if len(dims) != len(of_output) or any(j is None for _, j in dims):
                 return False
             pairs.append((value, dims))
-        if (
-            name in ("add", "add_any", "sub")
-            and len(pairs) == 2
-            and all(id(x) in self._pending for x, _ in pairs)
-        ):
-            self._pending.add(id(result))
-            return False
         return all(self._join(value, result, dims) for value, dims in pairs)
 
     # Operations.
@@ -227,9 +209,8 @@ class Values:
         """Adds a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
         (one,), (other,) = step.operands, step.results
         shift = len(other.dims) - len(one.dims)
-        common = [(i, i + shift) for i in range(len(one.dims)) if 0 <= i + shift < len(other.dims)]
-        known = set(self.splits(one)), set(self.splits(other))
-        options = [Strategy((i,), (j,), 0.0) for i, j in common if i in known[0] and j in known[1]]
+        common = [i for i in self.splits(one) if i + shift in self.splits(other)]
+        options = [Strategy((i,), (i + shift,), 0.0) for i in common]
         whole = Strategy((WHOLE,), (WHOLE,), 0.0)
         if any(one.dims):
             self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
@@ -238,51 +219,47 @@ class Values:
         """Adds a constraint of the program, which stands. Each dim that it leaves open may be split."""
         value, result = step.operands[0], step.results[0]
         spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
-        states: list[State] = [i for i in self.splits(value) if spec[i] == "tensor"]
-        if not states:
-            states = [WHOLE, *(i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED)]
-        options = [Strategy((s,), (s,), 0.0) for s in states]
+        stands = [i for i in self.splits(value) if spec[i] == "tensor"]
+        free = [i for i in self.splits(value) if spec[i] is PartitionSpec.UNCONSTRAINED]
+        options = [Strategy((s,), (s,), 0.0) for s in stands or (WHOLE, *free)]
         self._spoiled |= {id(value), id(result)}
         self.operations.append(Operation(step, [value], [result], (step.times, step.times), options))
 
-    def _operation(self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+    def _operation(
+        self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value], passes: bool
+    ) -> None:
+        """Adds an operation with its strategies. If it `passes`, results are pending if operands are."""
         batch: set[Atom] = set()
         for value, own in (*zip(step.operands, inputs), *zip(step.results, outputs)):
             batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}
 
         def key_of(dim: Dim) -> tuple[Atom, ...] | None:
-            atoms = resolve(dim)
-            if not atoms or atoms[0] not in batch:
-                return leading_atoms(dim, self.tensor) if atoms else None
-            both = leading_atoms(dim, self.tensor * self.num_shards)
-            rows = leading_atoms(dim, self.num_shards) or ()
-            if both is None:
-                return None
-            is_apart = both[: len(rows)] == rows and math.prod(a.size for a in rows) == self.num_shards
-            return both[len(rows) :] if is_apart and len(both) > len(rows) else both
+            """The atoms of a dim that `tensor` splits, after those that the batch axes split."""
+            parts = self.num_shards if not batch.isdisjoint(resolve(dim)[:1]) else 1
+            both, rows = leading_atoms(dim, self.tensor * parts), leading_atoms(dim, parts) or ()
+            is_apart = both is not None and both[: len(rows)] == rows and size_of(rows) == parts
+            return both[len(rows) :] or both if both and is_apart else both
 
         def places(value: Value, own: Value) -> dict[tuple[Atom, ...], list[int]]:
-            found: dict[tuple[Atom, ...], list[int]] = {}
-            known = self.splits(value)
-            for i, dim in enumerate(own.dims):
-                key = key_of(dim) if i in known else None
+            found = defaultdict(list)
+            for i in self.splits(value):
+                key = key_of(own.dims[i])
                 if key is not None:
-                    found.setdefault(key, []).append(i)
-            return found
+                    found[key].append(i)
+            return dict(found)
 
         operands = [(x, own) for x, own in zip(step.operands, inputs) if any(x.dims)]
         of_operands = [places(x, own) for x, own in operands]
         of_results = [places(x, own) for x, own in zip(step.results, outputs)]
-        events = [([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e) for e in local.events]
+        events = [([key_of(d) for d in e.dims], [key_of(d) for d in e.unless], e.kind) for e in local.events]
         name = step.equation.primitive.name
-        work = _work(step, inputs) / (self.num_shards if any(map(self.batch_dims, step.operands)) else 1)
+        work = next((use.work for use in local.uses if name in PRODUCTS), 0.0)
+        work /= self.num_shards if any(map(self.batch_dims, step.operands)) else 1
         strategies = [Strategy((WHOLE,) * len(operands), (WHOLE,) * len(step.results), work)]
-        keys = dict.fromkeys(key for found in (*of_operands, *of_results) for key in found)
-        for key in keys:
-            hit = [e for dims, unless, e in events if key in dims and key not in unless]
-            if any(e.kind not in ("sum", "lookup") for e in hit):
-                continue
-            if any(len(found.get(key, ())) > 1 for found in (*of_operands, *of_results)):
+        for key in dict.fromkeys(key for found in (*of_operands, *of_results) for key in found):
+            hit = [kind for dims, unless, kind in events if key in dims and key not in unless]
+            is_twice = any(len(found.get(key, ())) > 1 for found in (*of_operands, *of_results))
+            if is_twice or not {"sum", "lookup"}.issuperset(hit):
                 continue
             takes = tuple(found[key][0] if key in found else WHOLE for found in of_operands)
             gives = tuple(found[key][0] if key in found else PENDING if hit else WHOLE for found in of_results)
@@ -294,19 +271,14 @@ class Values:
                 continue
             is_late = bool(hit) and key[0] not in batch and not self.scatters
             strategies.append(Strategy(takes, gives, work / self.tensor, is_late))
-        if any(e.kind in ("sum", "lookup") for e in local.events) and name in ADDITIVE:
+        if name in ADDITIVE and any(kind in ("sum", "lookup") for _, _, kind in events):
             self._pending |= {id(x) for x in step.results}
-        is_sum = name in ("add", "add_any", "sub") and len(operands) == 2
-        passes = (is_sum and self.scatters) or (name in LINEAR and len(operands) == 1)
-        if passes and all(id(x) in self._pending for x, _ in operands):
+        if passes:
             strategies.append(Strategy((PENDING,) * len(operands), (PENDING,) * len(step.results), work))
-            self._pending |= {id(x) for x in step.results}
-        over = any(self._leads.over_batch(e) for e in step.events)
-        self.operations.append(
-            Operation(
-                step, [x for x, _ in operands], list(step.results), (step.times, step.times), strategies, over
-            )
-        )
+        times = step.times, step.times
+        taken = [x for x, _ in operands]
+        over_batch = any(self._leads.over_batch(e) for e in step.events)
+        self.operations.append(Operation(step, taken, list(step.results), times, strategies, over_batch))
 
     def _find_states(self) -> None:
         members = defaultdict(list)
@@ -337,19 +309,9 @@ class Values:
         return (n - 1) / n * size if after == WHOLE else (n - 1) / n**2 * size
 
     def over_batch(self, value: Value, state: State, is_late: bool) -> float:
-        share = 1 if state in (WHOLE, PENDING) or is_late else 1 / self.tensor
+        share = 1 if is_late else self.share(state)
         return 2 * (self.num_shards - 1) / self.num_shards * value.num_bytes * share
 
-
-def _work(step: Step, inputs: Sequence[Value]) -> float:
-    """Bytes of the result of a product, times the number of products that each number is the sum of."""
-    name, params = step.equation.primitive.name, step.equation.params
-    if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        depth = math.prod(size_of(inputs[0].dims[i]) for i in summed)
-    elif name == "conv_general_dilated":
-        kernel = [size_of(dim) for dim in inputs[1].dims]
-        depth = math.prod(kernel) / max(kernel[params["dimension_numbers"].rhs_spec[0]], 1)
-    else:
-        return 0.0
-    return float(step.results[0].num_bytes * depth)
+    def share(self, state: State) -> float:
+        """The part of a value in this state that one device along `tensor` has."""
+        return 1.0 if state in (WHOLE, PENDING) else 1 / self.tensor

@@ -15,8 +15,7 @@ from redco_eqx._dataflow.search import (
     best_set,
     choose,
     freed_bytes,
-    graft,
-    relax,
+    improve,
     score,
     simulate,
     worth,
@@ -31,6 +30,7 @@ from redco_eqx._dataflow.values import (
     pin,
     resolve,
     short_line,
+    size_of,
     total_bytes,
     unify,
 )
@@ -41,9 +41,8 @@ from redco_eqx._dataflow.walk import Costs, Walk, count, unknown
 
 def factors(dim: Dim) -> str:
     """`32 (8 x 4)`: the size of a dim, and the factors that the walk found in it."""
-    atoms = resolve(dim)
-    size = math.prod(atom.size for atom in atoms)
-    return str(size) if len(atoms) < 2 else f"{size} ({' x '.join(str(atom.size) for atom in atoms)})"
+    sizes = [str(atom.size) for atom in resolve(dim)]
+    return f"{size_of(dim)} ({' x '.join(sizes)})" if len(sizes) > 1 else str(size_of(dim))
 
 
 def largest_sends(sent: Sequence[tuple[Event, float]]) -> str:
@@ -131,6 +130,12 @@ def _num_shared(first: str, second: str) -> int:
 
 SCANNED = "scanned over"
 
+RoleOf: TypeAlias = tuple[str, str, int | None, int]
+"""`(role, reason, dim, stack)` of an array.
+
+If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it is
+`whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split them."""
+
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
 """`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
 none. `stack` is the number of leading dims that number layers of a scan."""
@@ -140,20 +145,17 @@ none. `stack` is the number of leading dims that number layers of a scan."""
 class Analysis:
     """The results of a walk through a program, about the layout of its parameters.
 
-    - `parameters`, `gradients`: the arrays of the program, as the walk left them.
     - `layout`: the number of the split for each parameter that is split, by the parameter's number.
     """
 
     traced: TracedStep
     walk: Walk
-    parameters: list[Value]
-    gradients: list[Value | None]
     costs: Costs
     layout: SplitOfEach
 
     def sent(self, layout: SplitOfEach) -> Sent:
         """Simulate the bytes that a device sends in a step, if parameters are split by `layout`."""
-        return simulate(self.costs, self.walk.steps, self.parameters, self.gradients, layout)
+        return simulate(self.costs, self.walk, layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The analysis with a layout that splits these dims, by path; `None` if its cost is not known."""
@@ -163,17 +165,13 @@ class Analysis:
     def score(self, layout: SplitOfEach) -> float:
         return score(self.costs, layout, self.sent(layout))
 
-    def roles(self) -> dict[str, tuple[str, str, int | None, int]]:
-        """For each array that the program takes, by path: `(role, reason, dim, stack)`.
+    def roles(self) -> dict[str, RoleOf]:
+        """The role of each array that the program takes, by path."""
+        return {path: self.role(i) for i, path in enumerate(self.traced.paths)}
 
-        If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it
-        is `whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split
-        them.
-        """
-        return {path: self._role(i) for i, path in enumerate(self.traced.paths)}
-
-    def _role(self, leaf: int) -> tuple[str, str, int | None, int]:
-        value, number = self.parameters[leaf], self.layout.get(leaf)
+    def role(self, leaf: int) -> RoleOf:
+        """The role of an array that the program takes."""
+        value, number = self.walk.parameters[leaf], self.layout.get(leaf)
         if self.traced.fixed[leaf] or number is None:
             return self.whole_role(leaf)
         split = self.costs.splits[number]
@@ -181,9 +179,9 @@ class Analysis:
         reason = why_split(split, value.dims[dim], leaf)
         return self.name_of(leaf, value.dims[dim]), f"dim {dim}, {reason}", dim, _num_scanned(value)
 
-    def whole_role(self, leaf: int) -> tuple[str, str, None, int]:
+    def whole_role(self, leaf: int) -> RoleOf:
         """The role of an array that is not split, and the reason why it is not."""
-        value, shape = self.parameters[leaf], self.traced.shapes[leaf]
+        value, shape = self.walk.parameters[leaf], self.traced.shapes[leaf]
         stack = _num_scanned(value)
         if self.traced.fixed[leaf]:
             return "buffer", self.traced.fixed[leaf], None, stack
@@ -202,28 +200,26 @@ class Analysis:
         return "follows"
 
 
-def walk_through(traced: TracedStep) -> tuple[Walk, list[Value], list[Value | None]]:
-    """Walk through a program. Returns the walk, the parameters, and their gradients."""
+def walk_through(traced: TracedStep) -> Walk:
+    """Walk through a program."""
     walk = Walk(rule_of)
     values = [unknown(var.aval) for var in traced.jaxpr.invars]
     num_arrays = len(traced.paths)
-    parameters, rows = values[:num_arrays], values[num_arrays:][: traced.num_batch]
-    for i, value in enumerate(parameters):
+    walk.parameters, rows = values[:num_arrays], values[num_arrays:][: traced.num_batch]
+    for i, value in enumerate(walk.parameters):
         value.weights, value.is_learned = (i,), True
     for value in rows:
         value.is_data = True
-    rows = [value for value in rows if value.dims]  # not a scalar that all examples share
-    for value in rows:
-        unify(rows[0].dims[0], value.dims[0])
+    walk.rows = [value for value in rows if value.dims]  # not a scalar that all examples share
+    for value in walk.rows:
+        unify(walk.rows[0].dims[0], value.dims[0])
         pin(value.dims[0], "the batch")
-    walk.rows = rows
     results = walk.run(traced.jaxpr, values)
-    gradients = [None if number is None else results[number] for number in traced.trained]
-    for value, gradient in zip(parameters, gradients):
-        if gradient is not None:
-            for dim, of_gradient in zip(value.dims, gradient.dims):
-                unify(dim, of_gradient)
-    return walk, parameters, gradients
+    walk.gradients = [None if number is None else results[number] for number in traced.trained]
+    for value, gradient in zip(walk.parameters, walk.gradients):
+        for dim, of_gradient in zip(value.dims, gradient.dims if gradient else ()):
+            unify(dim, of_gradient)
+    return walk
 
 
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
@@ -231,16 +227,16 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
 
     `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.
     """
-    walk, parameters, gradients = walk_through(traced)
+    walk = walk_through(traced)
 
     def held_of(leaf: int, dim: int | None) -> float:
+        value = walk.parameters[leaf]
         if held is None:
-            return parameters[leaf].num_bytes / (1 if dim is None else tensor)
-        return held(traced.paths[leaf], dim, _num_scanned(parameters[leaf]), bool(traced.fixed[leaf]))
+            return value.num_bytes / (1 if dim is None else tensor)
+        return held(traced.paths[leaf], dim, _num_scanned(value), bool(traced.fixed[leaf]))
 
-    splittable = [[] if reason else list(value.dims) for value, reason in zip(parameters, traced.fixed)]
-    costs = count(walk, parameters, splittable, walk.rows, tensor, num_shards, held_of)
-    return Analysis(traced, walk, parameters, gradients, costs, {})
+    splittable = [() if reason else x.dims for x, reason in zip(walk.parameters, traced.fixed)]
+    return Analysis(traced, walk, count(walk, splittable, tensor, num_shards, held_of), {})
 
 
 def _num_scanned(value: Value) -> int:
@@ -300,9 +296,6 @@ def choose_layout(
             f"{total - sum(freed[n] for n in most):.0f}. Use more devices for tensor or fsdp."
         )
     layout = layouts[0] if len(layouts) == 1 else max(layouts, key=judge)
-    num_steps = len(analysis.walk.steps)
-    layout = relax(layout, paths, num_steps, decided, judge)
-    other = analysis.laid_out({**given, **fixed})
-    if other is not None:
-        layout = graft(layout, other.layout, paths, num_steps, decided, judge)
+    other = as_layout(costs, analysis.traced.by_leaf({**given, **fixed}))
+    layout = improve(layout, other, paths, len(analysis.walk.steps), decided, judge)
     return dataclasses.replace(analysis, layout=layout)

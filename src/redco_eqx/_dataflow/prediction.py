@@ -29,11 +29,12 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
     if meet or any(leaf not in layout for number in numbers for leaf in costs.splits[number].leaves):
         held = [
             x.num_bytes / (costs.tensor if leaf in layout else 1)
-            for leaf, x in enumerate(analysis.gradients)
+            for leaf, x in enumerate(analysis.walk.gradients)
             if x is not None and x.is_data
         ]
         return sum(held, 0.0) if costs.num_shards > 1 else 0.0
-    whole = total_bytes(costs.batch, merged=merged)
+    batch = [(e, e.num_bytes) for e in analysis.walk.events if costs.leads.over_batch(e)]
+    whole = total_bytes(batch, merged=merged)
     # A sum that several splits could cause is shared among them.
     together: dict[Event, dict[Event, None]] = {}
     for split in costs.splits:
@@ -135,7 +136,7 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
         leaf = paths.index(path) if path in paths else None
         part = array.num_bytes / array.num_parts
         blocks = [] if leaf is None else list(users.get(leaf, ()))
-        is_trained = leaf is not None and analysis.gradients[leaf] is not None
+        is_trained = leaf is not None and analysis.walk.gradients[leaf] is not None
         if blocks and all(block in ENDS for block in blocks) and is_trained:
             num_sums = 1 if merged else len(blocks)
             total += array.num_bytes + len(blocks) * part
@@ -197,7 +198,7 @@ def _line(group: Sequence[Split], analysis: Analysis) -> str:
     first = group[0]
     leaf, dim = next(iter(first.leaves.items()))
     others = len(first.leaves) - 1
-    name = f"dim {dim} of {analysis.traced.paths[leaf]}, {factors(analysis.parameters[leaf].dims[dim])}"
+    name = f"dim {dim} of {analysis.traced.paths[leaf]}, {factors(analysis.walk.parameters[leaf].dims[dim])}"
     name += f", and {others} more" if others else ""
     name += f" (and {len(group) - 1} splits like it)" if len(group) > 1 else ""
     sent = [pair for split in group for pair in split.sent]
@@ -208,7 +209,7 @@ def _advice(group: Sequence[Split], analysis: Analysis) -> str:
     """Say how much a fused weight sends, and how much it would send with its pieces apart."""
     first, costs = group[0], analysis.costs
     leaf = first.crossed[0]
-    dim = analysis.parameters[leaf].dims[first.leaves[leaf]]
+    dim = analysis.walk.parameters[leaf].dims[first.leaves[leaf]]
     before = _total(group)
     crossing = sum(
         size

@@ -4,309 +4,275 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
-from redco_eqx._base.jaxprs import NOT_ELEMENTWISE, shape_of, type_of
+from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
-from redco_eqx._dataflow.walk import Rule, Walk, result, unknown
+from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
 # Operations that go number by number or along one dim, or are of unknown kind.
 
 
-def unlisted(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
     """An operation without a rule: if the shapes agree, it is assumed to go number by number."""
-    name = equation.primitive.name
-    shapes = [shape for var in (*equation.invars, *equation.outvars) if (shape := shape_of(var))]
+    name = walk.equation.primitive.name
+    shapes = [shape for shape in (*walk.before, *walk.after) if shape]
     if not shapes:
-        return [result(var.aval, (), operands) for var in equation.outvars]
+        return [() for _ in walk.after]
     largest = max(shapes, key=math.prod)
     fits = all(len(s) == len(largest) and all(n in (1, m) for n, m in zip(s, largest)) for s in shapes)
-    if name in NOT_ELEMENTWISE or not fits or all(shape_of(v) != largest for v in equation.outvars):
-        return walk.opaque_results(equation, operands)
+    if name in NOT_ELEMENTWISE or not fits or largest not in walk.after:
+        return walk.opaque_dims(operands)
     dims: list[Dim] = [()] * len(largest)
-    for var, operand in zip(equation.invars, operands):
-        own = shape_of(var)
+    for own, operand in zip(walk.before, operands):
         for i, dim in enumerate(operand.dims):
             if own[i] != largest[i]:
                 continue  # a dim of size 1 is stretched
             if dims[i]:
-                walk.same([dims[i]], [dim], operand, equation)
+                walk.same([dims[i]], [dim], operand)
             else:
                 dims[i] = dim
     full = [dim or new for dim, new in zip(dims, new_dims(largest))]
-    return [
-        result(var.aval, full if shape_of(var) == largest else new_dims(shape_of(var)), operands)
-        for var in equation.outvars
-    ]
+    return [full if shape == largest else new_dims(shape) for shape in walk.after]
 
 
-def add(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def add(walk: Walk, operands: list[Value]) -> Results:
     """Makes one sum of several sums over devices, also in another dtype; a bias may be added after it."""
-    (out,) = unlisted(walk, equation, operands)
+    (dims,) = unlisted(walk, operands)
+    out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
         out.sums = tuple(dict.fromkeys(event for operand in operands for event in operand.sums))
+        is_joined = all(event.block in ADDING for event in out.sums)
         for event in out.sums[1:]:
             event.first = out.sums[0]
-        if len(out.sums) > 1 and all(event.block in ADDING for event in out.sums):
-            for event in out.sums[1:]:
-                event.joined = out.sums[0]
+            event.joined = out.sums[0] if is_joined else event.joined
     return [out]
 
 
-def copy(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def copy(walk: Walk, operands: list[Value]) -> Results:
     """Arrays stay as they are. Between layers, the library's blocks keep them whole, except for their rows."""
     if walk.block == STREAM:
-        walk.event("whole", operands[0].dims[1:], operands[0], equation)
-    return list(operands)
+        walk.event("whole", operands[0].dims[1:], operands[0])
+    return operands
 
 
-def unrelated(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def unrelated(walk: Walk, operands: list[Value]) -> Results:
     """Results that depend on no operand's dims: counters and draws. Each device makes its part of them."""
-    return [unknown(var.aval) for var in equation.outvars]
+    return [unknown(var.aval) for var in walk.equation.outvars]
 
 
-def along_one_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
     """Cumulative sums, sorts, reversals: they need the dim that they go along whole."""
-    params = equation.params
+    params = walk.params
     named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
     along = named if isinstance(named, tuple | list) else [named]
     for operand in operands:
-        walk.event("whole", [operand.dims[i] for i in along], operand, equation)
-        walk.same(first.dims, operand.dims, operand, equation)
+        walk.event("whole", [operand.dims[i] for i in along], operand)
+        walk.same(first.dims, operand.dims, operand)
     dims = list(first.dims)
-    if equation.primitive.name == "sort":  # it moves numbers to other places
+    if walk.equation.primitive.name == "sort":  # it moves numbers to other places
         for i in along:
-            dims[i] = new_dim(shape_of(equation.invars[0])[i])
-    return [result(var.aval, dims, operands) for var in equation.outvars]
+            dims[i] = new_dim(walk.before[0][i])
+    return [dims for _ in walk.after]
 
 
 def last_dims(num_dims: int) -> Rule:
     """A rule for operations on the last dims, for each entry of the others: decompositions, top-k."""
 
-    def rule(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def rule(walk: Walk, operands: list[Value]) -> Results:
         fitting = [x for x in operands if len(x.dims) >= num_dims]
         batch = fitting[0].dims[: len(fitting[0].dims) - num_dims]
         for operand in fitting:
             rest = len(operand.dims) - num_dims
-            walk.event("whole", operand.dims[rest:], operand, equation)
-            walk.same(batch, operand.dims[:rest], operand, equation)
-        found = []
-        for var in equation.outvars:
-            inner = new_dims(shape_of(var)[len(batch) :])
-            found.append(result(var.aval, [*batch, *inner], operands))
-        return found
+            walk.event("whole", operand.dims[rest:], operand)
+            walk.same(batch, operand.dims[:rest], operand)
+        return [[*batch, *new_dims(shape[len(batch) :])] for shape in walk.after]
 
     return rule
 
 
-def fft(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def fft(walk: Walk, operands: list[Value]) -> Results:
     """An FFT. Every dim but the batch is whole on each device, because the compiler goes wrong otherwise."""
     (operand,) = operands
-    num_whole = len(equation.params["fft_lengths"])
-    aval = type_of(equation.outvars[0])
-    walk.event("whole", operand.dims, operand, equation)
-    kept = operand.dims[: len(operand.dims) - num_whole]
-    return [result(aval, [*kept, *new_dims(aval.shape[len(kept) :])], operands)]
+    walk.event("whole", operand.dims, operand)
+    kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
+    return [[*kept, *new_dims(walk.after[0][len(kept) :])]]
 
 
 # Lookups, and their transposes.
 
 
-def dynamic_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    operand = operands[0]
-    aval, dims = type_of(equation.outvars[0]), list(operand.dims)
-    for i, (before, after) in enumerate(zip(shape_of(equation.invars[0]), aval.shape)):
+def dynamic_slice(walk: Walk, operands: list[Value]) -> Results:
+    operand, dims = operands[0], list(operands[0].dims)
+    for i, (before, after) in enumerate(zip(walk.before[0], walk.after[0])):
         if before != after:
-            walk.event("whole", [dims[i]], operand, equation)
+            walk.event("whole", [dims[i]], operand)
             dims[i] = new_dim(after)
-    return [result(aval, dims, operands)]
+    return [dims]
 
 
-def dynamic_update_slice(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def dynamic_update_slice(walk: Walk, operands: list[Value]) -> Results:
     operand, update = operands[:2]
-    before, after = (shape_of(var) for var in equation.invars[:2])
-    for dim, own, n, m in zip(operand.dims, update.dims, before, after):
+    for dim, own, n, m in zip(operand.dims, update.dims, *walk.before[:2]):
         if n == m:
-            walk.same([dim], [own], update, equation)
+            walk.same([dim], [own], update)
         else:
-            walk.event("whole", [dim, own], update, equation)
-    return [result(type_of(equation.outvars[0]), operand.dims, operands[:2])]
+            walk.event("whole", [dim, own], update)
+    return [walk.result(operand.dims, operands[:2])]
 
 
-def gather(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def gather(walk: Walk, operands: list[Value]) -> Results:
     """A lookup. Each device looks up its part of a split dim, and the sum over devices is the result."""
     operand, indices = operands
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    aval, shape = type_of(equation.outvars[0]), shape_of(equation.invars[0])
-    batching = tuple(numbers.operand_batching_dims)
+    numbers, sizes = walk.params["dimension_numbers"], walk.params["slice_sizes"]
+    batching = numbers.operand_batching_dims
+    shape = walk.before[0]
     for i, j in zip(batching, numbers.start_indices_batching_dims):
-        walk.same([operand.dims[i]], [indices.dims[j]], indices, equation)
-    picked = list(numbers.collapsed_slice_dims)
-    kept = iter([i for i in range(len(shape)) if i not in picked and i not in batching])
-    rows = iter(indices.dims[:-1])
-    dims: list[Dim] = []
-    for j, size in enumerate(aval.shape):
-        if j not in numbers.offset_dims:
-            dims.append(next(rows))
-            continue
-        i = next(kept)
-        is_whole = sizes[i] == shape[i]
-        dims.append(operand.dims[i] if is_whole else new_dim(size))
-        picked += [] if is_whole else [i]
-    out = result(aval, dims, operands)
-    walk.event("lookup", [operand.dims[i] for i in picked], out, equation, arrays=operands)
+        walk.same([operand.dims[i]], [indices.dims[j]], indices)
+    kept = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *batching)]
+    picked = [i for i, size in enumerate(shape) if i not in batching and sizes[i] != size]
+    dims = list(new_dims(walk.after[0]))
+    for j, i in zip(numbers.offset_dims, kept):
+        dims[j] = dims[j] if i in picked else operand.dims[i]
+    rows = [j for j in range(len(dims)) if j not in numbers.offset_dims]
+    for j, dim in zip(rows, indices.dims):
+        dims[j] = dim
+    out = walk.result(dims, operands)
+    walk.event("lookup", [operand.dims[i] for i in picked], out, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
     # Counts as much as the product with one-hot rows: that much a split table is worth in training.
     walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
     return [out]
 
 
-def scatter(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def scatter(walk: Walk, operands: list[Value]) -> Results:
     """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
-    numbers, shape = equation.params["dimension_numbers"], shape_of(equation.invars[0])
-    batching = tuple(numbers.operand_batching_dims)
+    numbers = walk.params["dimension_numbers"]
+    batching = numbers.operand_batching_dims
+    shape = walk.before[0]
     for i, j in zip(batching, numbers.scatter_indices_batching_dims):
-        walk.same([operand.dims[i]], [indices.dims[j]], indices, equation)
-    kept = iter([i for i in range(len(shape)) if i not in numbers.inserted_window_dims and i not in batching])
-    rows = iter([(j, dim) for j, dim in enumerate(indices.dims[:-1])])
-    out = result(type_of(equation.outvars[0]), operand.dims, operands)
-    summed = []
-    for j, dim in enumerate(updates.dims):
-        if j in numbers.update_window_dims:
-            i = next(kept)
-            if shape_of(equation.invars[2])[j] == shape[i]:
-                walk.same([operand.dims[i]], [dim], updates, equation)
-            else:
-                walk.event("whole", [dim], updates, equation)
-            continue
-        row, of_row = next(rows)
-        walk.same([of_row], [dim], updates, equation)
-        if row not in numbers.scatter_indices_batching_dims:
-            summed.append(dim)
-    walk.event("sum", summed, out, equation, arrays=[updates])
+        walk.same([operand.dims[i]], [indices.dims[j]], indices)
+    kept = [i for i in range(len(shape)) if i not in (*numbers.inserted_window_dims, *batching)]
+    for j, i in zip(numbers.update_window_dims, kept):
+        if walk.before[2][j] == shape[i]:
+            walk.same([operand.dims[i]], [updates.dims[j]], updates)
+        else:
+            walk.event("whole", [updates.dims[j]], updates)
+    rows = [dim for j, dim in enumerate(updates.dims) if j not in numbers.update_window_dims]
+    walk.same(indices.dims, rows, updates)
+    summed = [dim for n, dim in enumerate(rows) if n not in numbers.scatter_indices_batching_dims]
+    out = walk.result(operand.dims, operands)
+    walk.event("sum", summed, out, arrays=[updates])
     return [out]
 
 
 # Operations that move dims, cut them, or put them together.
 
 
-def transpose(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    dims = [operands[0].dims[i] for i in equation.params["permutation"]]
-    return [_moved(equation, dims, operands[0])]
+def transpose(walk: Walk, operands: list[Value]) -> Results:
+    dims = [operands[0].dims[i] for i in walk.params["permutation"]]
+    return [_moved(walk, dims, operands[0])]
 
 
-def _moved(equation: JaxprEqn, dims: Sequence[Dim], operand: Value) -> Value:
+def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:
     """A value with the same numbers. All that can be done with their sum over devices can still be done."""
-    out = result(type_of(equation.outvars[0]), dims, [operand])
+    out = walk.result(dims, [operand])
     out.sums = operand.sums
     return out
 
 
-def reshape(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def reshape(walk: Walk, operands: list[Value]) -> Results:
     """A reshape. Numbers keep their order, so the runs of factors before and after are the same."""
     operand = operands[0]
-    aval = type_of(equation.outvars[0])
-    sizes = [n for n in shape_of(equation.invars[0]) if n > 1]
-    if sizes == [n for n in aval.shape if n > 1]:
-        left = iter([dim for dim, n in zip(operand.dims, shape_of(equation.invars[0])) if n > 1])
-        return [_moved(equation, [next(left) if n > 1 else () for n in aval.shape], operand)]
-    dims = new_dims(aval.shape)
-    before = tuple(atom for dim in operand.dims for atom in dim)
-    unify(before, tuple(atom for dim in dims for atom in dim))
+    before, after = walk.before[0], walk.after[0]
+    if [n for n in before if n > 1] == [n for n in after if n > 1]:
+        left = iter([dim for dim, n in zip(operand.dims, before) if n > 1])
+        return [_moved(walk, [next(left) if n > 1 else () for n in after], operand)]
+    dims = new_dims(after)
+    unify(sum(operand.dims, ()), sum(dims, ()))
     # A factor that no longer leads a dim cannot be split there.
-    walk.event("merge", operand.dims, operand, equation, unless=dims)
-    return [_moved(equation, dims, operand)]
+    walk.event("merge", operand.dims, operand, unless=dims)
+    return [_moved(walk, dims, operand)]
 
 
-def broadcast_in_dim(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
-    dims = list(new_dims(aval.shape))
-    for i, j in enumerate(equation.params["broadcast_dimensions"]):
-        if before[i] == aval.shape[j]:
+def broadcast_in_dim(walk: Walk, operands: list[Value]) -> Results:
+    before, after = walk.before[0], walk.after[0]
+    dims = list(new_dims(after))
+    for i, j in enumerate(walk.params["broadcast_dimensions"]):
+        if before[i] == after[j]:
             dims[j] = operands[0].dims[i]
-    return [result(aval, dims, operands[:1])]
+    return [walk.result(dims, operands[:1])]
 
 
-def _piece(
-    walk: Walk, equation: JaxprEqn, value: Value, dim: Dim, total: int, start: int, size: int, stride: int
-) -> Dim:
+def _piece(walk: Walk, value: Value, dim: Dim, total: int, start: int, size: int, stride: int) -> Dim:
     """A slice of a dim. If it is one of several equal pieces, the dim is `(pieces, size)`."""
     if size == total:
         return dim
     pieces, inner = new_dim(total // size if size else 1), new_dim(size)
     aligned = size > 0 and total % size == 0
     if stride == 1 and aligned and start % size == 0 and unify(dim, (*pieces, *inner)):
-        walk.event("whole", [dim], value, equation, unless=[inner])
+        walk.event("whole", [dim], value, unless=[inner])
         return inner
     if stride > 1 and aligned and stride == total // size and unify(dim, (*inner, *pieces)):
         return inner
-    walk.event("reshard", [dim], value, equation)
+    walk.event("reshard", [dim], value)
     return new_dim(size)
 
 
-def slice_(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def slice_(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
-    starts = map(int, equation.params["start_indices"])  # at times these are NumPy numbers
-    strides = map(int, equation.params["strides"] or (1,) * len(before))
-    dims = [
-        _piece(walk, equation, operand, *of_dim)
-        for of_dim in zip(operand.dims, before, starts, aval.shape, strides)
-    ]
-    return [result(aval, dims, operands)]
+    before, after = walk.before[0], walk.after[0]
+    starts = map(int, walk.params["start_indices"])  # at times these are NumPy numbers
+    strides = map(int, walk.params["strides"] or (1,) * len(before))
+    pieces = zip(operand.dims, before, starts, after, strides)
+    return [[_piece(walk, operand, *of_dim) for of_dim in pieces]]
 
 
-def split(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def split(walk: Walk, operands: list[Value]) -> Results:
     (operand,) = operands
-    axis, start, results = equation.params["axis"], 0, []
-    total = shape_of(equation.invars[0])[axis]
-    for var, size in zip(equation.outvars, equation.params["sizes"]):
+    axis, start, results = walk.params["axis"], 0, []
+    total = walk.before[0][axis]
+    for size in map(int, walk.params["sizes"]):
         dims = list(operand.dims)
-        dims[axis] = _piece(walk, equation, operand, dims[axis], total, start, int(size), 1)
-        start += int(size)
-        results.append(result(var.aval, dims, operands))
+        dims[axis] = _piece(walk, operand, dims[axis], total, start, size, 1)
+        start += size
+        results.append(dims)
     return results
 
 
-def stack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    axis, first = equation.params["axis"], operands[0]
+def stack(walk: Walk, operands: list[Value]) -> Results:
+    axis, first = walk.params["axis"], operands[0]
     for operand in operands[1:]:
-        walk.same(first.dims, operand.dims, operand, equation)
-    dims = [*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]
-    return [result(type_of(equation.outvars[0]), dims, operands)]
+        walk.same(first.dims, operand.dims, operand)
+    return [[*first.dims[:axis], new_dim(len(operands)), *first.dims[axis:]]]
 
 
-def unstack(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    axis, operand = equation.params["axis"], operands[0]
-    walk.event("whole", [operand.dims[axis]], operand, equation)
-    dims = [*operand.dims[:axis], *operand.dims[axis + 1 :]]
-    return [result(var.aval, dims, operands) for var in equation.outvars]
+def unstack(walk: Walk, operands: list[Value]) -> Results:
+    axis, operand = walk.params["axis"], operands[0]
+    walk.event("whole", [operand.dims[axis]], operand)
+    return [[*operand.dims[:axis], *operand.dims[axis + 1 :]] for _ in walk.after]
 
 
-def concatenate(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    axis, aval = equation.params["dimension"], type_of(equation.outvars[0])
-    first = operands[0]
-    is_even = len({shape_of(var)[axis] for var in equation.invars}) == 1
-    alike = [i for i in range(len(aval.shape)) if i != axis or is_even]
+def concatenate(walk: Walk, operands: list[Value]) -> Results:
+    axis, first, after = walk.params["dimension"], operands[0], walk.after[0]
+    is_even = len({shape[axis] for shape in walk.before}) == 1
+    alike = [i for i in range(len(after)) if i != axis or is_even]
     for operand in operands[1:]:
-        walk.same([first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand, equation)
+        walk.same([first.dims[i] for i in alike], [operand.dims[i] for i in alike], operand)
     dims = list(first.dims)
-    dims[axis] = (*new_dim(len(operands)), *first.dims[axis]) if is_even else new_dim(aval.shape[axis])
-    out = result(aval, dims, operands)
+    dims[axis] = (*new_dim(len(operands)), *first.dims[axis]) if is_even else new_dim(after[axis])
     for operand in operands:
-        walk.event("reshard", [operand.dims[axis]], operand, equation, unless=[dims[axis]])
-    return [out]
+        walk.event("reshard", [operand.dims[axis]], operand, unless=[dims[axis]])
+    return [dims]
 
 
-def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def pad(walk: Walk, operands: list[Value]) -> Results:
     """Padding; also the transpose of a slice, which is one piece among zeros."""
     operand = operands[0]
-    aval, before = type_of(equation.outvars[0]), shape_of(equation.invars[0])
     dims = []
-    config = [tuple(map(int, entry)) for entry in equation.params["padding_config"]]
-    for dim, size, total, (low, high, interior) in zip(operand.dims, before, aval.shape, config):
+    before, after = walk.before[0], walk.after[0]
+    config = [tuple(map(int, entry)) for entry in walk.params["padding_config"]]
+    for dim, size, total, (low, high, interior) in zip(operand.dims, before, after, config):
         if size == total and (low, high, interior) == (0, 0, 0):
             dims.append(dim)
         elif size > 0 and total % size == 0 and total > size and interior == 0 and low >= 0 and low % size == 0:
@@ -315,38 +281,34 @@ def pad(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
             dims.append((*dim, *new_dim(interior + 1)))
         else:
             dims.append(new_dim(total))
-        walk.event("reshard", [dim], operand, equation, unless=[dims[-1]])
-    return [result(aval, dims, operands[:1])]
+        walk.event("reshard", [dim], operand, unless=[dims[-1]])
+    return [walk.result(dims, operands[:1])]
 
 
-def tile(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    dims = [(*new_dim(n), *dim) for n, dim in zip(equation.params["reps"], operands[0].dims)]
-    walk.event("merge", operands[0].dims, operands[0], equation, unless=dims)
-    return [result(type_of(equation.outvars[0]), dims, operands)]
+def tile(walk: Walk, operands: list[Value]) -> Results:
+    dims = [(*new_dim(n), *dim) for n, dim in zip(walk.params["reps"], operands[0].dims)]
+    walk.event("merge", operands[0].dims, operands[0], unless=dims)
+    return [dims]
 
 
-def reduce(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def reduce(walk: Walk, operands: list[Value]) -> Results:
     """Sums, maxima and the like. `psum` over a dim that `vmap` named is one too."""
-    params = equation.params
+    params = walk.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
     results = []
-    for operand, var in zip(operands, equation.outvars):
-        out = result(var.aval, [d for i, d in enumerate(operand.dims) if i not in axes], operands)
-        walk.event("sum", [operand.dims[i] for i in axes], out, equation, arrays=[operand])
+    for number, operand in enumerate(operands[: len(walk.after)]):
+        out = walk.result([d for i, d in enumerate(operand.dims) if i not in axes], operands, number)
+        walk.event("sum", [operand.dims[i] for i in axes], out, arrays=[operand])
         results.append(out)
     return results
 
 
-def window(walk: Walk, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def window(walk: Walk, operands: list[Value]) -> Results:
     """Pooling and its gradients. They need the dims that the window moves along whole."""
-    sizes = equation.params["window_dimensions"]
+    sizes = walk.params["window_dimensions"]
     first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:
         if len(operand.dims) == len(sizes):  # skips the value that a reduction begins with
-            walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand, equation)
-            walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand, equation)
-    results = []
-    for var in equation.outvars:
-        dims = [d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape_of(var))]
-        results.append(result(var.aval, dims, operands))
-    return results
+            walk.event("whole", [d for d, n in zip(operand.dims, sizes) if n > 1], operand)
+            walk.same([first.dims[i] for i in kept], [operand.dims[i] for i in kept], operand)
+    return [[d if n == 1 else new_dim(m) for d, n, m in zip(first.dims, sizes, shape)] for shape in walk.after]

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +19,16 @@ one that makes less is chosen. Work is weighed as for layouts of parameters alon
 
 
 class Solution(NamedTuple):
-    """The states of groups, and the strategies of operations."""
+    """The states of groups, the strategies of operations, and bytes that a device sends by a ring, by kind."""
 
     values: Values
     states: dict[int, State]
     strategies: list[Strategy]
+    sent: dict[str, float]
 
     def state(self, value: Value) -> State:
         """The state of the group of a value."""
-        return self.states[self.values.groups.find(id(value))]
+        return self.states[self.values.group(value)]
 
 
 def solve(
@@ -67,47 +68,54 @@ class _Search:
         self.cost: list[float] = []
         self.integer: list[bool] = []
         self.rows: list[Constraint] = []
+        self.sends: list[Sequence[tuple[str, float]]] = []
         self.states: dict[int, dict[State, int]] = {}  # of groups that have a choice
         self.strategies: list[dict[int, int]] = []
         self.changes: dict[tuple[int, State, State], list[tuple[int, float]]] = defaultdict(list)
         for group, states in values.states.items():
-            if len(states) == 1:
-                continue
-            made = MADE * sum(values.local_bytes(x) for x in values.members[group])
-            shares = {s: 1.0 if s in (WHOLE, PENDING) else 1 / values.tensor for s in states}
-            self.states[group] = {s: self.variable(made * share, True) for s, share in shares.items()}
-            self.one_of(list(self.states[group].values()))
+            if len(states) > 1:
+                made = MADE * sum(values.local_bytes(x) for x in values.members[group])
+                self.states[group] = {s: self.variable(made * values.share(s), is_integer=True) for s in states}
+                self.one_of(self.states[group].values())
 
-    def variable(self, price: float, is_integer: bool = False) -> int:
-        """Adds a variable between 0 and 1, and returns its number."""
-        self.cost.append(price)
+    def variable(
+        self, price: float, sends: Sequence[tuple[str, float]] = (), *, is_integer: bool = False
+    ) -> int:
+        """Adds a variable between 0 and 1, and returns its number.
+
+        It costs `price`, and the bytes that it `sends`, by kind.
+        """
+        self.cost.append(sum((size for _, size in sends), price))
+        self.sends.append(sends)
         self.integer.append(is_integer)
         return len(self.cost) - 1
 
-    def one_of(self, numbers: Sequence[int]) -> None:
+    def one_of(self, numbers: Iterable[int]) -> None:
         self.rows.append(([(j, 1.0) for j in numbers], 1.0, 1.0))
 
-    def equal(self, one: Sequence[int], other: Sequence[int]) -> None:
+    def equal(self, one: Iterable[int], other: Iterable[int]) -> None:
         """Requires that the sums of two lists of variables are equal."""
         self.rows.append(([*((j, 1.0) for j in one), *((j, -1.0) for j in other)], 0.0, 0.0))
 
     def states_of(self, value: Value) -> dict[State, int]:
-        return self.states.get(self.values.groups.find(id(value)), {})
+        return self.states.get(self.values.group(value), {})
+
+    def can_be(self, value: Value, state: State) -> bool:
+        return self.values.slot(value, state) in self.values.states[self.values.group(value)]
 
     def fix(self, fixed: Mapping[int, int | None]) -> None:
         """Decides the states of some parameters. Raises `ValueError` for a state that one cannot have."""
         for leaf, dim in fixed.items():
-            value = self.values.parameters[leaf]
-            wanted = WHOLE if dim is None else self.values.slot(value, dim)
-            if wanted not in self.values.states[self.values.groups.find(id(value))]:
+            value, wanted = self.values.walk.parameters[leaf], WHOLE if dim is None else dim
+            if not self.can_be(value, wanted):
                 raise ValueError(f"dim {dim} of parameter {leaf} cannot be split where it is used")
             if of := self.states_of(value):
-                self.one_of([of[wanted]])
+                self.one_of([of[self.values.slot(value, wanted)]])
 
     def limit(self, max_bytes: float, held: Callable[[int, int | None], float]) -> None:
         """Bounds the bytes of parameters on one device."""
         terms, rest = [], 0.0
-        for leaf, x in enumerate(self.values.parameters):
+        for leaf, x in enumerate(self.values.walk.parameters):
             of = self.states_of(x)
             rest += 0.0 if of else held(leaf, None)
             terms += [(j, held(leaf, self.values.dim_of(x, s)) / max_bytes) for s, j in of.items()]
@@ -116,106 +124,78 @@ class _Search:
     def add(self, operation: Operation) -> None:
         """Adds an operation: its strategies, and the flows from and to the values that it joins."""
         numbers: dict[int, int] = {}
+        results = list(enumerate(operation.results))
+        closed = [(place, x) for place, x in results if not self.states_of(x)]
         for i, strategy in enumerate(operation.strategies):
-            price = self.price(operation, strategy)
-            if price < math.inf:
-                numbers[i] = self.variable(price, True)
+            is_taken = all(map(self.can_be, operation.operands, strategy.takes))
+            if is_taken and all(strategy.gives[place] in (WHOLE, PENDING) for place, _ in closed):
+                work = WORK * strategy.work * operation.times[0] / self.depth
+                sent = (self.sent(operation, x, strategy.gives[place], WHOLE) for place, x in closed)
+                numbers[i] = self.variable(work, list(itertools.chain(*sent)), is_integer=True)
         self.strategies.append(numbers)
-        self.one_of(list(numbers.values()))
+        self.one_of(numbers.values())
+        chosen = [(operation.strategies[i], j) for i, j in numbers.items()]
         for place, value in enumerate(operation.operands):
+            ends = [(self.values.slot(value, s.takes[place]), False, j) for s, j in chosen]
             if operation.step is None and place == 0:  # the update has the layout of the parameter
                 for state, number in self.states_of(value).items():
-                    options = operation.strategies
-                    same = [
-                        j for i, j in numbers.items() if self.values.slot(value, options[i].takes[0]) == state
-                    ]
-                    self.equal([number], same)
+                    self.equal([number], [j for other, _, j in ends if other == state])
             else:
-                self.flow(operation, numbers, value, lambda s, place=place: (s.takes[place], False), True)
-        for place, value in enumerate(operation.results):
-            self.flow(operation, numbers, value, lambda s, place=place: (s.gives[place], s.is_late), False)
+                self.flow(operation, value, ends, is_operand=True)
+        for place, value in results:
+            ends = [(self.values.slot(value, s.gives[place]), s.is_late, j) for s, j in chosen]
+            self.flow(operation, value, ends, is_operand=False)
 
-    def price(self, operation: Operation, strategy: Strategy) -> float:
-        """The cost of a strategy where values have no choice; infinite if the strategy is impossible."""
-        values, times = self.values, operation.times
-        price = WORK * strategy.work * times[0] / self.depth
-        for value, state in zip(operation.operands, strategy.takes):
-            if values.slot(value, state) not in values.states[values.groups.find(id(value))]:
-                return math.inf
-        for value, state in zip(operation.results, strategy.gives):
-            if not self.states_of(value):
-                if state not in (WHOLE, PENDING):
-                    return math.inf
-                price += times[1] * values.change(value, state, WHOLE)
-                price += times[1] * values.over_batch(value, WHOLE, False) * operation.over_batch
-        return price
+    def sent(
+        self, operation: Operation, value: Value, given: State, own: State, is_late: bool = False
+    ) -> list[tuple[str, float]]:
+        """Bytes that are sent, by kind, for a result in state `own` that is given in state `given`."""
+        times = operation.times[1]
+        found = [(kind(given, own), times * self.values.change(value, given, own))]
+        if operation.over_batch:
+            found.append(("over the batch", times * self.values.over_batch(value, own, is_late)))
+        return found
 
     def flow(
-        self,
-        operation: Operation,
-        numbers: Mapping[int, int],
-        value: Value,
-        end: Callable[[Strategy], tuple[State, bool]],
-        is_operand: bool,
+        self, operation: Operation, value: Value, ends: Sequence[tuple[State, bool, int]], *, is_operand: bool
     ) -> None:
         """Adds the flows between the states of a value and the strategies that take or give these states."""
-        states, times = self.states_of(value), operation.times[not is_operand]
+        states = self.states_of(value)
         if not states:
             return
-        ends: dict[tuple[State, bool], list[int]] = defaultdict(list)
-        for i, number in numbers.items():
-            state, is_late = end(operation.strategies[i])
-            ends[self.values.slot(value, state), is_late].append(number)
+        by_end: dict[tuple[State, bool], list[int]] = defaultdict(list)
+        for state, is_late, number in ends:
+            by_end[state, is_late].append(number)
         flows: dict[tuple[State, tuple[State, bool]], int] = {}
-        for own, other in itertools.product(states, ends):
-            way = (own, other[0]) if is_operand else (other[0], own)
+        for own, end in itertools.product(states, by_end):
+            way = (own, end[0]) if is_operand else (end[0], own)
             price = self.values.change(value, *way)
             if price == math.inf:
                 continue
-            price *= times  # 0 in a scan of no steps
-            if not is_operand and operation.over_batch:
-                price += times * self.values.over_batch(value, own, other[1])
-            flows[own, other] = self.variable(0.0 if is_operand else price)
+            sends = [] if is_operand else self.sent(operation, value, *way, end[1])
+            flows[own, end] = self.variable(0.0, sends)
+            price *= operation.times[0]  # 0 in a scan of no steps
             if is_operand and price:
-                self.changes[id(value), own, other[0]].append((flows[own, other], price))
+                self.changes[id(value), *way].append((flows[own, end], price))
         for own, number in states.items():
             self.equal([number], [j for (a, _), j in flows.items() if a == own])
-        for other, several in ends.items():
-            self.equal(several, [j for (_, b), j in flows.items() if b == other])
+        for end, several in by_end.items():
+            self.equal(several, [j for (_, b), j in flows.items() if b == end])
 
     def solved(self) -> Solution:
         """Solves the integer program. Raises `ValueError` if there is no solution."""
-        for several in self.changes.values():  # a change that several operations need is made once
-            once = self.variable(max(price for _, price in several))
+        for (_, *way), several in self.changes.items():  # a change that several operations need is made once
+            once = self.variable(0.0, [(kind(*way), max(price for _, price in several))])
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
         found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)
-        states = {g: max(of, key=lambda s: found[of[s]]) for g, of in self.states.items()}
-        every = {g: states.get(g, WHOLE) for g in self.values.states}
+        states = {group: max(of, key=lambda s: found[of[s]]) for group, of in self.states.items()}
+        every = {group: states.get(group, WHOLE) for group in self.values.states}
         best = [max(numbers, key=lambda i: found[numbers[i]]) for numbers in self.strategies]
         strategies = [o.strategies[i] for o, i in zip(self.values.operations, best)]
-        return Solution(self.values, every, strategies)
-
-
-def sent(solution: Solution) -> dict[str, float]:
-    """Bytes that a device sends by a ring, by kind."""
-    values = solution.values
-    total: dict[str, float] = defaultdict(float)
-    once: dict[tuple[int, State], float] = {}
-    for operation, strategy in zip(values.operations, solution.strategies):
-        for value, state in zip(operation.operands, strategy.takes):
-            own = solution.state(value)
-            wanted = values.slot(value, state)
-            price = operation.times[0] * values.change(value, own, wanted)
-            before = once.get((id(value), wanted), 0.0)
-            once[id(value), wanted] = max(before, price)
-            total[kind(own, wanted)] += max(price - before, 0.0)
-        for value, state in zip(operation.results, strategy.gives):
-            own = solution.state(value)
-            given = values.slot(value, state)
-            total[kind(given, own)] += operation.times[1] * values.change(value, given, own)
-            if operation.over_batch:
-                total["over the batch"] += operation.times[1] * values.over_batch(value, own, strategy.is_late)
-    return {name: size for name, size in total.items() if size}
+        sent: dict[str, float] = defaultdict(float)
+        for name, size in itertools.chain(*(sends for x, sends in zip(found, self.sends) if x > 0.5)):
+            sent[name] += size
+        return Solution(self.values, every, strategies, {name: size for name, size in sent.items() if size})
 
 
 def kind(before: State, after: State) -> str:

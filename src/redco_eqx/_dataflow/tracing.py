@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from redco_eqx._base.jaxprs import body
 from redco_eqx._base.protocols import Mean
-from redco_eqx._base.tree import is_array, leaves_with_paths
+from redco_eqx._base.tree import is_array, to_arrays
 
 T = TypeVar("T")
 
@@ -48,8 +48,6 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
     dynamic, static = eqx.partition(model, _is_input)
     arrays = [_abstract(x) for x in jax.tree.leaves(dynamic)]
     treedef = jax.tree.structure(dynamic)
-    numbers = jax.tree.unflatten(treedef, range(len(arrays)))
-    paths = [path for path, x in leaves_with_paths(numbers) if isinstance(x, int)]
     in_state = jax.tree.broadcast(jax.tree.map(_is_state, dynamic, is_leaf=_is_state), dynamic)
     fixed = [_why_fixed(x, flag) for x, flag in zip(arrays, jax.tree.leaves(in_state))]
     batch_arrays, batch_static = eqx.partition(batch, is_array)
@@ -114,7 +112,7 @@ def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedSt
         first = len(jaxpr.outvars) - len(chosen)
         for n, i in enumerate(chosen):
             trained[i] = first + n
-    return TracedStep(jaxpr, paths, arrays, fixed, trained, len(rows))
+    return TracedStep(jaxpr, list(to_arrays(dynamic)), arrays, fixed, trained, len(rows))
 
 
 def _is_state(x: Any) -> bool:

@@ -46,6 +46,7 @@ def short_line(equation: JaxprEqn) -> str:
 # operations that the program applies to it.
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Atom:
     """One factor of dims.
 
@@ -55,14 +56,9 @@ class Atom:
     - `pin`: the reason why `tensor` never splits the atom; empty if it may.
     """
 
-    __slots__ = ("parts", "pin", "size")
-
-    def __init__(self, size: int, pin: str = ""):
-        self.size, self.pin = size, pin
-        self.parts: tuple[Atom, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"Atom({self.size}{f', {self.pin!r}' if self.pin else ''})"
+    size: int
+    pin: str = ""
+    parts: "tuple[Atom, ...]" = ()
 
 
 Dim: TypeAlias = tuple[Atom, ...]
@@ -77,15 +73,16 @@ def new_dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(new_dim(size) for size in shape)
 
 
+def size_of(dim: Dim) -> int:
+    return math.prod(atom.size for atom in dim)
+
+
 def resolve(dim: Dim) -> Dim:
     """The atoms that `dim` consists of at this point of the walk."""
     if not any(atom.parts for atom in dim):
         return dim
-    found: list[Atom] = []
     left = list(dim[::-1])
-    while (atom := _next(left)) is not None:
-        found.append(atom)
-    return tuple(found)
+    return tuple(iter(lambda: _next(left), None))
 
 
 def unify(first: Dim, second: Dim) -> bool:
@@ -176,17 +173,22 @@ class Event:
     """
 
     kind: str
-    dims: tuple[Dim, ...]
+    dims: Sequence[Dim]
     sent: Value
-    arrays: tuple[Value, ...]
+    arrays: Sequence[Value]
     equation: JaxprEqn
     times: int
     waits: int
-    unless: tuple[Dim, ...] = ()
+    unless: Sequence[Dim] = ()
     block: str = ""
-    along: tuple[tuple[int, ...], ...] = ()
+    along: Sequence[Sequence[int]] = ()
     first: "Event | None" = None
     joined: "Event | None" = None
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the array that is sent, in all loops."""
+        return float(self.sent.num_bytes * self.times)
 
     def summed_with(self, *, merged: bool) -> "Event":
         """The event that stands for all events that are summed over devices at once with this one.
@@ -204,19 +206,15 @@ class Use:
     - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
     - `dims`: these dims.
     - `num_bytes`: bytes of the results, in all loops.
-    - `depth`: the number of products that each number in the results is the sum of.
+    - `work`: these times the number of products that each number in the results is the sum of, which are the
+        bytes of the weight times the number of their uses.
     """
 
     weight: int
     dims: tuple[Dim, ...]
-    roles: tuple[str, ...]
+    roles: Sequence[str]
     num_bytes: int
-    depth: int
-
-    @property
-    def work(self) -> float:
-        """Bytes of the weight, times the number of their uses."""
-        return float(self.num_bytes) * self.depth
+    work: float
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -324,7 +322,7 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
         for i, dim in enumerate(dims):
             border, *rest = resolve(dim) or (None,)
             clean = found.get(leading_atoms(tuple(rest), tensor) or ())
-            divides = math.prod(atom.size for atom in resolve(dim)) % tensor == 0
+            divides = size_of(dim) % tensor == 0
             if border is None or border.pin or clean is None or leaf in clean.leaves or not divides:
                 continue
             number = len(found) + len(crossing)
@@ -342,7 +340,7 @@ class Leads:
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits
         self.of_atom: dict[Atom, list[int]] = {}
-        self._of_border: dict[tuple[Atom, Atom], list[int]] = {}
+        self._of_border: dict[tuple[Atom, ...], list[int]] = {}
         for split in splits:
             for atom in split.atoms:
                 self.of_atom.setdefault(atom, []).append(split.number)
@@ -354,12 +352,9 @@ class Leads:
     def of(self, dims: Iterable[Dim]) -> list[int]:
         """The numbers of the splits that lead one of `dims`, evenly or by whole pieces."""
         found: dict[int, None] = {}
-        for dim in dims:
-            atoms = resolve(dim)
-            if atoms:
-                found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
-            if len(atoms) > 1:
-                found |= dict.fromkeys(self._of_border.get((atoms[0], atoms[1]), ()))
+        for atoms in filter(None, map(resolve, dims)):
+            found |= dict.fromkeys(self.of_atom.get(atoms[0], ()))
+            found |= dict.fromkeys(self._of_border.get(atoms[:2], ()))
         return list(found)
 
     def splitting(self, dims: Sequence[Dim]) -> list[int]:

@@ -1,9 +1,9 @@
 """One walk through a program: dims become atoms, and the costs and savings of each split are recorded."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -27,95 +27,113 @@ from redco_eqx._dataflow.values import (
 # One walk through a program: dims become atoms, and the costs of each split are recorded.
 
 
-Rule: TypeAlias = Callable[["Walk", JaxprEqn, list[Value]], list[Value]]
-"""The effect of an operation on the dims of its operands: `(walk, equation, operands) -> results`."""
+Results: TypeAlias = Sequence[Value | Sequence[Dim]]
+"""The results of an operation: each as a value, or only its dims."""
+
+Rule: TypeAlias = Callable[["Walk", list[Value]], Results]
+"""The effect of the operation that a walk is at on the dims of its operands: `(walk, operands) -> results`."""
 
 
 class Walk:
     """The records of a walk up to this point.
 
+    - `parameters`, `rows`: the inputs of the program: parameters, and arrays of the batch.
+    - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
     - `opaque`: the operations of which nothing is known, by name.
+    - `equation`: the operation that the walk is at; `block`: the building block that it is in.
     """
 
-    def __init__(self, rule_of: Callable[[JaxprEqn], Rule]):
-        self.rule_of = rule_of
+    def __init__(self, rule_of: Callable[[JaxprEqn], Rule], block: str = ""):
+        self.rule_of, self.block = rule_of, block
+        self.equation: Any = None
+        self.parameters: list[Value] = []
+        self.gradients: list[Value | None] = []
+        self.rows: list[Value] = []
         self.events: list[Event] = []
         self.uses: list[Use] = []
         self.steps: list[Step] = []
         self.opaque: dict[str, list[JaxprEqn]] = {}
         self.carried: list[tuple[Value, Value]] = []
-        self.rows: list[Value] = []
         self.bodies: list[Body] = []
         self.times = self.waits = 1
-        self.block = ""
 
-    def run(
-        self, program: Jaxpr, arguments: Sequence[Value], wanted: Sequence[bool] | None = None
-    ) -> list[Value]:
-        """Walks through a program without constants, and returns its results.
-
-        Nothing may be known of results that are not `wanted`.
-        """
+    def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        """Walks through a program without constants, and returns its results."""
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
-        flags, _ = used(program, wanted or [True] * len(program.outvars))
+        flags, _ = used(program, [True] * len(program.outvars))
         done: list[Step] = []
 
         def read(atom: Operand) -> Value:
-            if isinstance(atom, Literal):
-                return unknown(atom.aval)
-            return values[atom] if atom in values else unknown(atom.aval)
+            known = None if isinstance(atom, Literal) else values.get(atom)
+            return unknown(atom.aval) if known is None else known
 
-        for equation, is_used in zip(program.eqns, flags):
-            if not is_used:
-                continue
+        for equation in itertools.compress(program.eqns, flags):
             operands = [read(atom) for atom in equation.invars]
             num_steps, num_events = len(self.steps), len(self.events)
-            outer, self.block = self.block, block_of(equation) or self.block
-            bodies, self.bodies = self.bodies, []
-            results = self._results(equation, operands)
+            around = self.equation, self.block, self.bodies
+            self.block, self.bodies = block_of(equation) or self.block, []
+            results = self.results(equation, operands)
             own = self.events[num_events:]
             step = Step(equation, self.times, operands, results, own, self.block, bodies=self.bodies)
             if len(self.steps) == num_steps:  # otherwise it has a body, whose steps are recorded instead
                 self.steps.append(step)
             done.append(step)
-            self.block, self.bodies = outer, bodies
+            self.equation, self.block, self.bodies = around
             values.update(zip(equation.outvars, results))
         found = [read(atom) for atom in program.outvars]
         self.bodies.append(Body(arguments, found, done))
         return found
 
-    def _results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """The results of one operation."""
+        self.equation = equation
         try:
-            results = self.rule_of(equation)(self, equation, operands)
+            given = self.rule_of(equation)(self, operands)
         except (AttributeError, IndexError, KeyError, TypeError):
-            results = []  # the rule was written for another version of JAX, and a parameter is missing
-        fit = [len(x.dims) == len(shape_of(v)) for x, v in zip(results, equation.outvars)]
-        return results if sum(fit) == len(equation.outvars) else self.opaque_results(equation, operands)
+            # The rule was written for another version of JAX, and a parameter is missing.
+            given = []
+            self.equation = equation
+        pairs = enumerate(given[: len(equation.outvars)])
+        found = [x if isinstance(x, Value) else self.result(x, operands, i) for i, x in pairs]
+        if [len(x.dims) for x in found] == [len(shape) for shape in self.after]:
+            return found
+        return [self.result(x, operands, i) for i, x in enumerate(self.opaque_dims(operands))]
 
-    def opaque_results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Results of an unknown operation, which needs every operand whole."""
-        self.opaque.setdefault(equation.primitive.name, []).append(equation)
+    def result(self, dims: Sequence[Dim], operands: Sequence[Value], number: int = 0) -> Value:
+        """A result of this operation, with these dims, that is computed from these operands."""
+        is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
+        weights = () if is_data else tuple(sorted({leaf for x in operands for leaf in x.weights}))
+        size = num_bytes(self.equation.outvars[number].aval)
+        return Value(tuple(dims), size, weights, is_data, is_learned)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params
+
+    @property
+    def before(self) -> list[tuple[int, ...]]:
+        """The shapes of this operation's operands."""
+        return [shape_of(var) for var in self.equation.invars]
+
+    @property
+    def after(self) -> list[tuple[int, ...]]:
+        """The shapes of this operation's results."""
+        return [shape_of(var) for var in self.equation.outvars]
+
+    def opaque_dims(self, operands: Sequence[Value]) -> list[Sequence[Dim]]:
+        """Dims of the results of an unknown operation, which needs every operand whole."""
+        self.opaque.setdefault(self.equation.primitive.name, []).append(self.equation)
         for operand in operands:
-            self.event("whole", operand.dims, operand, equation)
-        return [result(v.aval, new_dims(getattr(v.aval, "shape", ())), operands) for v in equation.outvars]
-
-    @contextlib.contextmanager
-    def loop(self, length: int, waits: bool) -> Iterator[None]:
-        """Enter a loop of `length` trips; if it `waits`, they run one after the other."""
-        before = self.times, self.waits
-        self.times *= length
-        self.waits *= length if waits else 1
-        yield
-        self.times, self.waits = before
+            self.event("whole", operand.dims, operand)
+        return [new_dims(shape) for shape in self.after]
 
     def event(
         self,
         kind: str,
         dims: Sequence[Dim],
         sent: Value,
-        equation: JaxprEqn,
         *,
         unless: Sequence[Dim] = (),
         arrays: Sequence[Value] = (),
@@ -123,59 +141,44 @@ class Walk:
     ) -> None:
         """Records that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
         if any(dims):
-            of = tuple(arrays) or (sent,)
-            places = tuple(tuple(numbers) for numbers in along)
             times = self.times, self.waits
-            found = Event(kind, tuple(dims), sent, of, equation, *times, tuple(unless), self.block, places)
+            of = arrays or (sent,)
+            found = Event(kind, dims, sent, of, self.equation, *times, unless, self.block, along)
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (found,)
 
-    def hand_on(
-        self,
-        equation: JaxprEqn,
-        before: Sequence[Value],
-        after: Sequence[Value],
-        trips: tuple[int, int] = (1, 1),
-    ) -> None:
+    def hand_on(self, before: Sequence[Value], after: Sequence[Value], trips: tuple[int, int] = (1, 1)) -> None:
         """Records that values are handed into a body, or out of it, as they are.
 
         `trips`: how often the values `before` are there, and how often the values `after` are.
         """
         times = (self.times * trips[0], self.times * trips[1])
         for one, other in zip(before, after):
-            self.steps.append(Step(equation, self.times, [one], [other], [], handed=times))
+            self.steps.append(Step(self.equation, self.times, [one], [other], [], handed=times))
 
-    def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value, equation: JaxprEqn) -> None:
+    def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value) -> None:
         """Unifies dims pairwise. Where two do not fit, `value`, which has the dims `second`, would be sent."""
         for one, other in zip(first, second):
             if not unify(one, other):
-                self.event("reshard", (one, other), value, equation)
+                self.event("reshard", (one, other), value)
 
-    def carry(self, before: Sequence[Value], after: Sequence[Value], equation: JaxprEqn) -> None:
+    def carry(self, before: Sequence[Value], after: Sequence[Value]) -> None:
         """Records that a loop hands the values `after` one trip to the next, as the values `before`."""
         for one, other in zip(before, after):
-            self.same(one.dims, other.dims, other, equation)
+            self.same(one.dims, other.dims, other)
             self.carried.append((one, other))
 
     def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
         """Records the use of a weight on data, if the two operands are a weight and data."""
         if data.is_data:
-            for number in weight.weights:
-                size = made.num_bytes * self.times
-                self.uses.append(Use(number, weight.dims, tuple(roles), size, depth))
+            size = made.num_bytes * self.times
+            self.uses += [Use(n, weight.dims, roles, size, float(size) * depth) for n in weight.weights]
 
 
 def unknown(aval: AbstractValue) -> Value:
     """A value of whose dims nothing is known."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
-
-
-def result(aval: AbstractValue, dims: Sequence[Dim], operands: Sequence[Value]) -> Value:
-    """A result with these dims that is computed from these operands."""
-    is_data, is_learned = any(x.is_data for x in operands), any(x.is_learned for x in operands)
-    weights = () if is_data else tuple(sorted({number for x in operands for number in x.weights}))
-    return Value(tuple(dims), num_bytes(aval), weights, is_data, is_learned)
 
 
 Held: TypeAlias = Callable[[int, int | None], float]
@@ -192,7 +195,6 @@ class Costs:
     - `leads`: says which splits lead a dim.
     - `clashes`: groups of numbers of splits. At most one of each group can be chosen, because they meet in one
         array.
-    - `batch`: the events that are summed over the batch axes, with their bytes if nothing is split.
     - `work`: for each parameter, its bytes times the number of their uses by one device.
     - `depth`: the average number of products that each number in this model's activations is the sum of.
     - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
@@ -203,7 +205,6 @@ class Costs:
     splits: list[Split]
     leads: Leads
     clashes: list[tuple[int, ...]]
-    batch: list[tuple[Event, float]]
     work: list[float]
     depth: float
     held: Held
@@ -212,12 +213,15 @@ class Costs:
         """Bytes of a parameter that are no longer on a device if this dim of it is split."""
         return self.held(leaf, None) - self.held(leaf, dim)
 
+    def local_bytes(self, value: Value, times: int = 1) -> float:
+        """Bytes of an array on one device if `tensor` does not split it, `times` over."""
+        return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
+
     def caused(self, split: Split, event: Event) -> float:
         """Bytes that a device sends over `tensor` for an event, by one split."""
         if split.number not in self.leads.of(event.dims):
             return 0.0
-        shards = self.num_shards if self.leads.has_batch(event.sent.dims) else 1
-        size = event.sent.num_bytes * event.times / shards
+        size = self.local_bytes(event.sent, event.times)
         if len(split.atoms) > 1 and not any(split.number in self.leads.splitting(x.dims) for x in event.arrays):
             # An array with only some of several atoms is not split for long: compilers gather it instead of
             # summing, or sum after all in a loop.
@@ -242,30 +246,20 @@ class Costs:
         return 0.0 if self.leads.cover(split, event.unless) else 1.0
 
 
-def count(
-    walk: Walk,
-    parameters: Sequence[Value],
-    splittable: Sequence[Sequence[Dim]],
-    rows: Sequence[Value],
-    tensor: int,
-    num_shards: int,
-    held: Held,
-) -> Costs:
-    """Weighs every split of the `splittable` dims of parameters; `rows` are the arrays of the batch."""
+def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held) -> Costs:
+    """Weighs every split of the `splittable` dims of parameters."""
     splits = find_splits(splittable, tensor)
-    leads = Leads(splits, rows, num_shards)
-    work = [0.0] * len(parameters)
+    leads = Leads(splits, walk.rows, num_shards)
+    work = [0.0] * len(walk.parameters)
     for use in walk.uses:
         work[use.weight] = max(work[use.weight], use.work / num_shards)
-    costs = Costs(tensor, num_shards, splits, leads, [], [], work, depth_of(walk), held)
+    costs = Costs(tensor, num_shards, splits, leads, _clashes(walk, leads), work, depth_of(walk), held)
     kept = 1 - 1 / tensor
     for event in walk.events:
         over_batch = leads.over_batch(event)
         if over_batch:
-            size = float(event.sent.num_bytes * event.times)
-            costs.batch.append((event, size))
             for number in leads.splitting(event.sent.dims):
-                splits[number].unsent += kept * size
+                splits[number].unsent += kept * event.num_bytes
         for number in leads.of(event.dims):
             size = costs.caused(splits[number], event)
             if size > 0:
@@ -276,7 +270,6 @@ def count(
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
         split.freed = sum((costs.freed(leaf, dim) for leaf, dim in split.leaves.items()), 0.0)
-    costs.clashes.extend(_clashes(walk, parameters, leads))
     return costs
 
 
@@ -293,25 +286,19 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
     """
     leads = costs.leads
     for step in walk.steps:
-        for value in step.results:
-            if value.weights or len(value.dims) < 2:
+        before = [number for x in step.operands for number in leads.doubled(x.dims)]
+        made = [(x, number) for x in step.results if not x.weights for number in leads.doubled(x.dims)]
+        for value, number in made:
+            if number in before:
                 continue
-            for number in leads.doubled(value.dims):
-                if any(number in leads.doubled(x.dims) for x in step.operands):
-                    continue
-                smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
-                event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
-                step.events.append(event)
-                shards = costs.num_shards if leads.has_batch(smallest.dims) else 1
-                costs.splits[number].sent.append((event, smallest.num_bytes * step.times / shards))
+            smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
+            event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
+            step.events.append(event)
+            costs.splits[number].sent.append((event, costs.local_bytes(smallest, step.times)))
 
 
-def _clashes(walk: Walk, parameters: Sequence[Value], leads: Leads) -> Iterable[tuple[int, ...]]:
-    found: dict[tuple[int, ...], None] = {}
-    for value in (*parameters, *(value for step in walk.steps for value in step.results)):
-        if len(value.dims) > 1:
-            numbers = tuple(sorted(leads.splitting(value.dims)))
-            if len(numbers) > 1:
-                found[numbers] = None
-    found |= {tuple(numbers): None for numbers in leads.of_atom.values() if len(numbers) > 1}
-    return found
+def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:
+    values = (*walk.parameters, *(value for step in walk.steps for value in step.results))
+    found = [tuple(sorted(leads.splitting(value.dims))) for value in values if len(value.dims) > 1]
+    found += map(tuple, leads.of_atom.values())
+    return [group for group in dict.fromkeys(found) if len(group) > 1]

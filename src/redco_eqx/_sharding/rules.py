@@ -98,7 +98,7 @@ class Explanation:
         laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
         if laid_out is None:
             return None
-        from redco_eqx._dataflow.engine import Analysis
+        from redco_eqx._dataflow.activations import ActivationLayout
         from redco_eqx._dataflow.prediction import Stored, predict_communication
 
         stored, over_data = {}, axis_size(self.mesh, "data") > 1
@@ -106,9 +106,9 @@ class Explanation:
             num_parts = axis_size(self.mesh, stored_axes(d.spec))
             if num_parts > 1:
                 stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
-        if isinstance(laid_out, Analysis):
-            return predict_communication(laid_out, stored)
-        return laid_out.prediction(stored)
+        if isinstance(laid_out, ActivationLayout):
+            return laid_out.prediction(stored)
+        return predict_communication(laid_out, stored)
 
     @property
     def bytes_per_device(self) -> int:

@@ -23,10 +23,8 @@ from redco_eqx._step.mends import lay
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
     """The program of a step with each value laid out. `tensor` splits the `dims` of parameters, by path."""
-    walk, parameters, gradients = walk_through(traced)
-    values = Values(
-        walk, parameters, gradients, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh)
-    )
+    walk = walk_through(traced)
+    values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
     try:
         solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
     except ValueError as error:
@@ -149,11 +147,11 @@ class _Constraints:
         whole: Sequence[int] = (),
     ) -> Operand:
         """Adds a constraint of `atom` to `equations`, and returns its result. It splits no dim in `whole`."""
-        if isinstance(atom, Literal) or state == PENDING or not any(shape_of(atom)):
-            return atom
-        if not isinstance(atom.aval, ShapedArray):  # `jax.new_ref` made it, to be written in place
-            return atom
-        if jnp.issubdtype(dtype_of(atom), jax.dtypes.extended):
+        # `jax.new_ref` makes something else than an array, to be written in place.
+        is_array = isinstance(atom.aval, ShapedArray) and not jnp.issubdtype(
+            dtype_of(atom), jax.dtypes.extended
+        )
+        if isinstance(atom, Literal) or state == PENDING or not is_array or not any(shape_of(atom)):
             return atom
         entries = [None if i in whole else entry for i, entry in enumerate(self.spec(value, state))]
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
