@@ -12,8 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import quickstart
-from workloads import Case, Sizes, family_case, table
+from workloads import Case, Sizes, family_case, quickstart_case, table
 
 import redco_eqx as rx
 from redco_eqx._planning.trial import meshes
@@ -26,18 +25,12 @@ def squares(model: Any, batch: Any, key: Any) -> Any:
 
 
 def cases() -> dict[str, Case]:
-    rows, tokens = jax.ShapeDtypeStruct((16, 128), jnp.float32), jax.ShapeDtypeStruct((16, 33), jnp.int32)
+    rows = jax.ShapeDtypeStruct((16, 128), jnp.float32)
     return {
         "MLP": Case(
             lambda key: eqx.nn.MLP(128, 128, 256, 2, key=key), squares, {"x": rows, "y": rows}, (16, 1, 256), 0
         ),
-        "list of eqx.nn layers": Case(
-            lambda key: quickstart.Transformer(dim=64, num_layers=2, num_heads=8, key=key),
-            quickstart.loss_fn,
-            tokens,
-            (16, 32, 64),
-            5,
-        ),
+        "list of eqx.nn layers": quickstart_case(16),
         "stacked LLaMA": family_case("LLaMA", SIZES, stacked=True),
     }
 
