@@ -94,17 +94,14 @@ class MeshPlan:
             lines += ["", "largest arrays of the state, on a device"]
             arrays = largest_arrays(best.state).items()
             lines += table([(path, f"{gib(size)} GiB") for path, size in arrays], right=(1,))
-            lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_ACTIVATIONS]
+            lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
         return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3, 4))])
 
 
-_FOR_STATE = "to hold the state: more devices for fsdp or tensor, or devices with more memory"
-_FOR_ACTIVATIONS = (
-    "to need less: num_microbatches, if the table shows that they help; layers that are recomputed for the\n"
-    "gradient (jax.checkpoint, or remat= of this library's models); more devices for fsdp, or more memory"
-)
+_FOR_STATE = "to hold the state: more devices for fsdp or tensor, or larger ones"
+_FOR_STEP = "to need less: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
 
 
 def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
