@@ -1,5 +1,6 @@
 """Plans of small models by the CPU compiler: what they say is what the program needs and sends."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_bytes_of_one_layer_have_a_closed_form_and_are_those_of_the_compiled_ste
         closed = times * 7 / 8 * 64 * 64 * 4
         assert closed <= best.predicted_bytes <= closed + 32  # and some scalars
         assert closed <= best.sent_bytes <= closed + 32
+        assert dataclasses.replace(best, predicted_bytes=0.0).sent_bytes == best.sent_bytes
 
 
 def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
