@@ -114,12 +114,10 @@ def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tup
     except ImportError as error:
         return [name, target, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
     memory, sent = found.memory, found.communication
-    # A step that was not compiled needs at least its state.
-    peak = f"> {gib(found.best.candidate.state_bytes)}"
-    if memory is not None and memory.peak is not None:
-        peak = gib(memory.peak)
+    # A step that was not compiled needs at least its arguments.
+    peak = f"> {gib(memory.arguments)}" if memory.peak is None else gib(memory.peak)
     row = [
-        *(name, target, str(length), str(batch), str(found.best.candidate), peak, gib(found.capacity)),
+        *(name, target, str(length), str(batch), str(found.best), peak, gib(found.capacity)),
         "yes" if found.fits else "no",
         "" if sent is None else f"{sent.total.sent_bytes / 2**20:,.0f}",
         f"{time.monotonic() - start:.0f}",
@@ -244,7 +242,7 @@ def estimates(target: str) -> Iterator[list[str]]:
         options: Any = {"mesh": mesh, "options": {"remat": [remat]}, "bytes_per_device": 2**40}
         run = functools.partial(plan, name, target, 512, 16, **options)
         row, real = run()
-        if real is None or real.memory is None or real.memory.peak is None:
+        if real is None or real.memory.peak is None:
             yield row
             continue
         ratios.append(run(estimate=True)[1].memory.peak / real.memory.peak)

@@ -1,148 +1,127 @@
-"""The candidates of a plan, and their order: pure functions, with an invented compiler."""
+"""The trials of a plan, and their order: pure functions, with an invented compiler."""
 
+import dataclasses
 import itertools
-from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 import optax
-import pytest
 
 import redco_eqx as rx
 from redco_eqx._planning.memory import Memory, peak_by_message
-from redco_eqx._planning.trial import Candidate, Trial, meshes, search, variants
+from redco_eqx._planning.targets import GIB, Chip, Target
+from redco_eqx._planning.trial import Trial, meshes, search
 
 CAPACITY = 100
 MESH = rx.make_mesh()
 STATE = rx.init_state(eqx.nn.Linear(1, 1, key=jax.random.key(0)), optax.sgd(0.1), key=jax.random.key(0))
+TARGET = Target("", (), Chip(GIB, 1.0, 1.0), "cpu")
 
 
-def candidate(seconds: float, state: int = 10, remat: str = "none", microbatches: int = 1) -> Candidate:
-    return Candidate(MESH, {"remat": remat}, microbatches, STATE, state, 0.0, 0.0, seconds)
+def trial(seconds: float, held: int = 10, remat: str = "none", microbatches: int = 1) -> Trial:
+    memory = Memory(held, 0, 0, 0)
+    return Trial(MESH, {"remat": remat}, microbatches, STATE, {}, TARGET, memory, 0.0, seconds)
 
 
 class Compiler:
-    """Says of each candidate, by its seconds, how much it needs; and remembers what it was asked."""
+    """Says of each trial, by its seconds, how much it needs; and remembers what it was asked. Somebody presses
+    Ctrl-C at any other trial."""
 
-    def __init__(self, peaks: dict[float, int], interrupted_at: float | None = None):
-        self.peaks, self.asked, self.interrupted_at = peaks, [], interrupted_at
+    def __init__(self, peaks: dict[float, int]):
+        self.peaks, self.asked = peaks, []
 
-    def __call__(self, one: Candidate) -> Trial:
-        if one.seconds == self.interrupted_at:
+    def __call__(self, one: Trial) -> Trial:
+        if one.seconds not in self.peaks:
             raise KeyboardInterrupt
         self.asked.append(one.seconds)
-        peak = self.peaks[one.seconds]
-        memory = Memory(one.state_bytes, 0, 0, 0, peak)
-        return Trial(one, peak <= CAPACITY, "", memory)
+        peak = self.peaks[one.seconds] // one.num_microbatches
+        memory = dataclasses.replace(one.memory, peak=peak)
+        return dataclasses.replace(one, memory=memory, fits=peak <= CAPACITY)
 
 
-def run(candidates: list[Candidate], compiler: Compiler, most: int = 6) -> tuple[Trial, ...]:
-    found = search(candidates, compiler, CAPACITY, most)
-    # Whatever happens, each candidate has one outcome, and what fits comes first.
-    assert sorted(t.candidate.seconds for t in found) == sorted(c.seconds for c in candidates)
+def run(trials: list[Trial], compiler: Compiler, most: int = 6, rows: int = 1) -> tuple[Trial, ...]:
+    found = search(trials, compiler, CAPACITY, most, rows)
+    # Whatever happens, each trial has one outcome, what fits comes first, and only what is held is a reason to
+    # refuse a trial: a compiled program can need less than anything else says.
+    assert {t.seconds for t in found} == {t.seconds for t in trials}
     fits = [t.fits is True for t in found]
-    assert fits == sorted(fits, reverse=True)
+    assert rows > 1 or fits == sorted(fits, reverse=True)
+    assert len(compiler.asked) <= most
+    for one in found:
+        assert ("alone take" in one.verdict) == (one.fits is None and one.memory.arguments > CAPACITY)
     return found
 
 
-def test_the_fastest_that_fits_is_best_and_those_close_behind_are_compiled() -> None:
-    candidates = [candidate(s, remat=str(s)) for s in (1.0, 1.05, 2.0, 3.0)]
-    compiler = Compiler({1.0: 200, 1.05: 90, 2.0: 50, 3.0: 20})
-    found = run(candidates, compiler)
-    assert found[0].candidate.seconds == 1.05
-    assert compiler.asked == [1.0, 1.05]
+def test_a_mesh_that_fits_is_found_and_the_fastest_of_those_is_best() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        held = rng.integers(1, 2 * CAPACITY, 5)
+        trials = [trial(float(i + 1), int(n), rng.choice(["none", "full"])) for i, n in enumerate(held)]
+        compiler = Compiler({i + 1.0: int(n + rng.integers(0, 150)) for i, n in enumerate(held)})
+        found = run(trials, compiler, most=5)
+        fitting = [seconds for seconds, peak in compiler.peaks.items() if peak <= CAPACITY]
+        assert found[0].fits is bool(fitting)
+        if fitting:
+            assert found[0].seconds == min(fitting)
+        else:
+            assert compiler.peaks[found[0].seconds] == min(map(compiler.peaks.__getitem__, compiler.asked))
+
+
+def test_those_close_behind_are_compiled_and_no_more_than_allowed() -> None:
+    trials = [trial(s, remat=str(s)) for s in (1.0, 1.05, 2.0, 3.0)]
     compiler = Compiler({1.0: 90, 1.05: 80, 2.0: 50, 3.0: 20})
-    assert [t.fits for t in run(candidates, compiler)] == [True, True, None, None]
+    found = run(trials, compiler)
+    assert [t.fits for t in found] == [True, True, None, None]
     assert compiler.asked == [1.0, 1.05]
+    assert "2.00 times as long" in found[2].verdict
+    assert "max_compilations" in run(trials, Compiler({1.0: 300, 1.05: 300}), most=2)[-1].verdict
 
 
-def test_only_the_state_is_a_reason_to_refuse() -> None:
-    candidates = [candidate(1.0, state=101), candidate(2.0, state=120), candidate(3.0, remat="full")]
-    compiler = Compiler({3.0: 60})
-    found = run(candidates, compiler)
-    assert compiler.asked == [3.0]
-    assert [t.candidate.seconds for t in found] == [3.0, 1.0, 2.0]  # what lacks least first
-    assert all("alone take" in t.verdict for t in found[1:])
+def test_what_seems_too_large_waits_for_the_others_the_smallest_first() -> None:
+    trials = [
+        trial(2.0, held=20),
+        trial(2.5, held=15),  # with the activations of the first, 300 - 2 * 20, too much
+        trial(2.7, held=10),
+        trial(3.0, held=10, microbatches=4),  # with a quarter of them, not
+        trial(4.0, held=10, remat="full"),
+    ]
+    compiler = Compiler({2.0: 300, 2.5: 290, 2.7: 280, 3.0: 480, 4.0: 60})
+    assert run(trials, compiler)[0].seconds == 4.0
+    assert compiler.asked == [2.0, 3.0, 4.0, 2.7, 2.5]
 
 
-CANDIDATES = [
-    candidate(2.0, state=20),
-    candidate(2.5, state=10),  # with the activations of the first, 300 - 2 * 20, too much
-    candidate(3.0, state=10, microbatches=4),  # with a quarter of them, not
-    candidate(4.0, state=10, remat="full"),
-]
+APART = [trial(s, remat=str(s)) for s in (1.0, 2.0, 3.0)]
 
 
-def test_what_seems_too_large_waits_for_the_others() -> None:
-    compiler = Compiler({2.0: 300, 3.0: 120, 4.0: 60})
-    found = run(CANDIDATES, compiler)
-    assert compiler.asked == [2.0, 3.0, 4.0]
-    assert found[0].candidate.seconds == 4.0
-    assert "seems too large" in {t.candidate.seconds: t.verdict for t in found}[2.5]
-
-
-def test_what_seems_too_large_is_compiled_if_nothing_else_fits() -> None:
-    compiler = Compiler({2.0: 300, 2.5: 90, 3.0: 120, 4.0: 110})
-    found = run(CANDIDATES, compiler)
-    assert compiler.asked == [2.0, 3.0, 4.0, 2.5]
-    assert found[0].fits
-    assert found[0].candidate.seconds == 2.5
-
-
-def test_if_nothing_fits_what_lacks_least_comes_first() -> None:
-    candidates = [candidate(s, remat=str(s)) for s in (1.0, 2.0, 3.0)]
-    found = run(candidates, Compiler({1.0: 300, 2.0: 110, 3.0: 120}))
-    assert [t.candidate.seconds for t in found] == [2.0, 3.0, 1.0]
-    assert not any(t.fits for t in found)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_no_more_compilations_than_allowed(most: int) -> None:
-    candidates = [candidate(s, remat=str(s)) for s in (1.0, 2.0, 3.0, 4.0)]
-    compiler = Compiler(dict.fromkeys((1.0, 2.0, 3.0, 4.0), 300))
-    run(candidates, compiler, most)
-    assert len(compiler.asked) == most
+def test_if_nothing_fits_the_one_that_lacks_least_is_compiled_again_in_microbatches() -> None:
+    compiler = Compiler({1.0: 300, 2.0: 110, 3.0: 120})
+    found = run(APART, compiler, rows=16)
+    assert [(t.seconds, t.num_microbatches, t.fits) for t in found[:2]] == [(2.0, 1, False), (2.0, 2, True)]
+    assert compiler.asked == [1.0, 2.0, 3.0, 2.0]
+    run([trial(1.0, held=101)], compiler, rows=16)  # microbatches leave the state as it is
+    assert compiler.asked[4:] == [1.0]
 
 
 def test_after_a_ctrl_c_what_is_known_is_returned() -> None:
-    candidates = [candidate(s, remat=str(s)) for s in (1.0, 2.0, 3.0)]
-    compiler = Compiler({1.0: 300, 2.0: 50, 3.0: 20}, interrupted_at=2.0)
-    found = run(candidates, compiler)
-    assert compiler.asked == [1.0]
+    found = run(APART, Compiler({1.0: 300, 3.0: 20}))
     assert [t.fits for t in found] == [False, None, None]
 
 
-@pytest.mark.parametrize(("num_devices", "batch"), [*itertools.product([1, 6, 8, 64], repeat=2)])
-def test_meshes_are_all_that_split_the_batch(num_devices: int, batch: int) -> None:
-    found = list(meshes(num_devices, batch))
-    every = [
-        {"data": d, "fsdp": f, "tensor": t}
-        for d, f, t in itertools.product(range(1, num_devices + 1), repeat=3)
-        if d * f * t == num_devices and batch % (d * f) == 0
-    ]
-    assert sorted(found, key=str) == sorted(every, key=str)
+def test_meshes_are_all_that_split_the_batch() -> None:
+    for num_devices, batch in itertools.product([1, 6, 8, 64], repeat=2):
+        every = [
+            {"data": d, "fsdp": f, "tensor": t}
+            for d, f, t in itertools.product(range(1, num_devices + 1), repeat=3)
+            if d * f * t == num_devices and batch % (d * f) == 0
+        ]
+        assert sorted(meshes(num_devices, batch), key=str) == sorted(every, key=str)
 
 
-def test_variants_are_all_combinations_the_first_values_first() -> None:
-    assert variants({}) == [{}]
-    found = variants({"a": [1, 2], "b": ["x", "y"]})
-    assert found[0] == {"a": 1, "b": "x"}
-    assert len({tuple(x.items()) for x in found}) == 4
-
-
-@pytest.mark.parametrize(
-    ("message", "temporaries", "peak"),
-    [
-        ("RESOURCE_EXHAUSTED: Ran out of memory. Used 34.00G of 30.75G hbm.", 34 * 2**30 - 6, 34 * 2**30),
-        (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
-            "(2.50M) exceeds available HBM (15.75G).",
-            int(2.5 * 2**20) - 6,
-            int(2.5 * 2**20),
-        ),
-        ("RESOURCE_EXHAUSTED: no numbers", None, None),
-    ],
-)
-def test_what_a_compiler_that_found_no_room_says(message: str, temporaries: Any, peak: Any) -> None:
-    found = Memory(3, 2, 1, 3, peak_by_message(message))
-    assert (found.temporaries, found.peak) == (temporaries, peak)
+def test_what_a_compiler_that_found_no_room_says() -> None:
+    used = "Ran out of memory. Used 34.00G of 30.75G hbm."
+    temporaries = "the total memory required for HLO temporaries (2.50M) exceeds available HBM (15.75G)."
+    for message, peak in ((used, 34 * 2**30), (temporaries, 5 * 2**19)):
+        found = Memory(3, 2, 1, 3, peak_by_message(f"RESOURCE_EXHAUSTED: {message}"))
+        assert (found.temporaries, found.peak) == (peak - 6, peak)
+    assert Memory(3, 2, 1, 3, peak_by_message("RESOURCE_EXHAUSTED: no numbers")).temporaries is None

@@ -148,20 +148,24 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends per call of the program, if the ring algorithm is used.
-
-        This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
-        """
-        n = self.group_size
-        part = (n - 1) / n
-        factors = {"all-reduce": 2 * part, "reduce-scatter": n - 1}
-        is_cut = self.kind in ("all-gather", "all-to-all", "ragged-all-to-all")
-        return round(self.total_bytes * factors.get(self.kind, part if is_cut else 1))
+        """Bytes that one device sends per call of the program, if the ring algorithm is used."""
+        return round(ring_bytes(self.kind, self.total_bytes, self.group_size))
 
     @property
     def is_backward(self) -> bool:
         """True in a backward pass, judged by the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
+
+
+def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
+    """Bytes that one device sends by the ring algorithm, for a collective of this kind and size of results.
+
+    This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
+    """
+    part = (group_size - 1) / group_size
+    factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
+    is_cut = kind in ("all-gather", "all-to-all", "ragged-all-to-all")
+    return result_bytes * factors.get(kind, part if is_cut else 1)
 
 
 # Only these lines are or call a collective; no other line is parsed.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,19 +10,19 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._base.protocols import Batch, LossFn, check_positive
-from redco_eqx._base.tree import is_array, is_trainable, leaves_with_paths, table
+from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._compiled.communication import Communication
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.tracing import trace_step
-from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops
+from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops, predicted_bytes
 from redco_eqx._planning.targets import Target, find_target, gib
-from redco_eqx._planning.trial import Candidate, Option, Trial, attempt, meshes, search, variants
-from redco_eqx._sharding.mesh import AXES, axes_of, axis_size, context_of, for_use, make_mesh
-from redco_eqx._sharding.rules import Decision, analyse, explain_by
+from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
+from redco_eqx._sharding.mesh import AXES, batch_sharding, context_of, make_mesh, num_batch_shards
+from redco_eqx._sharding.rules import analyse, explain_by
 from redco_eqx._step.init import init_state
 from redco_eqx._step.steps import train_step
 
@@ -42,7 +43,8 @@ class MeshPlan:
     - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
         `target.margin(mesh)` its margin, as measured against other compilers.
     - `capacity`: bytes of each device that a step may use.
-    - `trials`: a trial of each candidate that was considered, the best first.
+    - `trials`: all that was considered, the best first. If none fits, the best is followed by itself, compiled
+        with microbatches of one row on a device, unless its arguments alone are too large.
     """
 
     target: Target
@@ -62,20 +64,20 @@ class MeshPlan:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the axes, for `make_mesh(**plan.mesh)`."""
-        return dict(self.best.candidate.mesh.shape)
+        return dict(self.best.mesh.shape)
 
     @property
     def options(self) -> dict[str, Option]:
         """The options for the function that makes the model."""
-        return dict(self.best.candidate.options)
+        return dict(self.best.options)
 
     @property
     def num_microbatches(self) -> int:
-        return self.best.candidate.num_microbatches
+        return self.best.num_microbatches
 
     @property
-    def memory(self) -> Memory | None:
-        """The memory on one device; `None` if nothing was compiled."""
+    def memory(self) -> Memory:
+        """The memory on one device. Its `peak` is `None` if nothing was compiled."""
         return self.best.memory
 
     @property
@@ -86,18 +88,20 @@ class MeshPlan:
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         best = self.best
         lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
-        lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best.candidate}: {best.verdict}"]
-        if best.memory is not None:
-            margin = self.target.margin(self.mesh)
-            lines += ["", *table(_of_memory(best.memory, self.capacity, margin), right=(1,))]
-        if best.memory is not None and not self.fits:
+        lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}", ""]
+        lines += table(_of_memory(best.memory, self.capacity, self.target.margin(self.mesh)), right=(1,))
+        if not self.fits:
             lines += ["", "largest arrays of the state, on a device"]
-            arrays = largest_arrays(best.candidate.state).items()
+            arrays = largest_arrays(best.state).items()
             lines += table([(path, f"{gib(size)} GiB") for path, size in arrays], right=(1,))
+            lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
-        lines += ["", *table(_of_trials(self.trials), right=(1, 2, 3, 4))]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3, 4))])
+
+
+_FOR_STATE = "to hold the state: more devices for fsdp or tensor, or larger ones"
+_FOR_STEP = "to need less: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
 
 
 def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
@@ -122,11 +126,10 @@ def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
         ("considered", "predicted ms", "peak GiB", "MiB sent", "compiled in s", "outcome")
     ]
     for trial in trials[:MOST]:
-        peak = "" if trial.memory is None or trial.memory.peak is None else gib(trial.memory.peak)
-        sent = "" if trial.communication is None else f"{trial.communication.total.sent_bytes / 2**20:.0f}"
-        seconds = f"{trial.seconds:.1f}" if trial.seconds else ""
-        milliseconds = f"{1000 * trial.candidate.seconds:.2f}"
-        rows.append((str(trial.candidate), milliseconds, peak, sent, seconds, trial.verdict))
+        peak = "" if trial.memory.peak is None else gib(trial.memory.peak)
+        numbers = f"{1000 * trial.seconds:.2f}", peak, f"{trial.sent_bytes / 2**20:.0f}"
+        seconds = f"{trial.compile_seconds:.1f}" if trial.compile_seconds else ""
+        rows.append((str(trial), *numbers, seconds, trial.verdict))
     if len(trials) > MOST:
         rows.append((f"and {len(trials) - MOST} more", "", "", "", "", ""))
     return rows
@@ -164,7 +167,8 @@ def plan(
     evenly are ranked by the communication and the operations of their layouts (`shard_rules` with `loss_fn` and
     `batch`), at the speeds on the chip's data sheet; no measured time has confirmed these ranks yet. `plan`
     compiles them in this order until one fits, and also those close behind that one. Meshes that seem too
-    large, judged by the memory of those compiled before, come last.
+    large, judged by the memory of those compiled before, come after the rest, and are compiled too if they
+    would be faster. A compiled mesh is ranked by the bytes that its program sends.
 
     ```python
     found = rx.plan(make_model, loss_fn=loss_fn, optimizer=optax.adamw(1e-4), batch=batch, target="v5e:4x4",
@@ -183,7 +187,7 @@ def plan(
 
     **Other arguments:**
 
-    - `mesh`: the only mesh to try: sizes by axis, as for `make_mesh`.
+    - `mesh`: the only mesh to try: sizes by axis, as for `make_mesh`. It is compiled whatever it needs.
     - `options`: values to choose from for each option of `model`, by name, the best first.
     - `num_microbatches`: see `train_step`; one number, or several to choose from.
     - `trainable`: see `init_state`.
@@ -191,7 +195,8 @@ def plan(
     - `reserve`: the part of the memory to leave free.
     - `estimate`: whether to compile for the same number of virtual CPU devices instead of the target. See
         `MeshPlan.target`.
-    - `max_compilations`: the most candidates to compile.
+    - `max_compilations`: the most ways to compile. If none fits, the one that lacks the least memory is
+        compiled once more, with microbatches of one row on a device.
     - `progress`: whether to report each compilation on stderr.
 
     A Ctrl-C ends the search early, and returns the result so far.
@@ -216,15 +221,16 @@ def plan(
     on = find_target(target, bytes_per_device=bytes_per_device, estimate=estimate)
     if options and _is_model(model):
         raise ValueError("plan: options need a function that makes the model, but model is a model already.")
-    rows = _num_rows(batch)
+    # `trace_step` refuses a batch with none, or with others.
+    num_rows = next((x.shape[0] for x in jax.tree.leaves(batch) if is_array(x) and x.shape), 1)
     if mesh is not None and not set(mesh) <= set(AXES):
         raise ValueError(f"plan: mesh has axes {list(mesh)}, but each axis must be one of {AXES}.")
-    sizes = meshes(len(on.devices), rows) if mesh is None else [dict[str, Any](mesh)]
+    sizes = meshes(len(on.devices), num_rows) if mesh is None else [dict[str, Any](mesh)]
     on_meshes = [make_mesh(**each, devices=on.devices) for each in sizes]
     if any(each.size != len(on.devices) for each in on_meshes):
         raise ValueError(f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} devices.")
 
-    def ways(values: Mapping[str, Option]) -> Iterator[Candidate]:
+    def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
         """Yields the ways to train a model with these values of its options, which is traced once."""
         make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))
@@ -236,36 +242,37 @@ def plan(
             return analyse(traced, shapes, make_mesh(tensor=tensor, devices=on.devices))
 
         for mesh in on_meshes:
-            data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
-            explained = explain_by(analysis(tensor), shapes, mesh)
+            tensor, num_shards = mesh.shape["tensor"], num_batch_shards(mesh)
+            found = analysis(tensor)
+            explained = explain_by(found, shapes, mesh)
             placed = jax.tree.map(_placed, shapes, explained.shardings)
             state = init_state(placed, optimizer, key=jax.random.key(0), trainable=trainable)
-            memory, share = memory_of(state, {}), _share_split(explained.decisions, mesh)
-            own = flops / (data * fsdp) * (share / tensor + 1 - share)
-            sent = 0.0 if explained.communication is None else explained.communication.num_bytes
+            local = jax.tree.map(functools.partial(_placed, sharding=batch_sharding(mesh)), batch)
+            memory, work = memory_of(state, local), found.costs.work
+            share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
+            own = flops / num_shards * (share / tensor + 1 - share)
             for count in counts:
-                if rows % (data * fsdp * count) == 0:
-                    # Weights that are stored split are gathered for each microbatch.
-                    in_all = sent * (count if fsdp > 1 else 1)
-                    seconds = own / on.chip.flops + in_all / on.chip.bandwidth
-                    held = memory.parameters + memory.optimizer_state
-                    yield Candidate(mesh, values, count, state, held, own, in_all, seconds)
+                if num_rows % (num_shards * count) == 0:
+                    sent = predicted_bytes(found, explained.decisions, mesh, count)
+                    yield Trial(mesh, values, count, state, local, on, memory, own, sent)
 
-    candidates = [found for values in variants(options or {}) for found in ways(values)]
-    if not candidates:
+    options = options or {}
+    variants = [dict(zip(options, values)) for values in itertools.product(*options.values())]
+    trials = [trial for values in variants for trial in ways(values)]
+    if not trials:
         raise ValueError(
-            f"plan: no mesh of {len(on.devices)} devices splits a batch of {rows} evenly into "
+            f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} evenly into "
             f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
         )
     capacity = int(on.chip.memory * (1 - reserve))
     step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
 
-    def compile(candidate: Candidate) -> Trial:
+    def compile(trial: Trial) -> Trial:
         if progress:
-            print(f"plan: compiling {candidate} for {on.name}", file=sys.stderr, flush=True)
-        return attempt(candidate, step, batch, capacity, on.compiler_options)
+            print(f"plan: compiling {trial} for {on.name}", file=sys.stderr, flush=True)
+        return attempt(trial, step, capacity)
 
-    return MeshPlan(on, capacity, search(candidates, compile, capacity, max_compilations))
+    return MeshPlan(on, capacity, search(trials, compile, capacity, max_compilations, num_rows))
 
 
 def _is_model(model: PyTree | MakeModel) -> bool:
@@ -274,18 +281,3 @@ def _is_model(model: PyTree | MakeModel) -> bool:
 
 def _placed(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array(x) else x
-
-
-def _num_rows(batch: Batch) -> int:
-    sizes = {path: x.shape[0] for path, x in leaves_with_paths(batch) if is_array(x) and x.shape}
-    if len(set(sizes.values())) != 1:
-        raise ValueError(f"plan: the leading dim of batch counts the examples, but its arrays have {sizes}.")
-    return next(iter(sizes.values()))
-
-
-def _share_split(decisions: Mapping[str, Decision], mesh: Mesh) -> float:
-    """Returns the part of the model's bytes that `tensor` splits for use. It splits about the same part of the
-    work."""
-    whole = {path: d.bytes_per_device * axis_size(mesh, axes_of(d.spec)) for path, d in decisions.items()}
-    split = sum(whole[path] for path, d in decisions.items() if "tensor" in axes_of(for_use(d.spec)))
-    return split / max(1, sum(whole.values()))

@@ -196,22 +196,16 @@ def _named(name: str, estimate: bool) -> Target:
             f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} with its number of GPUs '
             '("h100:8"). Or pass devices, or leave target out for those of this machine.'
         )
-    if estimate:
-        return Target(name, _stand_ins(name, count), (TPUS | GPUS)[kind], "cpu")
-    if kind in TPUS:
-        return Target(name, _topology(name), TPUS[kind], "tpu")
-    return Target(name, _topology(name), GPUS[kind], "gpu", _NO_TRIALS)
-
-
-def _stand_ins(name: str, count: int) -> tuple[Any, ...]:
-    """Returns `count` virtual devices of the CPU."""
+    if not estimate:
+        compiler, options = ("tpu", {}) if kind in TPUS else ("gpu", _NO_TRIALS)
+        return Target(name, _topology(name), (TPUS | GPUS)[kind], compiler, options)
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
         raise ValueError(
             f"plan: an estimate for {name} needs {count} virtual devices, but there are {len(devices)}. "
             f'Call jax.config.update("jax_num_cpu_devices", {count}) before the first use of JAX.'
         )
-    return tuple(devices[:count])
+    return Target(name, tuple(devices[:count]), (TPUS | GPUS)[kind], "cpu")
 
 
 def _present(device: Any) -> Chip:

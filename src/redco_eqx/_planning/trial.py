@@ -1,4 +1,4 @@
-"""The trial of one candidate: its step, compiled for the target."""
+"""The trials of a plan: a mesh and a variant of the model, and its step, compiled for the target."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from redco_eqx._base.protocols import Batch, Metrics
 from redco_eqx._compiled.communication import Communication, communication, peak_bytes
-from redco_eqx._planning.memory import Memory, memory_of, peak_by_message
-from redco_eqx._planning.targets import gib
-from redco_eqx._sharding.mesh import batch_sharding
+from redco_eqx._planning.memory import Memory, peak_by_message
+from redco_eqx._planning.targets import Target, gib
+from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.state import TrainState, layout_of
 
 # The meshes and the variants of a model among which a plan chooses, and their order.
@@ -25,28 +25,49 @@ Option: TypeAlias = bool | int | float | str | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Candidate:
-    """One way to train, with the facts that follow from the program and its layout.
+class Trial:
+    """One way to train, with the facts that follow from the program and its layout, and those of its step once
+    that is compiled.
 
     - `mesh`: a mesh of the target's devices.
     - `options`: the options of the model, by name.
     - `num_microbatches`: as for `train_step`.
-    - `state`: the abstract state of a run, laid out on the mesh.
-    - `state_bytes`: bytes of parameters and optimizer state on one device. A step needs more.
+    - `state`, `batch`: the abstract state of a run, and its batch, laid out on the mesh.
+    - `target`: the devices.
+    - `memory`: bytes on one device. Its `peak` is that of the compiled step.
     - `flops`: floating-point operations in products on one device, including recomputed ones, if all devices
         do the same work.
-    - `sent_bytes`: bytes that a device sends in a step.
-    - `seconds`: the time for `flops` and then `sent_bytes` at the speeds of the chip. For ranks only.
+    - `predicted_bytes`: bytes that a device sends in a step by the ring algorithm, predicted from the program.
+    - `communication`: that of the compiled step; `None` without one.
+    - `fits`: whether the step fits; `None` if it was not compiled.
+    - `verdict`: the reason, in words.
+    - `compile_seconds`: the time to trace and compile.
     """
 
     mesh: Mesh
     options: Mapping[str, Option]
     num_microbatches: int
     state: TrainState
-    state_bytes: int
+    batch: Batch
+    target: Target
+    memory: Memory
     flops: float
-    sent_bytes: float
-    seconds: float
+    predicted_bytes: float
+    communication: Communication | None = None
+    fits: bool | None = None
+    verdict: str = ""
+    compile_seconds: float = 0.0
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in a step by the ring algorithm: as compiled, or else as predicted."""
+        return self.predicted_bytes if self.communication is None else self.communication.total.sent_bytes
+
+    @property
+    def seconds(self) -> float:
+        """The time for `flops` and then `sent_bytes` at the speeds of the chip. For ranks only."""
+        chip = self.target.chip
+        return self.flops / chip.flops + self.sent_bytes / chip.bandwidth
 
     def __str__(self) -> str:
         given = {**self.mesh.shape, **self.options}
@@ -64,60 +85,34 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
             yield {"data": data, "fsdp": fsdp, "tensor": tensor}
 
 
-def variants(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]:
-    """Returns every combination of values. The first one has the first value of each option."""
-    return [dict(zip(options, values)) for values in itertools.product(*options.values())]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The outcome of a candidate.
-
-    - `fits`: whether the candidate fits; `None` if it was not compiled.
-    - `verdict`: the reason, in words.
-    - `memory`, `communication`: those of the compiled step; `None` without one.
-    - `seconds`: the time to trace and compile.
-    """
-
-    candidate: Candidate
-    fits: bool | None
-    verdict: str
-    memory: Memory | None = None
-    communication: Communication | None = None
-    seconds: float = 0.0
-
-
-def attempt(
-    candidate: Candidate,
-    step: Callable[..., tuple[TrainState, Metrics]],
-    batch: Batch,
-    capacity: int,
-    compiler_options: Mapping[str, bool],
-) -> Trial:
-    """Compiles the `train_step` of a candidate, which fits if it needs at most `capacity` bytes of a device."""
+def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
+    """Compiles the `train_step` of a trial, which fits if it needs at most `capacity` bytes of a device."""
     start = time.monotonic()
-    rows, state = batch_sharding(candidate.mesh), candidate.state
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
-    step = functools.partial(step, num_microbatches=candidate.num_microbatches, shardings=layout_of(state))
-    memory, sent = memory_of(state, batch), None
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    layout = layout_of(trial.state)
+    step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
+    lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
+    found, failure = None, ""
     try:
-        compiled = lowered.compile(compiler_options=dict(compiler_options))
-        peak, sent = peak_bytes(compiled), communication(compiled, candidate.mesh)
+        compiled = lowered.compile(compiler_options=dict(trial.target.compiler_options))
+        found, peak = communication(compiled, trial.mesh), peak_bytes(compiled)
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        if "RESOURCE_EXHAUSTED" not in message:
-            verdict = f"does not compile: {message.strip().splitlines()[0][:200]}"
-            return Trial(candidate, False, verdict, memory, seconds=time.monotonic() - start)
         peak = peak_by_message(message)
-    fits = sent is not None and peak is not None and peak <= capacity
+        if "RESOURCE_EXHAUSTED" not in message:
+            failure = f"does not compile: {message.strip().splitlines()[0][:200]}"
+    fits = found is not None and peak is not None and peak <= capacity
     needed = "more than there is" if peak is None else f"{gib(peak)} GiB"
-    verdict = "fits" if fits else f"needs {needed}, but {gib(capacity)} GiB are available"
-    memory = dataclasses.replace(memory, peak=peak)
-    return Trial(candidate, fits, verdict, memory, sent, time.monotonic() - start)
+    return dataclasses.replace(
+        trial,
+        memory=dataclasses.replace(trial.memory, peak=peak),
+        communication=found,
+        fits=fits,
+        verdict=failure or ("fits" if fits else f"needs {needed}, but {gib(capacity)} GiB are available"),
+        compile_seconds=time.monotonic() - start,
+    )
 
 
-# The search compiles the fastest candidates first, until one fits.
+# The search compiles the fastest trials first, until one fits.
 
 
 CLOSE = 1.1
@@ -125,61 +120,65 @@ CLOSE = 1.1
 
 
 def search(
-    candidates: Sequence[Candidate],
-    compile: Callable[[Candidate], Trial],
-    capacity: int,
-    max_compilations: int,
+    trials: Sequence[Trial], compile: Callable[[Trial], Trial], capacity: int, most: int, num_rows: int
 ) -> tuple[Trial, ...]:
-    """Compiles candidates, the fastest first, until one fits, and then those that are close behind it. Returns
-    the best first.
+    """Compiles at most `most` trials, the fastest first, until one fits, and then those that are faster or
+    close behind it. Returns the best first.
 
-    A candidate that seems too large, judged by the memory of others, comes after the rest; it is refused
-    without compilation only if its state alone is too large. The trials that fit are followed by those that do
-    not, the one that lacks the least memory first, and then by those that were not compiled.
+    Trials that seem too large, judged by the memory of others, come after the rest, the smallest first. A trial
+    is refused without compilation only if its arguments alone are too large; if all are, the smallest is
+    compiled. The trials that fit are followed by those that do not, the one that lacks the least memory first,
+    and then by those that were not compiled. If none fits, the second of the results is the first once more,
+    compiled with microbatches of one row on a device.
     """
-    by_state = sorted(candidates, key=lambda c: c.state_bytes)
-    refused = [
-        Trial(c, False, f"parameters and optimizer state alone take {gib(c.state_bytes)} GiB")
-        for c in by_state
-        if c.state_bytes > capacity
-    ]
-    left = sorted((c for c in candidates if c.state_bytes <= capacity), key=lambda c: c.seconds)
+    left = list(trials)
     tried: list[Trial] = []
+    smaller: list[Trial] = []
     best, reason = math.inf, "max_compilations is reached"
-    while left and len(tried) < max_compilations:
-        candidate = min(left, key=lambda c: (_likely_bytes(c, tried) > capacity, c.seconds))
-        if best < math.inf and (_likely_bytes(candidate, tried) > capacity or candidate.seconds > CLOSE * best):
-            break
-        try:
-            tried.append(compile(candidate))
-        except KeyboardInterrupt:
-            reason = "interrupted"
-            break
-        left.remove(candidate)
-        best = min(best, candidate.seconds) if tried[-1].fits else best
 
-    def outcome(candidate: Candidate) -> str:
-        if candidate.seconds > CLOSE * best:
-            return f"predicted to take {candidate.seconds / best:.2f} times as long"
-        is_large = best < math.inf and _likely_bytes(candidate, tried) > capacity
-        return f"not compiled: {'it seems too large, judging by the others' if is_large else reason}"
+    def place(x: Trial) -> tuple[bool, int, float]:
+        return x.memory.arguments > capacity, max(_likely_bytes(x, tried), capacity), x.seconds
 
-    return *sorted(tried, key=_rank), *(Trial(c, None, outcome(c)) for c in left), *refused
+    try:
+        while len(tried) < most:
+            hopeful = sorted((x for x in left if x.seconds <= CLOSE * best), key=place)
+            if not hopeful or (tried and hopeful[0].memory.arguments > capacity):
+                break
+            tried.append(compile(hopeful[0]))
+            left.remove(hopeful[0])
+            best = min(best, tried[-1].seconds) if tried[-1].fits else best
+        least = min(tried, key=_rank)
+        count = num_rows // num_batch_shards(least.mesh)
+        if not least.fits and least.memory.arguments <= capacity and count > least.num_microbatches:
+            smaller = [compile(dataclasses.replace(least, num_microbatches=count))]
+    except KeyboardInterrupt:
+        reason = "interrupted"
 
+    def untried(trial: Trial) -> Trial:
+        slower = trial.seconds / max(best, 1e-30)
+        verdict = f"not compiled: {reason}"
+        if trial.memory.arguments > capacity:
+            verdict = f"parameters, optimizer state and batch alone take {gib(trial.memory.arguments)} GiB"
+        elif slower > CLOSE:
+            verdict = f"predicted to take {slower:.2f} times as long"
+        return dataclasses.replace(trial, verdict=verdict)
 
-def _likely_bytes(candidate: Candidate, tried: Sequence[Trial]) -> int:
-    """Estimates the bytes that a candidate needs on a device: its state, and the activations of other
-    candidates with the same options."""
-    likely = candidate.state_bytes
-    for trial in tried:
-        other, peak = trial.candidate, None if trial.memory is None else trial.memory.peak
-        if peak is not None and other.options == candidate.options:
-            share = min(1.0, other.num_microbatches / candidate.num_microbatches)
-            activations = max(0, peak - 2 * other.state_bytes)  # without gradients, and some of the copies
-            likely = max(likely, candidate.state_bytes + int(activations * share))
-    return likely
+    first, *others = [*sorted(tried, key=_rank), *map(untried, sorted(left, key=place))]
+    return first, *smaller, *others
 
 
-def _rank(trial: Trial) -> tuple[bool, float]:
-    peak = math.inf if trial.memory is None or trial.memory.peak is None else float(trial.memory.peak)
-    return not trial.fits, trial.candidate.seconds if trial.fits else peak
+def _likely_bytes(trial: Trial, tried: Sequence[Trial]) -> int:
+    """Estimates the bytes that a trial needs on a device, for the order of trials only: its arguments, and the
+    activations of other trials with the same options."""
+    activations = [0.0]
+    for other in tried:
+        if other.memory.peak is not None and other.options == trial.options:
+            share = min(1.0, other.num_microbatches / trial.num_microbatches)
+            # Without gradients, and some of the copies.
+            activations.append(share * (other.memory.peak - 2 * other.memory.arguments))
+    return trial.memory.arguments + int(max(activations))
+
+
+def _rank(trial: Trial) -> tuple[bool, float, float]:
+    peak = math.inf if trial.memory.peak is None else float(trial.memory.peak)
+    return not trial.fits, trial.seconds if trial.fits else peak, peak
