@@ -190,7 +190,7 @@ def bench(session: nox.Session) -> None:
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
     session.install("google-parallax")  # another engine of layouts, to compare with
-    for script in ("overhead", "collectives", "layouts", "generation", "checkpoints", "collation"):
+    for script in ("overhead", "collectives", "layouts", "plans", "generation", "checkpoints", "collation"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
 
 
