@@ -262,4 +262,4 @@ def test_complex_products_train():
         step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings)
         return lost(state, jax.jit(step)(state, batch)[0])
 
-    assert_close(gradient("2x2x2"), gradient("one"), **CLOSE)
+    assert_close(gradient("fsdp8"), gradient("one"), **CLOSE)
