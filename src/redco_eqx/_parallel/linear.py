@@ -141,7 +141,10 @@ def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
-    """Applies a layer to the last dim of `x`. `eqx.nn.Linear` alone takes only vectors; a table is a head."""
+    """Applies a layer to the last dim of `x`. An embedding table is applied as a head.
+
+    By itself, `eqx.nn.Linear` accepts only vectors.
+    """
     if not callable(layer):
         return jnp.einsum("...i,oi->...o", x, layer)
     if isinstance(layer, eqx.nn.Linear):

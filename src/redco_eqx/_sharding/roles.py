@@ -261,7 +261,7 @@ def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
 
     A column split needs a whole input and keeps its output split; a row split takes a split input and sums its
     output. Of all ways to split every link, the result is the one that sends the fewest bytes: for a widening
-    and a narrowing Linear that is Megatron's column then row.
+    Linear followed by a narrowing one, this is Megatron's column-then-row split.
     Costs count the features of every activation that a collective returns, forward and backward.
     """
     # The cost of the remaining links depends on only one thing in the links before: whether the activation

@@ -78,7 +78,7 @@ class _Constraints:
             return changed[key]
 
         def hand(around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]) -> list[Operand]:
-            """The atoms that go into the bodies of an operation, or out of one, as they are taken there."""
+            """Maps the atoms that enter or leave the bodies of an operation to those that the bodies use."""
             handed = [read(atom) for atom in atoms]
             for i, (atom, value) in enumerate(zip(atoms, values)):
                 strategy = None if around is None else self._handed.get((id(around.equation), id(value)))

@@ -97,7 +97,7 @@ def update(
     value: Array,
     value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
 ) -> tuple[Any, PyTree]:
-    """Calls `optimizer.update`, with those further arguments that it takes.
+    """Calls `optimizer.update` with whichever of the extra arguments it accepts.
 
     **Arguments:**
 

@@ -20,7 +20,7 @@ from redco_eqx.models._blocks.vocabulary import only_tokens
 
 
 class Decoder(Model):
-    """A model that returns logits of the next token. A family defines its embedding, its layers and its end.
+    """A model that returns logits of the next token. A family defines its embedding, its layers and its output.
 
     The layers lie at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
     `tied` names. The other fields are those of `Model`.

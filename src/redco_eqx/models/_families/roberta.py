@@ -17,7 +17,7 @@ from redco_eqx.models._families.bert import POSITIONS, BertConfig, BertModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RobertaConfig(BertConfig):
-    """RoBERTa, base and large. The rows of its table of positions up to `pad_token_id` are never read."""
+    """RoBERTa, base and large. In its position table, the rows up to `pad_token_id` are never read."""
 
     model_type: ClassVar[str] = "roberta"
     architecture: ClassVar[str] = "RobertaModel"

@@ -217,7 +217,8 @@ def carry_over(source: Path, directory: Path) -> None:
 
 def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> None:
     """Raise `ValueError` for links that `carry_over`, and copying `folders`, would follow out of both `source`
-    and the cache of the hub: a checkpoint from elsewhere may have a link to anything that its user can read.
+    and the cache of the hub: a checkpoint from elsewhere may contain a link to any file that the
+    user who loads it can read.
     """
     root = source.resolve()
     if root == directory.resolve():

@@ -18,8 +18,8 @@ def sample(
 ) -> Int[Array, " b"]:
     """Return the most probable token of each row at temperature 0, otherwise one drawn with `key`.
 
-    The order is that of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Of equal logits
-    the lower token comes first everywhere, so that `top_k=1` is `temperature=0`.
+    The order is that of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Among equal
+    logits, the lower token id always comes first, so `top_k=1` is the same as `temperature=0`.
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
