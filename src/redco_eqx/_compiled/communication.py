@@ -296,7 +296,7 @@ class Communication:
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Total]:
-        """`{("tensor",): total}`, most bytes first. A collective over two axes at once stands under a key of both."""
+        """`{("tensor",): total}`, most bytes first. A collective over two axes has a key with both."""
         return _grouped(self.collectives, lambda c: c.axes)
 
     @property
