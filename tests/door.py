@@ -313,6 +313,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: fit(batch_size=32), "batch_size=32 ... 16 examples ... smaller batch_size"),
     (lambda: rx.make_mesh(tensor=16), "tensor=16 ... there are 8 (cpu)"),
+    (lambda: rx.make_mesh(tensor=0), "tensor=0 ... positive"),
+    (
+        lambda: rx.Checkpoints(PLACE / "new", keep_best={"loss": "least"}),
+        "keep_best={'loss': 'least'} ... \"min\" or the \"max\"",
+    ),
     (
         lambda: rx.explain(MODEL, jax.make_mesh((8,), ("data",))),
         "('data',) ... AxisType.Auto ... make_mesh(mesh=mesh)",
