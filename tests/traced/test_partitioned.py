@@ -147,7 +147,8 @@ def test_other_programs_are_left_as_they_are():
         return jnp.mean(jax.lax.conv_general_dilated(x, mix, (1, 1), "SAME") ** 2)
 
     program = trace(jax.grad(f), make_stem().mix, images())
-    assert for_partitioner(program, MESH).closed.jaxpr is program.closed.jaxpr
+    # As text: JAX 0.12 makes a new object of an equal program.
+    assert str(for_partitioner(program, MESH).closed.jaxpr) == str(program.closed.jaxpr)
 
 
 # In the steps. At a rate of 1 the parameters lose their gradient.

@@ -242,8 +242,8 @@ def test_where_there_is_no_terminal_there_is_no_bar(capfd: pytest.CaptureFixture
     assert out == ""
     first, cost, *rest = err.splitlines()
     assert first == "fit: 22 examples, 5 steps of 4 per epoch, 2 dropped from each"
-    sizes = r"fit: a step takes ([\d.]+) KiB of each device, ([\d.]+) KiB of it while it runs, and sends nothing"
-    found = re.fullmatch(sizes, cost)
+    sizes = r"([\d.]+) KiB of each device, ([\d.]+) KiB of it while it runs"
+    found = re.fullmatch(f"fit: a step takes {sizes}, and sends nothing", cost)
     assert found, cost
     assert float(found[2]) < float(found[1])
     assert [line.split()[:3] for line in rest] == [["step", str(i), "train/loss"] for i in (1, 2, 3)]
