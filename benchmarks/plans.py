@@ -39,11 +39,13 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[*cases(), []], help="all without any")
-    names = parser.parse_args().models or cases()
+    every = cases()
+    parser.add_argument("models", nargs="*", choices=[*every, []], help="all without any")
+    names = parser.parse_args().models or every
     rows = [["model", "data, fsdp, tensor", "predicted KiB", "compiled KiB", "ratio"]]
-    for name, case in cases().items():
-        for sizes in meshes(8, 16) if name in names else ():
+    for name in names:
+        case = every[name]
+        for sizes in meshes(8, 16):
             best = rx.plan(
                 case.make_model,
                 loss_fn=case.loss_fn,

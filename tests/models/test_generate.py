@@ -46,7 +46,7 @@ def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
 
 @eqx.filter_jit
 def log_probabilities(model: Any, text: Any, *source: Any) -> Any:
-    """Of each next token, in one pass with no cache; with an encoder, the source and its mask come after."""
+    """Those of each next token, in one pass with no cache. `source` is the text of an encoder, and its mask."""
     logits = model(source[0], text, attention_mask=source[1]) if source else model(text)
     return jax.nn.log_softmax(logits.astype(jnp.float32))
 

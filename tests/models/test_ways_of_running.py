@@ -55,7 +55,7 @@ def test_stacked_and_padded_equals_a_list_of_layers(name, sides):
 
 
 def test_in_pieces_with_a_cache_equals_at_once():
-    """Of a model with a window, and padding on the left, from which a row has to count."""
+    """The model has a window; a row is padded on the left, and has to count from there."""
     model, (text,) = make("mistral"), inputs("mistral")
     mask = jnp.asarray([[1] * LENGTH, [0] * 3 + [1] * (LENGTH - 3)])
     run = eqx.filter_jit(lambda model, text, mask, cache=None: model(text, attention_mask=mask, cache=cache))

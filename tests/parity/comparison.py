@@ -91,7 +91,7 @@ def outputs(*pairs: tuple[Any, Inputs]) -> list[np.ndarray]:
 
 
 def real(inputs: Inputs, x: np.ndarray) -> np.ndarray:
-    """What `x` has of tokens that are not padding, if it is of the tokens that a mask is about."""
+    """The part of `x` for tokens that are not padding, if `x` belongs to the tokens of a mask."""
     is_of_them = x.ndim == 3 and "attention_mask" in inputs and "decoder_input_ids" not in inputs
     return x[inputs["attention_mask"] == 1] if is_of_them else x
 
@@ -119,7 +119,7 @@ def opened(path: Any, kind: Any) -> Any:
 
 
 def assert_bit_equal(model: Any, other: Any) -> None:
-    """Of two models of torch."""
+    """Compares the arrays of two models of torch, bit for bit."""
     ours, theirs = model.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()
     for key, x in ours.items():

@@ -94,7 +94,7 @@ def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
         return squares(*rx.cast((model, batch), jnp.bfloat16), key)
 
     def shards(**arguments: Any) -> tuple[float, ...]:
-        """How often data 8 and fsdp 8 send 7/8 of the weight."""
+        """The bytes that data 8 and fsdp 8 send, in units of 7/8 of the weight."""
         trials = plan(make_linear, batch=WIDE, bytes_per_device=1, **arguments).trials
         sent = {tuple(t.mesh.shape.values()): t.predicted_bytes / (7 / 8 * 64 * 64 * 4) for t in trials}
         return round(sent[8, 1, 1], 1), round(sent[1, 8, 1], 1)

@@ -148,7 +148,7 @@ def test_the_state_of_an_optimizer_comes_out_as_it_went_in():
 
 
 def test_a_moment_is_split_like_its_parameter():
-    """Of a shape that lacks one dim, which one it is must be clear, or its split must not matter."""
+    """If its shape lacks one dim, it must be clear which one, or the split of that dim must not matter."""
     mesh = helpers.mesh_of("2x2x2")
     of_a = NamedSharding(mesh, P("data"))
     matrix, both, tensor = (8, 16), P("tensor", "fsdp"), P("tensor")

@@ -106,7 +106,7 @@ def contrast(weight, x, index, *, temperature):
 
 @operation("products", how=one_of("cholesky", "inv", "eigh", "qr"), of=one_of("example", "weight", "batch"))
 def decomposition(weight, x, index, *, how, of):
-    """Of a symmetric matrix, whose eigenvalues are well apart: of each example, the batch, or a parameter."""
+    """Decomposes a symmetric matrix with eigenvalues far apart: of each example, the batch, a parameter."""
     x = jnp.tanh(rows(x))
     n = x.shape[-1]
     square = weight("square", n, n)
@@ -121,7 +121,7 @@ def decomposition(weight, x, index, *, how, of):
 
 @operation("products", lower=one_of(True, False), transpose=one_of(False, True), left=one_of(True, False))
 def triangular_solve(weight, x, index, *, lower, transpose, left):
-    """Of one matrix, whose system each example is."""
+    """Solves with one matrix, whose right-hand side each example is."""
     x = rows(x)
     n = x.shape[-1]
     square = jnp.diag(1.0 + jnp.arange(n)) + jnp.tanh(weight("square", n, n)) / n
