@@ -1,45 +1,20 @@
 """Classification and regression: they learn, read the formats of the public sets, and refuse others."""
 
-import csv
 import gzip
-import json
 import types
 
 import digits_data
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import table_data
+import text_tables
 from classification_regression import main as example
 from refusals import assert_ends_with_one_line
 
-CALM = ["the", "sea", "is", "calm", "and", "the", "sky", "is", "clear", "today", "so", "we", "sail", "on"]
-WILD = ["storm", "waves", "broke", "over", "us", "all", "night", "long", "and", "we", "fear", "to", "sink"]
-
-
-def rows(num, seed):
-    """Texts whose class is in their words, and a score that counts some of them; and some noise."""
-    random = np.random.default_rng(seed)
-    for _ in range(num):
-        label = random.integers(2)
-        words = [*random.choice((CALM, WILD)[label], 6), *random.choice(CALM + WILD, 3)]
-        text = " ".join(words)
-        yield {
-            "first": text[:20],
-            "second": text[20:],
-            "kind": ("calm", "wild")[label],
-            "score": str(label * 3.0),
-        }
-
 
 def write_tables(directory):
-    train, dev = list(rows(256, 0)), list(rows(64, 1))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(dev), directory / "dev.parquet")
-    with (directory / "train.tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, train[0], delimiter="\t")
-        writer.writeheader()
-        writer.writerows(train)
+    text_tables.write(directory / "dev.parquet", list(text_tables.rows(64, 1)))
+    text_tables.write(directory / "train.tsv", list(text_tables.rows(256, 0)))
     return ["--data", str(directory), "--text", "first", "second"]
 
 
@@ -84,21 +59,12 @@ def table(directory, split, text, label, columns=None):
 
 
 def test_formats_give_the_same_rows(tmp_path):
-    expected = list(rows(20, 2))
+    expected = list(text_tables.rows(20, 2))
     expected[3]["first"] = 'says "no", twice'
-    for suffix, style in (
-        ("csv", {}),
-        ("tsv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}),
-    ):
-        with (tmp_path / f"{suffix}.{suffix}").open("w", newline="") as file:
-            writer = csv.DictWriter(file, expected[0], **style)
-            writer.writeheader()
-            writer.writerows(expected)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(expected), tmp_path / "parquet.parquet")
-    (tmp_path / "jsonl.jsonl").write_text("\n".join(map(json.dumps, expected)))
     pairs = [((row["first"], row["second"]), row["kind"]) for row in expected]
-    for split in ("csv", "tsv", "parquet", "jsonl"):
-        assert table(tmp_path, split, ["first", "second"], "kind") == pairs
+    for suffix in ("csv", "tsv", "parquet", "jsonl"):
+        text_tables.write(tmp_path / f"{suffix}.{suffix}", expected)
+        assert table(tmp_path, suffix, ["first", "second"], "kind") == pairs
     # Without a header, by given names, as in CoLA.
     (tmp_path / "train.tsv").write_text('gj04\t1\t\tHe "said so.\nclc95\t0\t*\tSo he\n')
     found = table(tmp_path, "train", ["sentence"], "label", ["source", "label", "marker", "sentence"])

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from custom_loop import main as loops
+from helpers import assert_close
 from sklearn.linear_model import LogisticRegression
 
 import redco_eqx as rx
@@ -32,14 +33,6 @@ def new_state(mesh, seed, optimizer=OPTIMIZER):
     return rx.init_state(model, optimizer, key=jax.random.key(seed + 100))
 
 
-def close(found, expected):
-    assert found.keys() == expected.keys()
-    for path in found:
-        assert found[path].dtype == jnp.float64
-        # Rounding at 1e-16, which Adam magnifies where it divides by the root of a tiny moment.
-        np.testing.assert_allclose(found[path], expected[path], rtol=1e-9, atol=1e-12)
-
-
 def test_an_epoch_by_scan_is_the_loop_over_steps(digits, double):
     data = loops.collate_fn(digits[0])
     mesh = rx.make_mesh(tensor=2)
@@ -53,7 +46,9 @@ def test_an_epoch_by_scan_is_the_loop_over_steps(digits, double):
     for i, rows in enumerate(order):
         expected, metrics = step(expected, {name: x[rows] for name, x in data.items()})
         np.testing.assert_allclose(losses[i], float(metrics["loss"]), rtol=1e-6)  # float32
-    close(state.params, expected.params)
+    assert {x.dtype for x in state.params.values()} == {np.dtype("float64")}
+    # Rounding at 1e-16, which Adam magnifies where it divides by the root of a tiny moment.
+    assert_close(state.params, expected.params, rtol=1e-9, atol=1e-12)
 
 
 @eqx.filter_jit

@@ -11,6 +11,7 @@ import optax
 import pytest
 from federated_learning import main as fed
 from fit_helpers import Compilations
+from helpers import assert_close
 
 import redco_eqx as rx
 
@@ -78,12 +79,9 @@ def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(doub
         state = run_round(state, data, rows_of(i, train))
         expected = round_by_hand(expected, train, rows_of(i, train))
     assert int(state.step) == int(server.step) == 2 * rows_of(0, train).shape[1]
-    for path in state.params:
-        assert state.params[path].dtype == jnp.float64
-        np.testing.assert_allclose(state.params[path], server.params[path], rtol=1e-9, atol=1e-12)
-    for found, wanted in zip(layers_of(state), expected, strict=True):
-        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(found[1], wanted[1], rtol=1e-9, atol=1e-12)
+    assert {x.dtype for x in state.params.values()} == {np.dtype("float64")}
+    assert_close(state.params, server.params, rtol=1e-9, atol=1e-12)
+    assert_close(layers_of(state), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("iid", [True, False])

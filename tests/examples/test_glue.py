@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import pytest
+import text_tables
 import transformers
 from glue import main as example
-from test_classification_regression import rows
+from refusals import assert_ends_with_one_line
 
 from redco_eqx import models
 
@@ -15,20 +16,20 @@ TINY = ["--quick", "--length", "32", "--text", "first", "second"]
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory):
+def data(tmp_path_factory):
     """A directory in the form of a task with pairs of sentences."""
     directory = tmp_path_factory.mktemp("tables")
     for split, num in (("train", 320), ("dev", 64)):
-        lines = [json.dumps(row | {"score": float(row["score"])}) for row in rows(num, num)]
-        (directory / f"{split}.jsonl").write_text("\n".join(lines))
-    return directory
+        rows = [row | {"score": float(row["score"])} for row in text_tables.rows(num, num)]
+        text_tables.write(directory / f"{split}.jsonl", rows)
+    return ["--data", str(directory)]
 
 
 @pytest.fixture(scope="module")
-def classes(tables, tmp_path_factory):
+def classes(data, tmp_path_factory):
     """A run on classes: where its model is, its scores, and that of the linear model."""
     directory = tmp_path_factory.mktemp("classes")
-    flags = ["--data", str(tables), "--task", "classification", "--label", "kind", "--epochs", "6"]
+    flags = [*data, "--task", "classification", "--label", "kind", "--epochs", "6"]
     results = example.main([*TINY, *flags, "--output", str(directory)])
     return directory / "classification", *results["classification"]
 
@@ -63,8 +64,8 @@ def roberta(classes, tmp_path_factory):
     return directory
 
 
-def test_a_roberta_learns_a_number(roberta, tables, tmp_path):
-    flags = ["--data", str(tables), "--task", "regression", "--label", "score", "--epochs", "6"]
+def test_a_roberta_learns_a_number(roberta, data, tmp_path):
+    flags = [*data, "--task", "regression", "--label", "score", "--epochs", "6"]
     rest = ["--model", str(roberta), "--rate", "2e-3", "--output", str(tmp_path)]
     scores, linear = example.main([*TINY, *flags, *rest])["regression"]
     assert linear > 0.5
@@ -72,3 +73,10 @@ def test_a_roberta_learns_a_number(roberta, tables, tmp_path):
     config = json.loads((tmp_path / "regression" / "config.json").read_text())
     assert config["problem_type"] == "regression"
     assert config["architectures"] == ["RobertaForSequenceClassification"]
+
+
+def test_a_model_of_another_kind_is_named(data, tmp_path):
+    config = models.ViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    flags = [*TINY, *data, "--task", "classification", "--label", "kind", "--model", str(tmp_path)]
+    assert_ends_with_one_line(example.main, flags, "a vit has no classifier here, only bert and roberta")

@@ -6,7 +6,8 @@ import code_data
 import jax
 import numpy as np
 import pytest
-import test_text_data as wiki
+import text_data
+import text_tables
 import transformers
 from language_modeling import generate
 from language_modeling import main as example
@@ -18,6 +19,66 @@ import redco_eqx as rx
 from redco_eqx import models
 
 TINY = ["--quick", "--length", "64"]
+
+
+# Text in the form of WikiText.
+
+LINES = [
+    "",
+    "= {title} =",
+    "",
+    "The {title} is a small boat , which sails on the @-@ wind , and <unk> in a storm . x = y",
+    "",
+    "= = History = =",
+    "",
+    "In 18{year} the {title} was built = so it is said = by a man of the sea .",
+    "",
+    "= = = Early years = = =",
+    "",
+    "It sailed to the north and to the south , and then it came back to the sea .",
+]
+ARTICLE = "".join(f" {line} \n" for line in LINES)  # in the files a space stands before and after each
+
+
+def articles(begin, num):
+    return [ARTICLE.format(title=f"Boat {i}", year=10 + i % 80) for i in range(begin, begin + num)]
+
+
+def write_wiki(directory, form, train, valid):
+    train, valid = "".join(train), "".join(valid)
+    if form == "parquet":  # one row for each line
+        for name, content in (("train-00000-of-00001", train), ("validation-00000-of-00001", valid)):
+            lines = [{"text": line} for line in content.splitlines(keepends=True)]
+            text_tables.write(directory / f"{name}.parquet", lines)
+        return
+    names = {"tokens": "wiki.{}.tokens", "raw": "wiki.{}.raw", "txt": "{}.txt"}
+    (directory / names[form].format("train")).write_text(train, "utf-8")
+    (directory / names[form].format("valid")).write_text(valid, "utf-8")
+
+
+def test_articles_are_read_whole_and_apart(tmp_path):
+    train, valid = articles(0, 5), articles(5, 2)
+    for form in ("tokens", "raw", "txt", "parquet"):
+        (tmp_path / form).mkdir()
+        write_wiki(tmp_path / form, form, train, valid)
+        expected = [x.strip() for x in train], [x.strip() for x in valid]
+        assert text_data.articles(str(tmp_path / form)) == expected
+    write_wiki(tmp_path, "txt", "One line .\nAnother one .\n", "A third .")  # one article, without headings
+    assert text_data.articles(str(tmp_path)) == (["One line .\nAnother one ."], ["A third ."])
+
+
+def test_what_is_missing_in_a_directory_of_texts_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no train in it, as wiki\.train\.tokens, train\.txt or"):
+        text_data.articles(str(tmp_path))
+    (tmp_path / "train.txt").write_text("text")
+    with pytest.raises(ValueError, match="there is no valid or validation or test in it"):
+        text_data.articles(str(tmp_path))
+    text_tables.write(tmp_path / "valid.parquet", [{"line": "a"}])
+    with pytest.raises(ValueError, match="no column 'text' among line"):
+        text_data.articles(str(tmp_path))
+
+
+# The runs.
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +178,7 @@ def test_a_model_of_ones_own_is_tuned_on_data_of_ones_own(run, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     sums = [{"instruction": "Add.", "input": f"{i} + 1", "output": f"the sum is {i + 1}"} for i in range(40)]
     (tmp_path / "rows.json").write_text(json.dumps(sums))  # as Alpaca's
-    wiki.write(tmp_path, "tokens", wiki.text(0, 40), wiki.text(40, 4))
+    write_wiki(tmp_path, "tokens", articles(0, 40), articles(40, 4))
     data = ["--data", str(tmp_path / "rows.json"), "--text", str(tmp_path)]
     results = example.main([*TINY, "--model", str(tmp_path), *data, "--rate", "1e-2", "--epochs", "4"])
     assert set(results) == {f"{task}{end}" for task in ("text", "instructions") for end in ("", ", inference")}

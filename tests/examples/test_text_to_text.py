@@ -3,31 +3,12 @@
 import json
 
 import numpy as np
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
+import text_tables
 from text_to_text import main as example
 
 import redco_eqx as rx
 
-SEA = [
-    "the",
-    "sea",
-    "is",
-    "calm",
-    "and",
-    "clear",
-    "today",
-    "so",
-    "we",
-    "sail",
-    "on",
-    "waves",
-    "broke",
-    "over",
-    "us",
-]
 SUMMARIES = {
     "storm": "A great storm\nis coming.",
     "sun": 'Fair weather, "they say", for days.',
@@ -41,12 +22,8 @@ def rows(num, seed):
     random = np.random.default_rng(seed)
     for i in range(num):
         word = random.choice([*SUMMARIES])
-        words = random.permutation([*random.choice(SEA, 7), word])
+        words = random.permutation([*random.choice(text_tables.CALM, 7), word])
         yield {"document": " ".join(words), "summary": SUMMARIES[word], "id": str(i)}
-
-
-def write_jsonl(directory, name, part):
-    (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +32,8 @@ def xsum(tmp_path_factory):
     directory = tmp_path_factory.mktemp("xsum")
     train = list(rows(320, 0))
     for i, half in enumerate((train[:160], train[160:])):
-        table = pyarrow.Table.from_pylist(half)
-        pyarrow.parquet.write_table(table, directory / f"train-{i:05}-of-00002.parquet")
-    write_jsonl(directory, "validation", rows(32, 1))
+        text_tables.write(directory / f"train-{i:05}-of-00002.parquet", half)
+    text_tables.write(directory / "validation.jsonl", list(rows(32, 1)))
     return directory
 
 
@@ -97,14 +73,11 @@ def test_a_directory_of_a_model_is_trained_further(run, xsum):
 
 def test_formats_give_the_same_rows(tmp_path):
     expected = list(rows(20, 2))
-    table = pyarrow.Table.from_pylist(expected)
-    pyarrow.parquet.write_table(table, tmp_path / "parquet.parquet")
-    pyarrow.csv.write_csv(table, tmp_path / "csv.csv")
-    write_jsonl(tmp_path, "jsonl", expected)
     pairs = [{"document": row["document"], "summary": row["summary"]} for row in expected]
-    for split in ("parquet", "csv", "jsonl"):
-        assert example.read(str(tmp_path), split) == pairs
-    write_jsonl(tmp_path, "train", [{"text": "a", "title": "b"}])
+    for suffix in ("parquet", "csv", "jsonl"):
+        text_tables.write(tmp_path / f"{suffix}.{suffix}", expected)
+        assert example.read(str(tmp_path), suffix) == pairs
+    text_tables.write(tmp_path / "train.jsonl", [{"text": "a", "title": "b"}])
     with pytest.raises(ValueError, match=r"train.jsonl: no document and summary among text, title"):
         example.read(str(tmp_path), "train")
 

@@ -30,19 +30,9 @@ def _float64() -> Iterator[None]:
         yield
 
 
-class Layer(eqx.Module):
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    output: eqx.nn.Linear
-    gate: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-
 class LanguageModel(eqx.Module):
     table: jax.Array
-    layers: Layer
+    layers: dict[str, eqx.nn.Linear]
     head: eqx.nn.Linear
 
 
@@ -54,14 +44,14 @@ def make_model(seed: int = 0) -> LanguageModel:
     def linear(i: int, o: int, **options: Any) -> eqx.nn.Linear:
         return eqx.nn.Linear(i, o, dtype=jnp.float64, key=next(keys), **options)
 
-    def layer() -> Layer:
-        query, output = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+    def layer() -> dict[str, eqx.nn.Linear]:
+        query, value, output = linear(WIDTH, WIDTH), linear(WIDTH, KV_WIDTH), linear(WIDTH, WIDTH)
         key = linear(WIDTH, KV_WIDTH, use_bias=False)  # a bias has no gradient: the softmax drops it
-        mlp = linear(WIDTH, 32), linear(WIDTH, 32), linear(32, WIDTH)
-        return Layer(query, key, linear(WIDTH, KV_WIDTH), output, *mlp)
+        mlp = {"gate": linear(WIDTH, 32), "up": linear(WIDTH, 32), "down": linear(32, WIDTH)}
+        return {"query": query, "key": key, "value": value, "output": output, **mlp}
 
-    layers = jax.tree.map(lambda *x: jnp.stack(x), layer(), layer())
     table = jax.random.normal(next(keys), (VOCABULARY, WIDTH), jnp.float64)
+    layers = jax.tree.map(lambda *x: jnp.stack(x), layer(), layer())
     return LanguageModel(table, layers, linear(WIDTH, VOCABULARY))
 
 
@@ -74,21 +64,12 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return rearrange(jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(scores), v), "b t h g d -> b t (h g d)")
 
 
-def loss_of(
-    model: LanguageModel,
-    tokens: Any,
-    *,
-    sequence_parallel: bool = False,
-    remat: Any = "none",
-    num_chunks: int = 1,
-) -> Any:
-    split: Any = {"sequence_parallel": sequence_parallel}
-
-    def layer_fn(layer: Layer, x: Any) -> Any:
-        q, k, v = rx.layers.column(x, layer.query, layer.key, layer.value, unit=2, **split)
-        x = x + rx.layers.row(attention(q, k, v), layer.output, unit=2, **split)
-        gate, up = rx.layers.column(x, layer.gate, layer.up, **split)
-        return x + rx.layers.row(jnp.tanh(gate) * up, layer.down, **split)
+def loss_of(model: Any, tokens: Any, *, remat: Any = "none", num_chunks: int = 1, **split: Any) -> Any:
+    def layer_fn(layer: Any, x: Any) -> Any:
+        q, k, v = rx.layers.column(x, layer["query"], layer["key"], layer["value"], unit=2, **split)
+        x = x + rx.layers.row(attention(q, k, v), layer["output"], unit=2, **split)
+        gate, up = rx.layers.column(x, layer["gate"], layer["up"], **split)
+        return x + rx.layers.row(jnp.tanh(gate) * up, layer["down"], **split)
 
     x = rx.layers.embed(model.table, tokens[:, :-1], **split)
     x = rx.layers.scan_layers(layer_fn, model.layers, x, remat=remat, **split)

@@ -122,7 +122,7 @@ def randomise(model: Any) -> None:
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
-    "d_kv": 8,
+    "d_kv": 6,  # times the heads, not the width of the stream
     "d_ff": 48,
     "num_layers": 3,
     "num_decoder_layers": 2,

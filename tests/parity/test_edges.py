@@ -21,17 +21,8 @@ from redco_eqx import to_arrays
 from redco_eqx.models import (
     CLIPTextConfig,
     CLIPTextModel,
+    DecoderLM,
     Embedding,
-    GPT2Config,
-    GPTJConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
     VisionEncoderDecoderConfig,
     load_pretrained,
     save_pretrained,
@@ -59,31 +50,24 @@ def test_an_entry_that_is_left_out_means_the_same():
             assert there == {"partial_rotary_factor": 1.0, **expected}, model_type
 
 
-_GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
-_OTHERS: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
-_LLAMA: dict[str, Any] = {**_OTHERS, "intermediate_size": 48}
-MADE_HERE = {
-    "gpt2": lambda: GPT2Config(**_GPT),
-    "gptj": lambda: GPTJConfig(**_GPT, rotary_dim=8),
-    "opt": lambda: OPTConfig(**_OTHERS, ffn_dim=48),
-    "llama": lambda: LlamaConfig(**_LLAMA),
-    "mistral": lambda: MistralConfig(**_LLAMA, num_key_value_heads=None, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**_LLAMA),
-    "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=8),
-    "olmo2": lambda: Olmo2Config(**_LLAMA),
-    "phi3": lambda: Phi3Config(**_LLAMA, pad_token_id=0),
-    "smollm3": lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=None, pad_token_id=0),
-}
 INPUTS = inputs_of(REFERENCES["gpt2"])
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "ffn_dim": 48, "rotary_dim": 8, "num_key_value_heads": None,
+    "sliding_window": None,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", MADE_HERE)
+@pytest.mark.parametrize("model_type", [x for x, (_, kind) in FAMILIES.items() if issubclass(kind, DecoderLM)])
 def test_configurations_made_here_open_there(model_type, tmp_path):
     # With as much left to defaults as there is, null included.
-    config, kind = MADE_HERE[model_type](), FAMILIES[model_type][1]
-    model = eqx.filter_jit(lambda key: kind(config, stacked=True, key=key))(jax.random.key(0))
+    config, kind = FAMILIES[model_type]
+    fields = {field.name for field in dataclasses.fields(config)}
+    given = {config.aliases.get(name, name): x for name, x in SIZES.items()}
+    if (config().pad_token_id or 0) >= VOCABULARY:
+        given["pad_token_id"] = 0
+    made = config(**{name: x for name, x in given.items() if name in fields})
+    model = eqx.filter_jit(lambda key: kind(made, stacked=True, key=key))(jax.random.key(0))
     save_pretrained(model, tmp_path)
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = torch_output(there, INPUTS)
