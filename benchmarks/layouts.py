@@ -85,7 +85,7 @@ def compiled_bytes(
 
     layout = (None, jax.tree.map(lambda x: x.sharding, params))
     compiled = jax.jit(step, out_shardings=layout).lower(params, buffers, batch).compile(options)
-    return rx.communication(compiled, mesh).total.result_bytes
+    return rx.communication(compiled, mesh).total.sent_bytes
 
 
 # Cases.
@@ -241,7 +241,7 @@ def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
         except Exception as error:
             sent[name] = type(error).__name__[:9]
         known.append((specs, sent[name]))
-    prediction = analysis.sent(analysis.layout)
+    prediction = analysis.simulated
     predicted, merged = (prediction.num_bytes(merged=flag) for flag in (False, True))
     least = lower_bound(analysis, merged=False)
     sizes = [f"{memory(case.model, specs, mesh) / 1e6:.3f}" for specs in (by_flow, by_paths, whole)]

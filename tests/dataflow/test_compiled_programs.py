@@ -70,7 +70,7 @@ def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_
     if name in SOLVES_AND_GROUPS:  # whose step sends more than the loss and its gradient, which are below
         return
     # Besides, a step sends the norm of the gradients, and the metrics.
-    total = rx.communication(compiled, mesh).total.result_bytes
+    total = rx.communication(compiled, mesh).total.sent_bytes
     assert sent(explanation).num_bytes_unmerged == pytest.approx(total, rel=0.03, abs=200)
     assert sent(explanation).at_least <= total
 
@@ -167,6 +167,6 @@ def test_what_is_gathered_over_fsdp_is_predicted(name, axes):
     predicted = rx.explain(abstract(case.make_model), mesh, loss_fn=case.loss_fn, batch=case.batch)
     # Weights and rows: the norm of the gradients, which a step also sends, is some numbers.
     found = rx.communication(workloads.lower_step(case, mesh).compile(workloads.COMPILER_OPTIONS), mesh)
-    total = sum(c.total_bytes for c in found)
+    total = sum(c.sent_bytes for c in found)
     rel = 0.05 if "tensor" in axes else 0.001
     assert sent(predicted).num_bytes_unmerged == pytest.approx(total, rel=rel)

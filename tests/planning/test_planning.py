@@ -102,7 +102,7 @@ def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
     assert shards() == (2, 3)
     assert shards(loss_fn=in_bfloat16) == (1, 1.5)
     assert shards(num_microbatches=2) == (4, 6)
-    monkeypatch.setattr("redco_eqx._planning.memory.scatters", lambda mesh: True)  # as for TPU
+    monkeypatch.setattr("redco_eqx._planning.plan.scatters", lambda mesh: True)  # as for TPU
     assert shards() == (2, 2)
     assert shards(num_microbatches=2) == (2, 4)
 

@@ -61,6 +61,17 @@ def size_text(num_bytes: int | float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
+    """Bytes that one device sends by the ring algorithm, for a collective of this kind and size of results.
+
+    This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
+    """
+    part = (group_size - 1) / group_size
+    factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
+    is_cut = kind in ("all-gather", "all-to-all", "ragged-all-to-all")
+    return result_bytes * factors.get(kind, part if is_cut else 1)
+
+
 def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
     """Lines of a table. Each column is as wide as it needs to be; those numbered in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._base.tree import size_text, table
+from redco_eqx._base.tree import ring_bytes, size_text, table
 from redco_eqx._compiled import hlo
 
 # Groups of devices in a compiled program, named by the axes of the mesh.
@@ -155,17 +155,6 @@ class Collective:
     def is_backward(self) -> bool:
         """True in a backward pass, judged by the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
-
-
-def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
-    """Bytes that one device sends by the ring algorithm, for a collective of this kind and size of results.
-
-    This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
-    """
-    part = (group_size - 1) / group_size
-    factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
-    is_cut = kind in ("all-gather", "all-to-all", "ragged-all-to-all")
-    return result_bytes * factors.get(kind, part if is_cut else 1)
 
 
 # Only these lines are or call a collective; no other line is parsed.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve, size_of
 from redco_eqx._dataflow.walk import Walk
 
@@ -300,17 +301,18 @@ class Values:
     def change(self, value: Value, before: State, after: State) -> float:
         """Bytes that a device sends by a ring, to change a value from one state to another."""
         n, size = self.tensor, self.local_bytes(value)
+        gathered = ring_bytes("all-gather", size, n)
         if before in (after, WHOLE):
             return math.inf if after == PENDING and before != PENDING else 0.0
         if after == PENDING:
             return math.inf
         if before == PENDING:
-            return (2 if after == WHOLE or not self.scatters else 1) * (n - 1) / n * size
-        return (n - 1) / n * size if after == WHOLE else (n - 1) / n**2 * size
+            return (2 if after == WHOLE or not self.scatters else 1) * gathered
+        return gathered if after == WHOLE else gathered / n
 
     def over_batch(self, value: Value, state: State, is_late: bool) -> float:
         share = 1 if is_late else self.share(state)
-        return 2 * (self.num_shards - 1) / self.num_shards * value.num_bytes * share
+        return ring_bytes("all-reduce", value.num_bytes * share, self.num_shards)
 
     def share(self, state: State) -> float:
         """The part of a value in this state that one device along `tensor` has."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
@@ -153,9 +154,10 @@ class Analysis:
     costs: Costs
     layout: SplitOfEach
 
-    def sent(self, layout: SplitOfEach) -> Sent:
-        """Simulate the bytes that a device sends in a step, if parameters are split by `layout`."""
-        return simulate(self.costs, self.walk, layout)
+    @functools.cached_property
+    def simulated(self) -> Sent:
+        """The bytes that a device sends in a step."""
+        return simulate(self.costs, self.walk, self.layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
         """The analysis with a layout that splits these dims, by path; `None` if its cost is not known."""
@@ -163,7 +165,7 @@ class Analysis:
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
     def score(self, layout: SplitOfEach) -> float:
-        return score(self.costs, layout, self.sent(layout))
+        return score(self.costs, layout, simulate(self.costs, self.walk, layout))
 
     def roles(self) -> dict[str, RoleOf]:
         """The role of each array that the program takes, by path."""

@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from redco_eqx._base.tree import size_text
+from redco_eqx._base.tree import ring_bytes, size_text
 from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
 from redco_eqx._dataflow.search import best_set
 from redco_eqx._dataflow.values import ENDS, Event, Split, Value, short_line, total_bytes
@@ -32,8 +34,8 @@ def lower_bound(analysis: Analysis, *, merged: bool) -> float:
             for leaf, x in enumerate(analysis.walk.gradients)
             if x is not None and x.is_data
         ]
-        return sum(held, 0.0) if costs.num_shards > 1 else 0.0
-    batch = [(e, e.num_bytes) for e in analysis.walk.events if costs.leads.over_batch(e)]
+        return ring_bytes("all-reduce", sum(held), costs.num_shards)
+    batch = [(e, costs.sent_over_batch(e, 1.0)) for e in analysis.walk.events if costs.leads.over_batch(e)]
     whole = total_bytes(batch, merged=merged)
     # A sum that several splits could cause is shared among them.
     together: dict[Event, dict[Event, None]] = {}
@@ -64,16 +66,16 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
             if not all(x.is_learned for x in event.arrays):
                 # Nothing splits a value that depends on no parameter. A compiler may cut it, and sum; or gather
                 # the weight.
-                size = min(size, *(float(x.num_bytes * event.times) for x in weights))
+                size = min(size, *(costs.gathered(x.num_bytes * event.times) for x in weights))
             total += size * shares[event]
     return total
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes that one device sends in a step, predicted from the program.
+    """Bytes that one device sends in a step by the ring algorithm, predicted from the program, in its dtypes.
 
-    A collective counts the size of its result; with split activations it counts the bytes that a ring sends.
+    `communication` counts those of a compiled step in the same way (`sent_bytes`).
 
     - `num_bytes`: the total with a compiler that adds the results of products before it sums them over devices,
         as the compilers for TPU and GPU do.
@@ -105,45 +107,52 @@ class Prediction:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """An array that is split where it is stored, into `num_parts`, and gathered for use.
 
-    - `num_bytes`: bytes of the array as it is used, on one device.
-    - `over_data`: true if the gradient is also summed over an axis that does not split the stored array.
+    `num_bytes` are those of the array as it is used, on one device.
     """
 
     num_bytes: float
     num_parts: int
-    over_data: bool
 
 
 def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> float:
-    """Bytes that gathering adds in a step.
+    """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
-    An array is gathered for the loss and again for its gradient. The gradient is summed whole over the axes
-    that store the array, which counts among the sums over the batch axes, and in parts over the other axes. The
-    blocks in `ENDS` gather once (several of them gather the same), and give each device its part of the
-    gradient.
+    An array is gathered for the loss, and again for the gradient if that uses it. To scatter a gradient instead
+    of summing it whole saves as much as a gather sends. The blocks in `ENDS` gather once, several of them the
+    same, and scatter with every compiler. `merged` is that of [`total_bytes`][].
     """
-    total, paths = 0.0, analysis.traced.paths
-    users: dict[int, dict[str, None]] = {}
+    uses = defaultdict[int, list[tuple[str, float]]](list)
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
-            for leaf in (leaf for x in step.operands for leaf in x.weights):
-                users.setdefault(leaf, {})[step.block] = None
-    for path, array in stored.items():
-        leaf = paths.index(path) if path in paths else None
-        part = array.num_bytes / array.num_parts
-        blocks = [] if leaf is None else list(users.get(leaf, ()))
-        is_trained = leaf is not None and analysis.walk.gradients[leaf] is not None
-        if blocks and all(block in ENDS for block in blocks) and is_trained:
-            num_sums = 1 if merged else len(blocks)
-            total += array.num_bytes + len(blocks) * part
-            total += num_sums * (part * array.over_data - array.num_bytes)
-        else:
-            total += 2 * array.num_bytes + part * (array.over_data and is_trained)
+            for x in step.operands:
+                for leaf in x.weights:
+                    uses[leaf].append((step.block, float(x.num_bytes * step.times)))
+    total = 0.0
+    for leaf, path in enumerate(analysis.traced.paths):
+        if path not in stored or not uses[leaf]:
+            continue
+        whole, num_parts = stored[path]
+        # An array that is used in each step of a loop is gathered once.
+        largest = max(size for _, size in uses[leaf])
+        size = min(whole, largest / (analysis.costs.tensor if leaf in analysis.layout else 1))
+        is_trained = analysis.walk.gradients[leaf] is not None
+        blocks = {block for block, _ in uses[leaf]}
+        num_gathers = min(2, len(uses[leaf])) - (merged and is_trained)
+        if blocks.issubset(ENDS):
+            others = len(blocks) - 1
+            num_gathers = (others if merged else -others) if is_trained else 1
+        total += num_gathers * ring_bytes("all-gather", size, num_parts)
     return total
+
+
+def sent_by_axes(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> tuple[float, float]:
+    """Bytes that the layout of `analysis` sends over `tensor`, and over the batch axes."""
+    sent, over_batch = analysis.simulated, analysis.costs.leads.over_batch
+    batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
+    return sent.num_bytes(merged=merged) - batch, batch + over_fsdp(analysis, stored, merged=merged)
 
 
 def opaque_of(analysis: Analysis) -> tuple[str, ...]:
@@ -157,24 +166,22 @@ def opaque_of(analysis: Analysis) -> tuple[str, ...]:
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
     """Predicts the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     costs, paths = analysis.costs, analysis.traced.paths
-    sent = analysis.sent(analysis.layout)
-    merged, unmerged = (sent.num_bytes(merged=flag) for flag in (True, False))
     least = lower_bound(analysis, merged=True)
+    of_tensor, of_batch = sent_by_axes(analysis, stored, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
-    over_batch = sum((size for event, size in sent.events if costs.leads.over_batch(event)), 0.0)
+    gathered = over_fsdp(analysis, stored, merged=True)
     groups: dict[str, list[Split]] = {}
     for split in splits:
         name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
-    sizes = {"over the batch axes, gradients before all": over_batch}
+    sizes = {"over the batch axes, gradients before all": of_batch - gathered, OVER_FSDP: gathered}
     sizes |= {_line(group, analysis): _total(group) for group in groups.values()}
-    gathered, gathered_unmerged = (over_fsdp(analysis, stored, merged=flag) for flag in (True, False))
-    sizes[OVER_FSDP] = gathered
+    total = of_tensor + of_batch
     return Prediction(
-        num_bytes=merged + gathered,
-        num_bytes_unmerged=unmerged + gathered_unmerged,
-        at_least=min(least, merged) + gathered if least > 0 else 0.0,
+        num_bytes=total,
+        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False)),
+        at_least=min(least + gathered, total) if least > 0 else 0.0,
         lines=lines_of(sizes),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),
         opaque=opaque_of(analysis),

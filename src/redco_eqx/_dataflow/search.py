@@ -13,18 +13,13 @@ from redco_eqx._dataflow.walk import MESSAGE, Costs, Walk
 # The exact choice: of all splits that do not clash, those that are worth the most together.
 
 
-WORK = 3.0
-"""A split that divides a whole layer of average depth is worth sending this many of the layer's results.
-Because worth is measured by the depth of the model, a layout does not change with the sizes of model, batch and
-sequence: a user who sets a tensor axis wants layers split, even if they are small."""
-
 MEMORY = 0.01
 """A byte of parameters that is no longer on a device is worth this many bytes sent."""
 
 
 def worth(costs: Costs, split: Split) -> float:
     """The worth of choosing a split, in bytes sent."""
-    gained = split.unsent + WORK * split.work / costs.depth + MEMORY * split.freed
+    gained = split.unsent + costs.worth_of_work(split.work) + MEMORY * split.freed
     return gained - split.num_bytes(merged=True) - split.waits
 
 
@@ -129,7 +124,7 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
         sent.step(step)
     for leaf, gradient in enumerate(walk.gradients):
         if gradient is not None and sent.split_of(gradient) not in (None, layout.get(leaf)):
-            sent.moved += sent.part(gradient) * gradient.num_bytes
+            sent.moved += costs.gathered(sent.part(gradient) * gradient.num_bytes)
     return sent
 
 
@@ -150,10 +145,10 @@ def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, 
 
 
 class Sent:
-    """Bytes that a device sends in a step.
+    """Bytes that a device sends in a step, by the ring algorithm.
 
     - `events`: the events that send, with bytes, over `tensor` or over the batch axes.
-    - `moved`: bytes of arrays that are gathered because they are used in another split than they have.
+    - `moved`: bytes of arrays that are sent because they are used in another split than they have.
     - `waits`: the cost of waiting, in bytes.
     """
 
@@ -184,8 +179,10 @@ class Sent:
         partial = dict.fromkeys(self._partial[id(x)] for x in step.operands if id(x) in self._partial)
         wanted = dict.fromkeys(self._wanted[id(x)] for x in step.results if id(x) in self._wanted)
         options = [(*self._through(step, n), n) for n in numbers or partial or wanted]
+        chosen = None
         if options:
             _, sent, moved, gathered, number = min(options, key=lambda option: option[0])
+            chosen = self._costs.splits[number]
             self.events += sent
             self.moved += moved
             self._gathered |= {self._copy(step, value, number) for value in gathered}
@@ -198,7 +195,8 @@ class Sent:
                     self._partial[id(value)] = number
         for event in step.events:
             if self._leads.over_batch(event):
-                self.events.append((event, event.num_bytes * self.part(event.sent)))
+                part = self.part(event.sent)
+                self.events.append((event, self._costs.sent_over_batch(event, part, chosen)))
 
     def _gather(self, step: Step) -> None:
         """Passes a boundary of layers: values that were split before it are whole from here on."""
@@ -223,10 +221,10 @@ class Sent:
                 sent += self._sent(event, split, size, step)
         others = dict.fromkeys(x for x in step.operands if self.split_of(x) not in (None, number))
         gathered = [x for x in others if self._copy(step, x, number) not in self._gathered]
-        moved = sum((self._costs.local_bytes(x, step.times) for x in gathered), 0.0)
+        moved = self._costs.gathered(sum(self._costs.local_bytes(x, step.times) for x in gathered))
         # A gradient that is split in this way may be needed in another.
         wrong = [x for x in step.results if self._wanted.get(id(x), number) != number]
-        later = sum(x.num_bytes * step.times * self.part(x) for x in wrong)
+        later = self._costs.gathered(sum(x.num_bytes * step.times * self.part(x) for x in wrong))
         return sum(size for _, size in sent) + moved + later, sent, moved, gathered
 
     def _copy(self, step: Step, value: Value, number: int) -> tuple[int, bool]:
@@ -258,10 +256,11 @@ class Sent:
         whole = self._costs.local_bytes(one, event.times)
         is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
         is_cut = is_product and (id(event.arrays[other]), number) in self._cut
-        if places[other] is None and (is_cut or whole > size):  # the other operand is cut to match
+        made = self._costs.local_bytes(event.sent, event.times)
+        if places[other] is None and (is_cut or whole > made):  # the other operand is cut to match
             return [(event, size)]
         gathered = dataclasses.replace(event, kind="whole", dims=one.dims, sent=one, arrays=(one,), along=())
-        return [(gathered, whole)]
+        return [(gathered, self._costs.gathered(whole))]
 
     def _place(self, value: Value) -> int | None:
         """The dim of an array that is split."""
@@ -312,7 +311,7 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
 def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
     """Score a layout, in bytes, in the way that splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
-    gained = WORK * work / costs.depth + MEMORY * freed_bytes(costs, layout)
+    gained = costs.worth_of_work(work) + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from redco_eqx._dataflow.choice import PENDING, WHOLE, Operation, State, Strategy, Values
-from redco_eqx._dataflow.search import WORK, Constraint, cheapest
+from redco_eqx._dataflow.search import Constraint, cheapest
 from redco_eqx._dataflow.values import Value
-from redco_eqx._dataflow.walk import depth_of
+from redco_eqx._dataflow.walk import WORK, depth_of
 
 MADE = 0.003
 """A byte that is made on a device costs as much as this many bytes sent. So of choices that send the same, the

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,6 +10,7 @@ from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from redco_eqx._base.jaxprs import Operand, num_bytes, shape_of, used
+from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
     Body,
     Dim,
@@ -21,6 +23,7 @@ from redco_eqx._dataflow.values import (
     block_of,
     find_splits,
     new_dims,
+    resolve,
     unify,
 )
 
@@ -186,10 +189,17 @@ Held: TypeAlias = Callable[[int, int | None], float]
 MESSAGE = 2**16
 """In a loop that waits at each step, a collective costs at least as much time as this many bytes."""
 
+WORK = 3.0
+"""A split that divides a whole layer of average depth is worth a sum over devices of this many of the layer's
+results. Because worth is measured by the depth of the model, a layout does not change with the sizes of model,
+batch and sequence: a user who sets a tensor axis wants layers split, even if they are small."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """All splits of a program over `tensor` devices, with a batch in `num_shards` parts.
+
+    Bytes sent are those that one device sends by the ring algorithm.
 
     - `splits`: the splits by number, with the bytes that they send and save.
     - `leads`: says which splits lead a dim.
@@ -217,33 +227,64 @@ class Costs:
         """Bytes of an array on one device if `tensor` does not split it, `times` over."""
         return value.num_bytes * times / (self.num_shards if self.leads.has_batch(value.dims) else 1)
 
+    def gathered(self, num_bytes: float) -> float:
+        """Bytes sent to gather an array of this size over `tensor`, or to split it along another dim."""
+        return ring_bytes("all-gather", num_bytes, self.tensor)
+
+    def sent_over_batch(self, event: Event, part: float, split: Split | None = None) -> float:
+        """Bytes sent to sum a `part` of an array over the batch axes, and over `tensor` if `split` needs it."""
+        is_both = split is not None and split.number in self.leads.of(event.dims)
+        num_parts = self.num_shards * (self.tensor if is_both else 1)
+        return ring_bytes("all-reduce", part * event.num_bytes, num_parts)
+
+    def worth_of_work(self, work: float) -> float:
+        """The worth, in bytes sent, of work that a device leaves to others."""
+        return WORK * ring_bytes("all-reduce", work, self.tensor) / self.depth
+
     def caused(self, split: Split, event: Event) -> float:
         """Bytes that a device sends over `tensor` for an event, by one split."""
         if split.number not in self.leads.of(event.dims):
             return 0.0
+        if self.leads.over_batch(event):  # one sum over both kinds of axes
+            return self.sent_over_batch(event, 1.0, split) - self.sent_over_batch(event, 1.0)
         size = self.local_bytes(event.sent, event.times)
         if len(split.atoms) > 1 and not any(split.number in self.leads.splitting(x.dims) for x in event.arrays):
             # An array with only some of several atoms is not split for long: compilers gather it instead of
             # summing, or sum after all in a loop.
+            if event.kind != "sum":
+                return 0.0
+            if event.times > 1:
+                return ring_bytes("all-reduce", size, self._num_summands(split, event))
             partial = min(x.num_bytes for x in event.arrays if split.number in self.leads.of(x.dims))
-            size = size if event.times > 1 else partial / self.num_shards
-            return size if event.kind == "sum" else 0.0
-        return self._part(split, event) * size
-
-    def _part(self, split: Split, event: Event) -> float:
-        """The part of the array that is sent."""
-        if not event.unless:
-            return 1.0
+            return self.gathered(partial / self.num_shards)
+        if event.kind in ("sum", "lookup"):
+            num = self._num_summands(split, event)
+            is_split = num < self.tensor and split.number in self.leads.of(
+                event.sent.dims
+            )  # by the other atoms
+            return ring_bytes("all-reduce", size * num / self.tensor if is_split else size, num)
         before, after = (self.leads.num_pieces(split, dims) for dims in (event.dims, event.unless))
         if before and after:
             return 0.0
         if (before or after) and event.kind == "merge":
-            return 1.0  # a reshape across borders needs the whole array
-        if before and self.leads.cover(split, event.unless):
-            return (1 + 1 / before**2) / self.tensor  # a piece comes by permutes of neighbouring shards, ...
-        if after:
-            return 2 / self.tensor  # ... and goes back by two all-to-alls, as compilers do it
-        return 0.0 if self.leads.cover(split, event.unless) else 1.0
+            return self.gathered(size)  # a reshape across borders needs the whole array
+        if before and self.leads.cover(
+            split, event.unless
+        ):  # pieces come by permutes of neighbouring shards, ...
+            return (1 + 1 / before**2) * size / self.tensor
+        if after:  # ... and go back by two all-to-alls, as compilers do it
+            return 2 * self.gathered(size / self.tensor)
+        return 0.0 if self.leads.cover(split, event.unless) else self.gathered(size)
+
+    def _num_summands(self, split: Split, event: Event) -> int:
+        """The number of devices that a sum is over: those along the atoms of the split that it has."""
+        atoms = {atom for dim in event.dims for atom in resolve(dim)}
+        left, num = self.tensor, 1
+        for atom in split.atoms:
+            num_parts = math.gcd(atom.size, left)
+            left //= num_parts
+            num *= num_parts if atom in atoms else 1
+        return num
 
 
 def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held) -> Costs:
@@ -256,15 +297,13 @@ def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shar
     costs = Costs(tensor, num_shards, splits, leads, _clashes(walk, leads), work, depth_of(walk), held)
     kept = 1 - 1 / tensor
     for event in walk.events:
-        over_batch = leads.over_batch(event)
-        if over_batch:
+        if leads.over_batch(event):
             for number in leads.splitting(event.sent.dims):
-                splits[number].unsent += kept * event.num_bytes
+                splits[number].unsent += costs.sent_over_batch(event, kept)
         for number in leads.of(event.dims):
             size = costs.caused(splits[number], event)
             if size > 0:
-                # An array that is summed over both kinds of axes is sent once.
-                splits[number].sent.append((event, 0.0 if over_batch else size))
+                splits[number].sent.append((event, size))
                 splits[number].waits += MESSAGE * event.times if event.waits > 1 else 0
     _count_doubles(costs, walk)
     for split in splits:
@@ -294,7 +333,8 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
             event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
             step.events.append(event)
-            costs.splits[number].sent.append((event, costs.local_bytes(smallest, step.times)))
+            size = costs.gathered(costs.local_bytes(smallest, step.times))
+            costs.splits[number].sent.append((event, size))
 
 
 def _clashes(walk: Walk, leads: Leads) -> list[tuple[int, ...]]:

@@ -1,24 +1,17 @@
-"""The cost of a step on a device: operations, bytes that it sends, and memory."""
+"""The cost of a step on a device: operations and memory."""
 
 import dataclasses
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from redco_eqx._base.jaxprs import shape_of
 from redco_eqx._base.tree import is_array
-from redco_eqx._compiled.communication import ring_bytes
-from redco_eqx._dataflow.choice import scatters
-from redco_eqx._dataflow.engine import Analysis
-from redco_eqx._dataflow.values import ENDS, total_bytes
-from redco_eqx._sharding.mesh import axis_size, num_batch_shards, stored_axes
-from redco_eqx._sharding.rules import Decision
 from redco_eqx._step.state import TrainState
 
 # The number of floating-point operations in a traced program.
@@ -59,63 +52,6 @@ def _depth(equation: JaxprEqn) -> float:
     # If the sum is within each group, the groups are the first dim of the result.
     is_by_group = ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted)
     return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
-
-
-# The bytes that a device sends in a step, by the ring algorithm, as `communication` counts those of a compiled
-# step.
-
-
-def predicted_bytes(
-    analysis: Analysis, decisions: Mapping[str, Decision], mesh: Mesh, num_microbatches: int
-) -> float:
-    """Predicts the bytes that a device sends in a step with the layout of `analysis`, in the dtypes of the
-    program.
-
-    What is sent over `tensor` is a part of the rows. Gradients are summed over the batch axes, and weights that
-    are stored split are gathered, for each microbatch; but if no weight is, the compilers for TPU and GPU sum
-    gradients once.
-    """
-    sent, merged = analysis.sent(analysis.layout), scatters(mesh)
-
-    def total(over_batch: bool, group_size: int) -> float:
-        sizes = []
-        for event, size in sent.events:
-            if analysis.costs.leads.over_batch(event) == over_batch:
-                kind = "all-reduce" if event.kind in ("sum", "lookup") else "all-gather"
-                sizes.append((event, ring_bytes(kind, size, group_size)))
-        return total_bytes(sizes, merged=merged)
-
-    tensor = axis_size(mesh, "tensor")
-    once = total(False, tensor) + ring_bytes("all-gather", sent.moved, tensor)
-    each = total(True, num_batch_shards(mesh)) + _stored_bytes(analysis, decisions, mesh, merged)
-    return once + each * (num_microbatches if axis_size(mesh, "fsdp") > 1 or not merged else 1)
-
-
-def _stored_bytes(analysis: Analysis, decisions: Mapping[str, Decision], mesh: Mesh, merged: bool) -> float:
-    """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
-
-    An array is gathered for the loss, and again for the gradient if that uses it. A gradient that is scattered
-    sends half as much as one that is summed whole. The blocks in `ENDS` gather once, and scatter with every
-    compiler: together that is an all-reduce.
-    """
-    uses = defaultdict[int, list[tuple[str, float]]](list)
-    for step in analysis.walk.steps:
-        if any(x.is_data for x in step.results):
-            for x in step.operands:
-                for leaf in x.weights:
-                    uses[leaf].append((step.block, float(x.num_bytes * step.times)))
-    total = 0.0
-    for leaf, path in enumerate(analysis.traced.paths):
-        num_parts = axis_size(mesh, stored_axes(decisions[path].spec))
-        if num_parts == 1 or all(block in ENDS for block, _ in uses[leaf]):
-            continue
-        of_tensor = analysis.costs.tensor if leaf in analysis.layout else 1
-        # An array that is used in each step of a loop is gathered once.
-        whole = decisions[path].bytes_per_device * num_parts
-        size = min(whole, max(size for _, size in uses[leaf]) / of_tensor)
-        is_scattered = merged and analysis.traced.trained[leaf] is not None
-        total += (min(2, len(uses[leaf])) - is_scattered) * ring_bytes("all-gather", size, num_parts)
-    return total
 
 
 # The memory of a device while it takes a step.

@@ -16,9 +16,11 @@ from jaxtyping import PyTree
 from redco_eqx._base.protocols import Batch, LossFn, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
 from redco_eqx._compiled.communication import Communication
+from redco_eqx._dataflow.choice import scatters
 from redco_eqx._dataflow.engine import Analysis
+from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
-from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops, predicted_bytes
+from redco_eqx._planning.memory import Memory, largest_arrays, memory_of, num_flops
 from redco_eqx._planning.targets import Target, find_target, gib
 from redco_eqx._planning.trial import Option, Trial, attempt, meshes, search
 from redco_eqx._sharding.mesh import AXES, batch_sharding, context_of, make_mesh, num_batch_shards
@@ -251,9 +253,13 @@ def plan(
             memory, work = memory_of(state, local), found.costs.work
             share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
             own = flops / num_shards * (share / tensor + 1 - share)
+            merged = scatters(mesh)
+            once, each = sent_by_axes(found, explained.stored, merged=merged)
+            # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
+            is_for_each = mesh.shape["fsdp"] > 1 or not merged
             for count in counts:
                 if num_rows % (num_shards * count) == 0:
-                    sent = predicted_bytes(found, explained.decisions, mesh, count)
+                    sent = once + each * (count if is_for_each else 1)
                     yield Trial(mesh, values, count, state, local, on, memory, own, sent)
 
     options = options or {}

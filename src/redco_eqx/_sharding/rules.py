@@ -40,7 +40,7 @@ from redco_eqx._sharding.roles import Role, tensor_roles
 if TYPE_CHECKING:  # at run time imported only where there is a program: most layouts need none
     from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
-    from redco_eqx._dataflow.prediction import Prediction
+    from redco_eqx._dataflow.prediction import Prediction, Stored
     from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
@@ -99,16 +99,20 @@ class Explanation:
         if laid_out is None:
             return None
         from redco_eqx._dataflow.activations import ActivationLayout
-        from redco_eqx._dataflow.prediction import Stored, predict_communication
+        from redco_eqx._dataflow.prediction import predict_communication
 
-        stored, over_data = {}, axis_size(self.mesh, "data") > 1
-        for path, d in self.decisions.items():
-            num_parts = axis_size(self.mesh, stored_axes(d.spec))
-            if num_parts > 1:
-                stored[path] = Stored(float(d.bytes_per_device * num_parts), num_parts, over_data)
         if isinstance(laid_out, ActivationLayout):
-            return laid_out.prediction(stored)
-        return predict_communication(laid_out, stored)
+            return laid_out.prediction(self.stored)
+        return predict_communication(laid_out, self.stored)
+
+    @property
+    def stored(self) -> "dict[str, Stored]":
+        """The arrays that are split where they are stored, and gathered for use, by path."""
+        from redco_eqx._dataflow.prediction import Stored
+
+        parts = {path: axis_size(self.mesh, stored_axes(d.spec)) for path, d in self.decisions.items()}
+        sizes = {path: float(d.bytes_per_device * parts[path]) for path, d in self.decisions.items()}
+        return {path: Stored(sizes[path], num) for path, num in parts.items() if num > 1}
 
     @property
     def bytes_per_device(self) -> int:
