@@ -97,8 +97,8 @@ def bytes_as_compiled(operation):
     return compiled_bytes(MODEL, partial(loss, operation), BATCH, BY_COLUMNS, rx.make_mesh(tensor=4))
 
 
-# The input of the first layer has no gradient: one sum of an activation forward over 4 devices, and the gradients
-# over data. A sum by the ring algorithm sends 2 (n - 1) / n times the array.
+# The first layer's input has no gradient: one sum of an activation forward over 4 devices, and gradients over
+# data. A sum by the ring algorithm sends 2 (n - 1) / n times the array.
 LEAST = 3 / 2 * 4 * ROWS // 2 * LENGTH * WIDTH + 2 * 4 * WIDTH * HIDDEN // 4
 
 

@@ -44,7 +44,7 @@ NUM_PARAMETERS: list[tuple[dict[str, Any], int]] = [
     (UNET, 865_910_724),
     (VAE, 83_653_863),
 ]
-"""Of models as they were published: T5 of 11 billion, the UNets of Stable Diffusion 1.5 and 2.1, its autoencoder."""
+"""Of models as published: T5 of 11 billion, the UNets of Stable Diffusion 1.5 and 2.1, its autoencoder."""
 
 
 def test_published_models_have_their_number_of_parameters():

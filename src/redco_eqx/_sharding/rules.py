@@ -110,9 +110,8 @@ class Explanation:
         """The arrays that are split where they are stored, and gathered for use, by path."""
         from redco_eqx._dataflow.prediction import Stored
 
-        parts = {path: axis_size(self.mesh, stored_axes(d.spec)) for path, d in self.decisions.items()}
-        sizes = {path: float(d.bytes_per_device * parts[path]) for path, d in self.decisions.items()}
-        return {path: Stored(sizes[path], num) for path, num in parts.items() if num > 1}
+        parts = ((d, axis_size(self.mesh, stored_axes(d.spec))) for d in self.decisions.values())
+        return {d.path: Stored(float(d.bytes_per_device * num), num) for d, num in parts if num > 1}
 
     @property
     def bytes_per_device(self) -> int:
