@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array
 
 from redco_eqx import Mean, explain, make_mesh, shard_rules
@@ -46,6 +46,15 @@ def in_long(*cases: Any) -> list[Any]:
 
 def mesh_of(name: str) -> Mesh:
     return make_mesh(**MESHES[name])
+
+
+def abstract_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+    return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract(make: Any) -> Any:
+    """`make(key)` with shapes for its arrays."""
+    return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
 def decide(
@@ -132,7 +141,7 @@ class Transformer(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-def filled(abstract: Any, dtype: Any, seed: int) -> Any:
+def filled(model: Any, dtype: Any, seed: int) -> Any:
     """An abstract model with random numbers for its arrays: compiles nothing, unlike an initialisation."""
     rng = np.random.default_rng(seed)
 
@@ -141,18 +150,16 @@ def filled(abstract: Any, dtype: Any, seed: int) -> Any:
             return x
         return jnp.asarray(rng.normal(size=x.shape, scale=x.shape[-1] ** -0.5), dtype)
 
-    return jax.tree.map(one, abstract)
+    return jax.tree.map(one, model)
 
 
 def make_mlp(dtype: Any = jnp.float32, seed: int = 0) -> eqx.nn.MLP:
     """64 -> 128 -> 64: large enough that `fsdp` splits it."""
-    abstract = eqx.filter_eval_shape(lambda key: eqx.nn.MLP(64, 64, 128, 1, key=key), jax.random.key(0))
-    return filled(abstract, dtype, seed)
+    return filled(abstract(lambda key: eqx.nn.MLP(64, 64, 128, 1, key=key)), dtype, seed)
 
 
 def make_transformer(dtype: Any = jnp.float32, seed: int = 0) -> Transformer:
-    abstract = eqx.filter_eval_shape(lambda key: Transformer(64, 64, key=key), jax.random.key(0))
-    return filled(abstract, dtype, seed)
+    return filled(abstract(lambda key: Transformer(64, 64, key=key)), dtype, seed)
 
 
 def mlp_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:

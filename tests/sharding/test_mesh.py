@@ -1,5 +1,6 @@
 """`make_mesh`, `batch_sharding`, and the meshes that are refused."""
 
+import itertools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx import batch_sharding, make_mesh
@@ -76,73 +77,63 @@ def test_sizes_that_do_not_fit_are_refused():
 # Which meshes are taken.
 
 
-@pytest.mark.parametrize("kind", ["concrete", "abstract"])
-def test_explicit_axes_are_refused_with_the_fix(kind):
-    types = (AxisType.Auto, AxisType.Explicit)
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types)
-    mesh = mesh if kind == "concrete" else mesh.abstract_mesh
-    with pytest.raises(ValueError, match=r"mesh axes \('tensor',\) are not of AxisType.Auto") as error:
-        check_mesh(mesh)
-    if isinstance(mesh, Mesh):
-        assert "make_mesh(mesh=mesh)" in str(error.value)
-        check_mesh(make_mesh(mesh=mesh))
-    else:
-        assert "axis_types=(AxisType.Auto,) * number_of_axes" in str(error.value)
-    with pytest.raises(ValueError, match=r"AxisType\.Auto"):
-        batch_sharding(mesh)
+def own_mesh(shape, axes, kind=AxisType.Auto):
+    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
 
 
-@pytest.mark.parametrize("axes", [("x",), ("dp", "tp")])
-def test_foreign_axes_are_refused_with_the_fix(axes):
-    mesh = jax.make_mesh((8,) + (1,) * (len(axes) - 1), axes, axis_types=(AxisType.Auto,) * len(axes))
-    with pytest.raises(ValueError, match=r"at least one of \('data', 'fsdp', 'tensor'\) is needed") as error:
-        check_mesh(mesh)
-    assert repr(axes) in str(error.value)
-    names = {("x",): '("data",)', ("dp", "tp"): '("data", "tensor")'}[axes]
-    assert f"make_mesh(mesh=mesh, names={names})" in str(error.value)
+def test_meshes_that_are_refused_are_so_with_the_fix():
+    explicit = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    check_mesh(make_mesh(mesh=explicit))
+    of_explicit, of_foreign = (
+        "mesh axes ('tensor',) are not of AxisType.Auto",
+        f"at least one of {AXES} is needed",
+    )
+    for mesh, *words in (
+        (explicit, of_explicit, "make_mesh(mesh=mesh)"),
+        (explicit.abstract_mesh, of_explicit, "axis_types=(AxisType.Auto,) * number_of_axes"),
+        (own_mesh((8,), ("x",)), of_foreign, "('x',)", 'make_mesh(mesh=mesh, names=("data",))'),
+        (own_mesh((8, 1), ("dp", "tp")), of_foreign, "('dp', 'tp')", 'names=("data", "tensor"))'),
+    ):
+        for refuses in (check_mesh, batch_sharding):
+            with pytest.raises(ValueError, match="mesh") as error:
+                refuses(mesh)
+            assert [word for word in words if word not in str(error.value)] == [], mesh
 
 
-@pytest.mark.parametrize(
-    ("axes", "spec", "shards"),
-    [
+def test_some_of_the_axes_are_enough():
+    for axes, spec, shards in (
         (("data",), P(("data",)), 4),
         (("tensor",), P(None), 1),
         (("fsdp", "other"), P(("fsdp",)), 4),
         (("tensor", "data"), P(("data",)), 2),
-    ],
-)
-def test_some_of_the_axes_are_enough(axes, spec, shards):
-    mesh = AbstractMesh((4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
-    check_mesh(mesh)
-    assert num_batch_shards(mesh) == shards
-    assert batch_sharding(mesh).spec == spec
+    ):
+        mesh = AbstractMesh((4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
+        check_mesh(mesh)
+        assert num_batch_shards(mesh) == shards, axes
+        assert batch_sharding(mesh).spec == spec, axes
 
 
 # Sizes of axes.
 
 
 def test_a_missing_axis_is_of_size_one():
-    mesh = jax.make_mesh((2, 4), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
-    assert axis_size(mesh, None) == 1
-    assert axis_size(mesh, ()) == 1
-    assert axis_size(mesh, "tensor") == 1
-    assert axis_size(mesh, "data") == 2
-    assert axis_size(mesh, ("data", "fsdp")) == 2
-    assert axis_size(mesh, ("data", "other", "tensor")) == 8
-    assert axis_size(mesh.abstract_mesh, ("data", "other")) == 8
+    mesh = own_mesh((2, 4), ("data", "other"))
+    sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
+    assert {axes: axis_size(mesh, axes) for axes in sizes} == sizes
+    assert {axes: axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
 
 
 # How a batch lies.
 
 
-@pytest.mark.parametrize("name", ["one", "fsdp8", "2x2x2", "data2xtensor4"])
-def test_a_batch_is_split_over_data_and_fsdp_only(name):
-    mesh = helpers.mesh_of(name)
-    shards = num_batch_shards(mesh)
-    assert shards * mesh.shape["tensor"] == mesh.size
-    x = jax.device_put(np.arange(16 * 3).reshape(16, 3), batch_sharding(mesh))
-    assert {shard.data.shape for shard in x.addressable_shards} == {(16 // shards, 3)}
-    assert len({shard.index[0].start for shard in x.addressable_shards}) == shards
+def test_a_batch_is_split_over_data_and_fsdp_only():
+    for name in ("one", "fsdp8", "2x2x2", "data2xtensor4"):
+        mesh = helpers.mesh_of(name)
+        shards = num_batch_shards(mesh)
+        assert shards * mesh.shape["tensor"] == mesh.size, name
+        x = jax.device_put(np.arange(16 * 3).reshape(16, 3), batch_sharding(mesh))
+        assert {shard.data.shape for shard in x.addressable_shards} == {(16 // shards, 3)}, name
+        assert len({shard.index[0].start for shard in x.addressable_shards}) == shards, name
 
 
 # Placing.
@@ -164,28 +155,27 @@ def test_put_keeps_values_and_takes_keys():
 # A mesh of the user's own.
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "names", "expected"),
-    [
-        ((8,), ("data",), None, (8, 1, 1)),
-        ((2, 4), ("dp", "tp"), ("data", "tensor"), (2, 1, 4)),
-        ((4, 2), ("tp", "dp"), ("tensor", "data"), (2, 1, 4)),
-        ((2, 2, 2), ("pod", "model", "dp"), ("data", "tensor", "data"), (4, 1, 2)),
-        ((2, 4), ("x", "y"), ("fsdp", "fsdp"), (1, 8, 1)),
-    ],
-)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_of_ones_own_keeps_each_device_in_its_place(shape, axes, names, expected, kind):
-    own = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
-    mesh = make_mesh(mesh=own, names=names)
-    check_mesh(mesh)
-    assert tuple(mesh.shape.items()) == tuple(zip(AXES, expected))
-    for place, device in np.ndenumerate(own.devices):
-        # Where it lies along each axis: axes of one name count together, the first of them slowest.
-        along = dict.fromkeys(AXES, 0)
-        for axis, index, size in zip(names or axes, place, shape):
-            along[axis] = along[axis] * size + index
-        assert mesh.devices[tuple(along.values())] == device
+OWN = [
+    ((8,), ("data",), None, (8, 1, 1)),
+    ((2, 4), ("dp", "tp"), ("data", "tensor"), (2, 1, 4)),
+    ((4, 2), ("tp", "dp"), ("tensor", "data"), (2, 1, 4)),
+    ((2, 2, 2), ("pod", "model", "dp"), ("data", "tensor", "data"), (4, 1, 2)),
+    ((2, 4), ("x", "y"), ("fsdp", "fsdp"), (1, 8, 1)),
+]
+
+
+def test_a_mesh_of_ones_own_keeps_each_device_in_its_place():
+    for (shape, axes, names, expected), kind in itertools.product(OWN, (AxisType.Auto, AxisType.Explicit)):
+        own = own_mesh(shape, axes, kind)
+        mesh = make_mesh(mesh=own, names=names)
+        check_mesh(mesh)
+        assert tuple(mesh.shape.items()) == tuple(zip(AXES, expected))
+        for place, device in np.ndenumerate(own.devices):
+            # Where it lies along each axis: axes of one name count together, the first of them slowest.
+            along = dict.fromkeys(AXES, 0)
+            for axis, index, size in zip(names or axes, place, shape):
+                along[axis] = along[axis] * size + index
+            assert mesh.devices[tuple(along.values())] == device, (axes, kind)
 
 
 def test_what_is_no_name_of_an_axis_is_refused():

@@ -4,13 +4,9 @@ The goldens are written from the design alone, independently of the code that th
 """
 
 from . import conv, feedforward, language
-from ._entry import Entry, goldens, strip
+from ._entry import Entry, goldens, stack, strip
 
-ZOO: list[Entry] = [
-    *language.ENTRIES,
-    *feedforward.ENTRIES,
-    *conv.ENTRIES,
-]
+ZOO: list[Entry] = [*language.ENTRIES, *feedforward.ENTRIES, *conv.ENTRIES]
 BY_NAME: dict[str, Entry] = {entry.name: entry for entry in ZOO}
 
 # What the path rules do not see: of these the golden layout is found by the program.
@@ -20,4 +16,4 @@ BY_PROGRAM_ALONE: dict[str, str] = {
     "shared_head": "the bias of a head whose weight is another leaf: left whole",
 }
 
-__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "goldens", "strip"]
+__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "goldens", "stack", "strip"]

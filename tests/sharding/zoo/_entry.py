@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -17,14 +18,6 @@ import redco_eqx as rx
 D, F, HEADS, VOCAB, SEQ, LAYERS = 32, 64, 8, 64, 8, 2
 NUM_STACKED = 4  # divides over tensor=4, so that splitting the dim of layers is a mistake one can make
 
-COL = ("tensor",)  # dim 0 of an (out, in) weight, or of its bias; the vocabulary dim of a table
-ROW = (None, "tensor")  # dim 1 of an (out, in) weight
-WHOLE = ()
-VOCABULARY = COL
-STACKED_COL = (None, "tensor")
-STACKED_ROW = (None, None, "tensor")
-EXPERTS = COL
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,11 +27,12 @@ class Entry:
     - `inputs`: number of rows -> a batch of NumPy arrays with that leading dim.
     - `loss`: (model, batch) -> the mean loss. Every floating parameter has a gradient.
     - `specs`: glob over the leaf's path (`*` also crosses dots; the first match wins) -> the spec on a mesh
-        with tensor=4 and fsdp=1. Trailing `None`s do not count. `...` means that any layout is right.
+        with tensor=4 and fsdp=1. Trailing `None`s do not count. `...` means that any layout is right. An array
+        that no glob matches is whole.
     - `activation_sizes`: elements per row of the batch of what a row-parallel layer gives.
     - `activation_all_reduces`: number of all-reduces in the compiled forward loss over the tensor axis
         whose result has one of those sizes (times the rows on a device), loops multiplied out. A lookup in
-        a split vocabulary is one of them. `None` where the layout is not clean: `note` says why.
+        a split vocabulary is one of them. `None` where the layout is not clean, as a comment says.
     """
 
     name: str
@@ -47,8 +41,20 @@ class Entry:
     loss: Callable[[Any, Any], Any]
     specs: dict[str, Any]
     activation_all_reduces: int | None = None
-    note: str = ""
     activation_sizes: tuple[int, ...] = (SEQ * D,)
+
+
+def split(columns: str = "", rows: str = "", *, stacked: int = 0) -> dict[str, Any]:
+    """The specs of layers by globs of their paths; `stacked` dims come first, and are never split.
+
+    A column is split along its outputs, dim 0 of an (out, in) weight and of its bias. So are a table along its
+    vocabulary, and experts along their number. A row is split along its inputs, and its bias is whole.
+    """
+    before = (None,) * stacked
+    specs: dict[str, Any] = {}
+    for path in rows.split():
+        specs |= {f"{path}.weight": (*before, None, "tensor"), f"{path}.bias": ()}
+    return specs | {f"{path}.*": (*before, "tensor") for path in columns.split()}
 
 
 def strip(spec: Any) -> tuple[Any, ...]:
@@ -63,7 +69,7 @@ def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     """`{path: spec}` for every array leaf; `...` where any layout is right."""
     model = eqx.filter_eval_shape(entry.make, jax.random.key(0)) if model is None else model
     specs = {
-        path: next(spec for pattern, spec in entry.specs.items() if fnmatchcase(path, pattern))
+        path: next((spec for pattern, spec in entry.specs.items() if fnmatchcase(path, pattern)), ())
         for path in rx.to_arrays(model)
     }
     return {path: spec if spec is ... else strip(spec) for path, spec in specs.items()}
@@ -71,36 +77,31 @@ def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
 
 # Layers
 
-
-def linear(num_in: int, num_out: int, key: Any, *, bias: bool = True) -> eqx.nn.Linear:
-    layer = eqx.nn.Linear(num_in, num_out, use_bias=bias, key=key)
-    if bias:  # far enough from zero to matter in a comparison of gradients
-        new = 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (num_out,))
-        layer = eqx.tree_at(lambda x: x.bias, layer, new)
-    return layer
+norm = partial(eqx.nn.LayerNorm, D)
+rms_norm = partial(eqx.nn.RMSNorm, D, use_bias=False)
 
 
-def linears(key: Any, *sizes: tuple[int, int], bias: bool = True) -> list[eqx.nn.Linear]:
-    """A Linear for each pair of the numbers of its inputs and outputs."""
+def named(key: Any, *, bias: bool = True, **sizes: Any) -> dict[str, Any]:
+    """A Linear under each name, of so many inputs and outputs."""
     keys = jax.random.split(key, len(sizes))
-    return [linear(num_in, num_out, k, bias=bias) for (num_in, num_out), k in zip(sizes, keys)]
+    return {
+        name: eqx.nn.Linear(num_in, num_out, bias, key=k)
+        for (name, (num_in, num_out)), k in zip(sizes.items(), keys)
+    }
 
 
 def mlp(key: Any, *, depth: int = 1, num_in: int = D, num_out: int = D) -> eqx.nn.MLP:
     return eqx.nn.MLP(num_in, num_out, F, depth, activation=jax.nn.gelu, key=key)
 
 
-def norm(size: int = D) -> eqx.nn.LayerNorm:
-    return eqx.nn.LayerNorm(size)
-
-
-def rms_norm(size: int = D) -> eqx.nn.RMSNorm:
-    return eqx.nn.RMSNorm(size, use_bias=False)
-
-
 def each(layer: Any, x: Any) -> Any:
     """A layer applied to every token."""
     return jax.vmap(layer)(x)
+
+
+def repeated(make: Any, key: Any, num: int = LAYERS) -> Any:
+    """A list of layers."""
+    return [make(k) for k in jax.random.split(key, num)]
 
 
 def stack(make: Any, key: Any, num: int = NUM_STACKED) -> Any:
@@ -127,35 +128,30 @@ def rotate(x: Any) -> Any:
 
 
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    num_heads: int,
-    num_key_value_heads: int | None = None,
-    *,
-    causal: bool = False,
-    rotary: bool = False,
-    bias: Any = None,
-    scale: bool = True,
+    q: Any, k: Any, v: Any, *, causal: bool = False, rotary: bool = False, scale: bool = True, bias: Any = None
 ) -> Any:
-    """Attention of (time, heads * head dim) arrays."""
-    num_key_value_heads = num_key_value_heads or num_heads
-    q = q.reshape(len(q), num_heads, -1)
-    k, v = (x.reshape(len(x), num_key_value_heads, -1) for x in (k, v))
+    """Attention of (time, heads * head dim) arrays, of which keys and values may have fewer heads."""
+    q = q.reshape(len(q), HEADS, -1)
+    k, v = (x.reshape(len(x), -1, q.shape[-1]) for x in (k, v))
     if rotary:
         q, k = rotate(q), rotate(k)
 
     def repeat(x):
-        shape = (*x.shape[:2], num_heads // num_key_value_heads, x.shape[2])
-        return jnp.broadcast_to(x[:, :, None], shape).reshape(len(x), num_heads, -1)
+        shape = (*x.shape[:2], HEADS // x.shape[1], x.shape[2])
+        return jnp.broadcast_to(x[:, :, None], shape).reshape(len(x), HEADS, -1)
 
     k, v = repeat(k), repeat(v)
     scores = jnp.einsum("qhd,khd->hqk", q, k) / (math.sqrt(q.shape[-1]) if scale else 1.0)
-    if bias is not None:
-        scores = scores + bias
+    scores = scores if bias is None else scores + bias
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e9)
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v).reshape(len(q), -1)
+
+
+def attention(layers: Any, x: Any, source: Any = None, **options: Any) -> Any:
+    """By the four layers of queries, keys, values and outputs, of `x` to itself or to a source."""
+    (q, k, v, out), source = layers, x if source is None else source
+    return each(out, attend(each(q, x), each(k, source), each(v, source), **options))
 
 
 # Batches and losses
@@ -170,32 +166,39 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def language_loss(apply: Callable[[Any, Any], Any]) -> Any:
-    """Mean next-token cross-entropy of `apply: model, (time,) ints -> (time, vocab)`."""
+def of_tokens(name: str, make: Any, apply: Any, specs: Any, all_reduces: Any, *, vocab: int = VOCAB) -> Entry:
+    """With the mean next-token cross-entropy of `apply: model, (time,) ints -> (time, vocab)`."""
 
     def loss(model: Any, batch: Any) -> Any:
         logits = jax.vmap(lambda ids: apply(model, ids))(batch["tokens"][:, :-1])
         return cross_entropy(logits, batch["tokens"][:, 1:])
 
-    return loss
+    return Entry(name, make, partial(tokens, vocab=vocab), loss, specs, all_reduces)
 
 
-def pairs(*shape: int, out: tuple[int, ...] | None = None) -> Callable[[int], dict[str, Any]]:
-    """Batches of `x` with rows of `shape`, and `y` with rows of `out`."""
+def of_rows(
+    name: str,
+    make: Any,
+    apply: Any,
+    specs: Any,
+    all_reduces: Any,
+    *,
+    x: tuple[int, ...] = (D,),
+    y: tuple[int, ...] | None = None,
+    sizes: tuple[int, ...] | None = None,
+) -> Entry:
+    """With the mean squared error of `apply(model, row)`, for rows of shape `x` and targets of shape `y`.
+
+    A row-parallel layer gives as much as the target has, or `sizes`.
+    """
+    y = x if y is None else y
 
     def inputs(batch_size: int) -> dict[str, Any]:
         rng = np.random.default_rng(0)
-        x = rng.normal(size=(batch_size, *shape)).astype(np.float32)
-        y = rng.normal(size=(batch_size, *(shape if out is None else out))).astype(np.float32)
-        return {"x": x, "y": y}
-
-    return inputs
-
-
-def squared_loss(apply: Callable[[Any, Any], Any] = lambda model, x: model(x)) -> Any:
-    """Mean squared error of `apply(model, row)`."""
+        shapes = {"x": x, "y": y}
+        return {n: rng.normal(size=(batch_size, *shape)).astype(np.float32) for n, shape in shapes.items()}
 
     def loss(model: Any, batch: Any) -> Any:
-        return jnp.mean((jax.vmap(lambda x: apply(model, x))(batch["x"]) - batch["y"]) ** 2)
+        return jnp.mean((jax.vmap(lambda row: apply(model, row))(batch["x"]) - batch["y"]) ** 2)
 
-    return loss
+    return Entry(name, make, inputs, loss, specs, all_reduces, sizes or (math.prod(y),))

@@ -1,21 +1,27 @@
 """Convolutions and a recurrent cell."""
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._entry import COL, ROW, SEQ, WHOLE, D, Entry, F, linear, pairs, squared_loss
+from ._entry import SEQ, D, F, named, of_rows, split
 
-SIDE = 4
+IMAGE, WIDE = (D, 4, 4), (F, 4, 4)
+
+
+def convolutions(key: Any, **sizes: tuple[int, int, int, int]) -> Any:
+    """A convolution under each name, of so many inputs and outputs, with a window and groups."""
+    keys = jax.random.split(key, len(sizes))
+    return {
+        name: eqx.nn.Conv2d(num_in, num_out, window, padding=window // 2, groups=groups, key=k)
+        for (name, (num_in, num_out, window, groups)), k in zip(sizes.items(), keys)
+    }
 
 
 def conv_pair(key: Any) -> Any:
-    k1, k2 = jax.random.split(key)
-    conv = partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
-    return {"conv1": conv(D, F, key=k1), "conv2": conv(F, D, key=k2)}
+    return convolutions(key, conv1=(D, F, 3, 1), conv2=(F, D, 3, 1))
 
 
 def apply_conv_pair(model: Any, x: Any) -> Any:
@@ -24,12 +30,7 @@ def apply_conv_pair(model: Any, x: Any) -> Any:
 
 def shortcut(key: Any) -> Any:
     """A block of a ResNet that widens the stream."""
-    k1, k2, k3 = jax.random.split(key, 3)
-    return {
-        "conv1": eqx.nn.Conv2d(D, F, 3, padding=1, key=k1),
-        "conv2": eqx.nn.Conv2d(F, F, 3, padding=1, key=k2),
-        "conv_shortcut": eqx.nn.Conv2d(D, F, 1, key=k3),
-    }
+    return convolutions(key, conv1=(D, F, 3, 1), conv2=(F, F, 3, 1), conv_shortcut=(D, F, 1, 1))
 
 
 def apply_shortcut(model: Any, x: Any) -> Any:
@@ -38,12 +39,7 @@ def apply_shortcut(model: Any, x: Any) -> Any:
 
 def inverted_residual(key: Any) -> Any:
     """MobileNet: expand, depthwise, project."""
-    k1, k2, k3 = jax.random.split(key, 3)
-    return {
-        "expand": eqx.nn.Conv2d(D, F, 1, key=k1),
-        "depthwise": eqx.nn.Conv2d(F, F, 3, padding=1, groups=F, key=k2),
-        "project": eqx.nn.Conv2d(F, D, 1, key=k3),
-    }
+    return convolutions(key, expand=(D, F, 1, 1), depthwise=(F, F, 3, F), project=(F, D, 1, 1))
 
 
 def apply_inverted_residual(model: Any, x: Any) -> Any:
@@ -53,53 +49,29 @@ def apply_inverted_residual(model: Any, x: Any) -> Any:
 
 def recurrent(key: Any) -> Any:
     k1, k2 = jax.random.split(key)
-    return {"cell": eqx.nn.GRUCell(8, D, key=k1), "head": linear(D, D, k2)}
+    return {"cell": eqx.nn.GRUCell(8, D, key=k1), **named(k2, head=(D, D))}
 
 
 def apply_recurrent(model: Any, x: Any) -> Any:
     return model["head"](jax.lax.scan(lambda h, x: (model["cell"](x, h), None), jnp.zeros(D), x)[0])
 
 
-CONV_PAIR_SPECS = {"conv1.*": COL, "conv2.weight": ROW, "conv2.bias": WHOLE}
+PAIR = split("conv1", "conv2")
 
 ENTRIES = [
-    Entry(
-        "conv2d",
-        conv_pair,
-        pairs(D, SIDE, SIDE),
-        squared_loss(apply_conv_pair),
-        CONV_PAIR_SPECS,
-        1,
-        "a bias is (out, 1, 1)",
-        activation_sizes=(D * SIDE * SIDE,),
-    ),
-    Entry(
-        "conv_shortcut",
-        shortcut,
-        pairs(D, SIDE, SIDE, out=(F, SIDE, SIDE)),
-        squared_loss(apply_shortcut),
-        {**CONV_PAIR_SPECS, "conv_shortcut.*": WHOLE},
-        1,
-        "the shortcut has the shape of what opens the pair, and is no sibling of it: the stream stays whole",
-        activation_sizes=(F * SIDE * SIDE,),
-    ),
-    Entry(
+    # A bias is (out, 1, 1).
+    of_rows("conv2d", conv_pair, apply_conv_pair, PAIR, 1, x=IMAGE),
+    # The shortcut has the shape of what opens the pair, and is no sibling of it: the stream stays whole.
+    of_rows("conv_shortcut", shortcut, apply_shortcut, PAIR, 1, x=IMAGE, y=WIDE),
+    # The depthwise weight is (out, 1, 3, 3): it follows the split of the channels that it gets.
+    of_rows(
         "conv_depthwise",
         inverted_residual,
-        pairs(D, SIDE, SIDE),
-        squared_loss(apply_inverted_residual),
-        {"expand.*": COL, "depthwise.*": COL, "project.weight": ROW, "project.bias": WHOLE},
+        apply_inverted_residual,
+        split("expand depthwise", "project"),
         1,
-        "the depthwise weight is (out, 1, 3, 3): it follows the split of the channels that it gets",
-        activation_sizes=(D * SIDE * SIDE,),
+        x=IMAGE,
     ),
-    Entry(
-        "gru",
-        recurrent,
-        pairs(SEQ, 8, out=(D,)),
-        squared_loss(apply_recurrent),
-        {"cell.*": WHOLE, "head.*": ...},
-        None,
-        "a split cell would reduce at every time step; the lone head may be split or not",
-    ),
+    # A split cell would reduce at every time step; the lone head may be split or not.
+    of_rows("gru", recurrent, apply_recurrent, {"head.*": ...}, None, x=(SEQ, 8), y=(D,)),
 ]
