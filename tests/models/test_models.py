@@ -67,6 +67,7 @@ def test_every_family_takes_the_example_that_it_gives():
 SITES = {
     "gpt2": {"embd_pdrop": 1, "attn_pdrop": 1, "resid_pdrop": 2},
     "gptj": {"embd_pdrop": 1, "attn_pdrop": 1, "resid_pdrop": 2},
+    "gpt_neox": {"hidden_dropout": 1 + 2, "attention_dropout": 1},
     "opt_125m": {"dropout": 2, "attention_dropout": 1},
     "llama": {"attention_dropout": 1},
     "t5": {"dropout_rate": 2 + 4 + 2 + 6},  # around stacks; in each layer
@@ -108,10 +109,12 @@ def test_each_rate_drops_at_its_places_with_a_key_in_training_mode(name):
 
 COLUMN, ROW = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 SPLIT = {
-    r"(shared|word_embeddings|wte|embed_tokens|token_embedding|lm_head|project_out)\.weight$": COLUMN,
+    r"(shared|word_embeddings|wte|embed_tokens|embed_in|embed_out|token_embedding|lm_head|project_out)\.weight$": COLUMN,
     r"\.(q|k|v|query|key|value|[qkv]_proj|wi|wi_0|wi_1)\.(weight|bias)$": COLUMN,
     r"\.(fc1|fc_in|gate_proj|up_proj|intermediate\.dense)\.(weight|bias)$": COLUMN,
     r"(\.o|o_proj|out_proj|wo|fc2|fc_out|down_proj|layer.*output\.dense)\.weight$": ROW,
+    r"\.(query_key_value|dense_h_to_4h)\.(weight|bias)$": COLUMN,
+    r"\.(attention\.dense|dense_4h_to_h)\.weight$": ROW,
     r"^lm_head\.bias$": COLUMN,
     # GPT-2 has (in, out), and what is fused apart.
     r"(q_attn|c_fc)\.weight$": ROW,
@@ -165,7 +168,16 @@ def test_the_rules_give_the_megatron_layout():
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
-    [("t5", True), *in_long(("t5_gated", False), ("bart", False), ("bert_labels", False), ("vit_gpt2", False))],
+    [
+        ("t5", True),
+        *in_long(
+            ("t5_gated", False),
+            ("gpt_neox", True),
+            ("bart", False),
+            ("bert_labels", False),
+            ("vit_gpt2", False),
+        ),
+    ],
 )
 def test_the_program_gives_the_megatron_layout(name, stacked):
     batch = jax.eval_shape(lambda: inputs(name, 8))

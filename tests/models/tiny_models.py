@@ -38,6 +38,9 @@ _T5 = {
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT},
     "gptj": {"model_type": "gptj", "rotary_dim": 4, **_GPT},
+    "gpt_neox": {
+        **_HIDDEN, "model_type": "gpt_neox", "vocab_size": VOCABULARY, "intermediate_size": 64,
+    },
     "opt_125m": _OPT,
     "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "llama": _LLAMA,

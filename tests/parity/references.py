@@ -119,6 +119,18 @@ def randomise(model: Any) -> None:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
+_HIDDEN = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-2,
+}
+_NEOX = {
+    **_HIDDEN,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
 _T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -144,13 +156,6 @@ _BART = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 8,
     "max_position_embeddings": 48,
-}
-_HIDDEN = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "layer_norm_eps": 1e-2,
 }
 _BERT = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48}
 _CLIP = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48, "eos_token_id": 2}
@@ -178,6 +183,17 @@ DECODERS = {
         {**_GPT, "scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 40, **_GELU},
     ),
     "gptj": _decoder("GPTJ", {**_GPT, "rotary_dim": 4}),
+    "gpt_neox": _decoder("GPTNeoX", {**_NEOX, "rope_parameters": {"rope_theta": 500.0}}),
+    "gpt_neox_in_turn": _decoder(
+        "GPTNeoX",
+        {
+            **_NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
+        },
+    ),
     "opt_125m": _decoder("OPT", _OPT),
     "opt_350m": Reference("OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "opt_bare": _decoder(
@@ -204,6 +220,7 @@ DECODERS = {
     "qwen3": _decoder("Qwen3", {**_GQA, "head_dim": 16}),
     "olmo2": _decoder("Olmo2", _GQA),
     "phi3": _decoder("Phi3", {**_GQA, "sliding_window": 7}),
+    "phi3_partial": _decoder("Phi3", {**_GQA, "rope_parameters": {"partial_rotary_factor": 0.75}}),
     "smollm3": _decoder("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
 }
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import batch_axes, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import AXES
-from redco_eqx.models._blocks.layers import drops
+from redco_eqx.models._blocks.layers import capped, drops
 
 Implementation: TypeAlias = Literal["xla", "cudnn"]
 
@@ -32,6 +32,7 @@ def attend(
     bias: Float[Array, "n h t s"] | None = None,
     causal: bool = True,
     scale: float | None = None,
+    cap: float | None = None,
     implementation: Implementation | None = None,
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: Key | None = None,
@@ -45,21 +46,27 @@ def attend(
         the batch.
     - `causal`: without a mask, whether a query sees only the positions up to its own (`t` equals `s`), or all.
     - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
+    - `cap`: bounds the scores smoothly, see `capped`.
     - `implementation`: as for `jax.nn.dot_product_attention`. By default `flash_attention` on GPUs if there is
-        no mask, bias or dropout, and otherwise `"xla"`.
+        no mask, bias, cap or dropout, and otherwise `"xla"`.
+
+    Raises `ValueError` for a cap with `"cudnn"`, which has none.
     - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
     """
+    if cap is not None and implementation == "cudnn":
+        raise ValueError("attention='cudnn' cannot bound scores, which this model needs. Leave it out.")
     if dropout is not None and not drops(dropout, dropout_key):
         dropout = None
+    is_plain = dropout is None and cap is None
     if bias is not None:
         bias = jnp.repeat(bias, query.shape[0] // bias.shape[0], axis=0).astype(query.dtype)
-    if implementation is None and mask is None and bias is None and dropout is None:
+    if implementation is None and mask is None and bias is None and is_plain:
         heads = flash_attention(query, key, value, causal=causal, scale=scale)
         if heads is not None:
             return heads
     # JAX's own attention does not run in float16 on CPU ("F16_F16_F32 is not supported"): JAX 0.10.2 and
     # 0.12.0, no upstream issue known.
-    if dropout is None and (query.dtype != jnp.float16 or implementation == "cudnn"):
+    if is_plain and (query.dtype != jnp.float16 or implementation == "cudnn"):
         return jax.nn.dot_product_attention(
             query, key, value, bias,
             mask=mask, scale=scale, is_causal=mask is None and causal, implementation=implementation,
@@ -70,7 +77,7 @@ def attend(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=dtype)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = capped(scores * (query.shape[-1] ** -0.5 if scale is None else scale), cap)
     if bias is not None:
         scores = scores + rearrange(bias, "b (k g) t s -> b k g t s", k=key.shape[2]).astype(dtype)
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(dtype).min), axis=-1)

@@ -14,6 +14,11 @@ Json: TypeAlias = bool | int | float | str | list | dict | None
 
 C = TypeVar("C", bound="BaseConfig")
 
+ACTIVATION_ENTRIES = {
+    "hidden_act": "", "hidden_activation": "", "activation_function": "", "feed_forward_proj": "gated-",
+}  # fmt: skip
+"""Entries that name an activation function, and the prefix that the name may have."""
+
 OUTSIDE = ("rest", "generation", "source")
 """Fields of a configuration that are not entries of `config.json`."""
 
@@ -23,8 +28,9 @@ class BaseConfig:
     """The configuration that all families share, with or without text. Field names are those of `config.json`.
 
     A field may also be a dataclass that stands for several entries of the file (its `entries`), with its own
-    `from_json` and `to_json`: `Rope` is one. Or it may be the configuration of a part of the model, which is an
-    object in the file. A family checks its values in `__post_init__`.
+    `from_json`, which is also given the family's default, and `to_json`: `Rope` is one. Or it may be the
+    configuration of a part of the model, which is an object in the file. A family checks its own values in
+    `__post_init__`.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
     - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the end and padding
@@ -45,14 +51,37 @@ class BaseConfig:
     """Common names of entries, mapped to this family's own: a file may use either."""
     only: ClassVar[Mapping[str, Json]] = {}
     """Entries with one supported value each; any other value would change the logits."""
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of sizes of which the first must be a multiple of the second, besides the width and its heads."""
+    has_positions: ClassVar[bool] = False
+    """True if the model has a table of positions."""
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Projections that files store as one, with outputs side by side: the name in the file, and the projections
+    in the order of the fields.
+    """
 
     rest: str = "{}"
     generation: str = "{}"
     source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    def entry(self, name: str) -> int:
-        """Return the size that most families call `name`."""
-        return getattr(self, self.aliases.get(name, name))
+    def __post_init__(self) -> None:
+        for name, prefix in ACTIVATION_ENTRIES.items():
+            if getattr(self, name, "relu").removeprefix(prefix) not in ACTIVATIONS:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is not supported, only "
+                    f"{', '.join(ACTIVATIONS)}."
+                )
+        heads = () if self.entry("head_dim") else (("hidden_size", "num_attention_heads"),)
+        for pair in (*heads, *self.multiples):
+            (size, features), (count, number) = ((self.aliases.get(x, x), self.entry(x)) for x in pair)
+            if features is not None and number is not None and (number <= 0 or features % number):
+                raise ValueError(
+                    f"{type(self).__name__}: {size}={features} is not a multiple of {count}={number}."
+                )
+
+    def entry(self, name: str) -> Any:
+        """Return the entry that most families call `name`; `None` if there is none."""
+        return getattr(self, self.aliases.get(name, name), None)
 
     @property
     def num_layers(self) -> int:
@@ -62,22 +91,27 @@ class BaseConfig:
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
-        return self.entry("num_attention_heads")
+        return self.entry("num_key_value_heads") or self.entry("num_attention_heads")
 
     @property
     def head_size(self) -> int:
         """Features of one head."""
-        return self.entry("hidden_size") // self.entry("num_attention_heads")
+        return self.entry("head_dim") or self.entry("hidden_size") // self.entry("num_attention_heads")
 
     @property
     def window(self) -> int | None:
         """Number of tokens back, itself included, that a token may see; `None` for all."""
+        return self.entry("sliding_window")
+
+    @property
+    def windowed(self) -> tuple[bool, ...] | None:
+        """For each layer, true if it has the window; `None` if all have it."""
         return None
 
     @property
     def max_positions(self) -> int | None:
         """Number of positions in the model's table; `None` without one, as with rotary embeddings."""
-        return None
+        return self.entry("max_position_embeddings") if self.has_positions else None
 
     @property
     def generation_tokens(self) -> dict[str, Any]:
@@ -119,7 +153,8 @@ class BaseConfig:
             elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
                 part: Any = field.type
                 if any(name in raw for name in part.entries):  # otherwise the family's default
-                    values[field.name] = part.from_json(raw)
+                    make: Any = field.default_factory
+                    values[field.name] = part.from_json(raw, make())
                 read |= set(part.entries)
             elif field.name in raw and field.name not in OUTSIDE:
                 values[field.name] = _read(field, raw[field.name])
@@ -198,13 +233,13 @@ class Labels:
         return cls(tuple(f"LABEL_{i}" for i in range(num_labels)))
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "Labels":
+    def from_json(cls, raw: Mapping[str, Json], default: "Labels") -> "Labels":
         """Read the names. Raises `ValueError` if they are not numbered from 0."""
         names, num = raw.get("id2label"), raw.get("num_labels")
         if num is not None and (not isinstance(names, Mapping) or len(names) != num):
             return cls.of(_read_count(num))
         if names is None:
-            return cls()
+            return default
         if not isinstance(names, Mapping) or {str(i) for i in range(len(names))} != set(names):
             raise ValueError(f"config.json: id2label={names!r}, but it must name the labels from 0 on.")
         return cls(tuple(str(names[str(i)]) for i in range(len(names))))
@@ -254,19 +289,3 @@ def _fits(value: Json | tuple, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(x, get_args(kind)[0]) for x in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def check_divides(config: BaseConfig, size: str, heads: str) -> None:
-    """Raise `ValueError` if a size is not a multiple of the number of heads."""
-    features, number = getattr(config, size), getattr(config, heads)
-    if number <= 0 or features % number:
-        raise ValueError(f"{type(config).__name__}: {size}={features} is not a multiple of {heads}={number}.")
-
-
-def check_activation(config: BaseConfig, entry: str, *, prefix: str = "") -> None:
-    """Raise `ValueError` if an activation function is not known; `prefix` may precede its name."""
-    name = getattr(config, entry)
-    if name.removeprefix(prefix) not in ACTIVATIONS:
-        raise ValueError(
-            f"{type(config).__name__}: {entry}={name!r} is not supported, only {', '.join(ACTIVATIONS)}."
-        )

@@ -15,7 +15,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import column, row
 from redco_eqx._parallel.vocabulary import embed
 from redco_eqx.models._blocks.attention import Implementation, attend
-from redco_eqx.models._blocks.layers import Embedding
+from redco_eqx.models._blocks.layers import Embedding, dropout, drops
 
 
 class Cache(eqx.Module):
@@ -76,6 +76,12 @@ LayerCache: TypeAlias = tuple[
 ]
 """Keys and values of all layers, and the number of the current layer."""
 
+Hidden: TypeAlias = Float[Array, "b t size"]
+"""The stream between layers."""
+
+LayerOutput: TypeAlias = tuple[Hidden, LayerCache | None]
+"""The stream after a layer, and the cache with the layer's keys and values added."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,8 @@ class Context:
         equal number of neighbouring rows of the batch. It comes from `relative_bias`; `None` for no bias.
     - `memory`: the keys and values that `cross_attend` reads; `None` without an encoder.
     - `layer`: the number of the current layer, from 0.
+    - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for each layer whether it has
+        this mask; `None` if all have the same.
     """
 
     positions: Int[Array, "b t"]
@@ -103,8 +111,10 @@ class Context:
     bias: Float[Array, "n h t s"] | None = None
     memory: Memory | None = None
     layer: Int[Array, ""] | None = None
+    window_mask: Bool[Array, "b 1 #t s"] | None = None
+    windowed: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Float[Array, "b t size"]:
+    def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Hidden:
         """Look up rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
         return embed(table.weight, table.rows(ids), sequence_parallel=self.sequence_parallel)
 
@@ -124,6 +134,25 @@ class Context:
         """Apply the projection that closes them, or the sum of several, by `redco_eqx.row`."""
         return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
 
+    def add(
+        self,
+        x: Hidden,
+        branches: Sequence[tuple[Float[Array, "b t _"], Callable[[Array], Array]]],
+        layer: eqx.nn.Dropout,
+        keys: Sequence[Key | None],
+        *,
+        unit: int = 1,
+    ) -> Hidden:
+        """Add branches to the stream: pairs of an input and the projection that closes it. They share one sum
+        over `tensor`; if dropout drops, each has its own dropout, and so is summed by itself.
+        """
+        if any(drops(layer, key) for key in keys):
+            for (hidden, close), key in zip(branches, keys, strict=True):
+                x = x + dropout(layer, self.row(hidden, close, unit=unit), key)
+            return x
+        hidden, closing = zip(*branches)
+        return x + self.row(hidden, closing, unit=unit)
+
     def attend(
         self,
         query: Float[Array, "b t h d"],
@@ -132,6 +161,7 @@ class Context:
         cache: LayerCache | None,
         *,
         scale: float | None = None,
+        cap: float | None = None,
         dropout: eqx.nn.Dropout | None = None,
         dropout_key: Key | None = None,
     ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
@@ -150,9 +180,12 @@ class Context:
                 jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(query.dtype)
                 for x in (keys, values)
             )
+        mask = self.mask
+        if mask is not None and self.window_mask is not None and self.windowed is not None:
+            mask = jnp.where(jnp.asarray(self.windowed)[self.layer], self.window_mask, mask)
         output = attend(
             query, key, value,
-            mask=self.mask, bias=self.bias, causal=self.causal, scale=scale,
+            mask=mask, bias=self.bias, causal=self.causal, scale=scale, cap=cap,
             implementation=self.implementation, dropout=dropout, dropout_key=dropout_key,
         )  # fmt: skip
         return rearrange(output, "b t h d -> b t (h d)"), cache
@@ -210,6 +243,7 @@ def make_context(
     cache: Cache | None,
     *,
     window: int | None = None,
+    windowed: tuple[bool, ...] | None = None,
     implementation: Implementation | None,
     sequence_parallel: bool = False,
     causal: bool = True,
@@ -223,6 +257,7 @@ def make_context(
         a cache: the tokens of this call) that each token sees.
     - `positions`: positions of the tokens; by default counted from the mask.
     - `window`: the number of tokens back, itself included, that a token may see.
+    - `windowed`: for each layer, whether it has the window; by default all have it.
     - `causal`: whether a token sees only the tokens up to itself, or, without a cache, all.
     """
     size, num_tokens = input_ids.shape
@@ -252,6 +287,11 @@ def make_context(
     else:
         before = jnp.arange(valid.shape[1]) <= first + jnp.arange(num_tokens)[:, None]
         mask = before[None, None] & valid[:, None, None, :]
+    near = mask
     if mask is not None and window is not None:  # by position, because padding may lie between two slots
-        mask &= slot_positions[:, None, None, :] > positions[:, None, :, None] - window
-    return Context(positions, mask, length, implementation, sequence_parallel, causal), cache
+        near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
+    context = Context(
+        positions, near if windowed is None else mask, length, implementation, sequence_parallel, causal,
+        window_mask=near, windowed=windowed,
+    )  # fmt: skip
+    return context, cache

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from redco_eqx._base.protocols import Key
 from redco_eqx._base.tree import is_array
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Context, Memory, check_tokens, make_context
-from redco_eqx.models._blocks.layers import split_key
+from redco_eqx.models._blocks.context import Cache, Context, Hidden, Memory, check_tokens, make_context
+from redco_eqx.models._blocks.layers import Linear, split_key
 from redco_eqx.models._blocks.model import Model, Options, count_layers, run_layers
 from redco_eqx.models._blocks.vocabulary import only_tokens
 
@@ -23,7 +23,7 @@ class Decoder(Model):
     """A model that returns logits of the next token. A family defines its embedding, its layers and its output.
 
     The layers lie at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
-    `tied` names. The other fields are those of `Model`.
+    the first entry of `tied` names. The other fields are those of `Model`.
     """
 
     lm_head: eqx.AbstractVar[PyTree]
@@ -34,13 +34,11 @@ class Decoder(Model):
         super().__init__(config, **options)
 
     @abc.abstractmethod
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         """Return the input of the first layer."""
 
     @abc.abstractmethod
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Turn the output of the last layer into the input of the head."""
 
     def bias(
@@ -63,8 +61,11 @@ class Decoder(Model):
         Use it for a loss that does not need all logits in memory:
         `cross_entropy(model.hidden_states(ids)[0], model.head, labels)`.
         """
-        head = attrgetter(self.tied["lm_head.weight"])(self) if self.lm_head is None else self.lm_head
-        return only_tokens(head, self.config.vocab_size) if self.vocabulary else head
+        head = self.lm_head
+        if head is None:
+            head = attrgetter(next(iter(self.tied.values())))(self)
+        cap = self.config.entry("final_logit_softcapping")
+        return only_tokens(head, self.config.vocab_size, cap) if self.vocabulary else head
 
     def logits(self, hidden: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
         """Apply the head to hidden states."""
@@ -91,7 +92,7 @@ class Decoder(Model):
         positions: Int[Array, "b t"] | None,
         cache: Cache | None,
         key: Key | None,
-    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+    ) -> tuple[Hidden, Cache | None]:
         """Return the input of the head, and the cache with these tokens added."""
         check_tokens(input_ids, attention_mask, self.config.max_positions, cache)
         # Without a cache and positions, all rows have the same positions except for padding, so one bias serves
@@ -99,7 +100,7 @@ class Decoder(Model):
         alike = jnp.arange(input_ids.shape[1])[None] if cache is None and positions is None else None
         context, cache = make_context(
             input_ids, attention_mask, positions, cache,
-            window=self.config.window, implementation=self.attention,
+            window=self.config.window, windowed=self.config.windowed, implementation=self.attention,
             sequence_parallel=self.sequence_parallel and cache is None,
         )  # fmt: skip
         own = context.positions if alike is None else alike
@@ -111,6 +112,13 @@ class Decoder(Model):
         if cache is not None:
             cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
         return self.finish(x, finish_key), cache
+
+
+def make_head(config: Any, size: int, *, std: float, key: Key) -> Linear | None:
+    """Return a head over the vocabulary, or `None` if the configuration ties it to the embedding table."""
+    if config.tie_word_embeddings:
+        return None
+    return Linear(size, config.vocab_size, use_bias=False, std=std, key=key)
 
 
 class DecoderLM(Decoder):
@@ -127,7 +135,7 @@ class DecoderLM(Decoder):
         positions: Int[Array, "b t"] | None = None,
         cache: Cache | None = None,
         key: Key | None = None,
-    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+    ) -> tuple[Hidden, Cache | None]:
         """Return the input of the head, and the cache with these tokens added. Arguments as for calling the
         model.
         """

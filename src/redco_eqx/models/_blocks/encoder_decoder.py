@@ -16,7 +16,7 @@ from redco_eqx._parallel.linear import column, tensor_size, traced_mesh
 from redco_eqx._parallel.scan import keep_products_and_row_out
 from redco_eqx._sharding.mesh import axis_size
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Memory
+from redco_eqx.models._blocks.context import Cache, Hidden, Memory
 from redco_eqx.models._blocks.decoder import Decoder
 from redco_eqx.models._blocks.layers import split_key
 from redco_eqx.models._blocks.model import Options, unstack
@@ -95,7 +95,7 @@ class EncoderDecoder(Decoder):
         positions: Int[Array, "b t"] | None = None,
         cache: Cache | None = None,
         key: Key | None = None,
-    ) -> tuple[Float[Array, "b t size"], Cache | None]:
+    ) -> tuple[Hidden, Cache | None]:
         """Return the input of the head, and the cache with these tokens added.
 
         **Arguments:**
@@ -129,7 +129,7 @@ class EncoderDecoder(Decoder):
         attention_mask: Array | None = None,
         decoder_attention_mask: Array | None = None,
         key: Key | None = None,
-    ) -> Float[Array, "b t size"]:
+    ) -> Hidden:
         """Return the input of the head. Arguments as for calling the model."""
         encoder_key, decoder_key = split_key(key, 2)
         memory = self.encode(inputs, attention_mask=attention_mask, key=encoder_key)

@@ -92,26 +92,36 @@ class LayerNorm(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019); statistics in float32."""
+    """Root mean square normalisation (Zhang and Sennrich 2019); statistics in float32. `offset` is added to the
+    weight; in Gemma it is 1.
+    """
 
     weight: Float[Array, " size"]
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
 
-    def __init__(self, size: int, *, eps: float = 1e-6):
-        self.weight = jnp.ones(size)
-        self.eps = eps
+    def __init__(self, size: int, *, eps: float = 1e-6, offset: float = 0.0):
+        self.weight = jnp.full(size, 1 - offset)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            return ((self.offset + self.weight) * y).astype(x.dtype)
         return self.weight.astype(x.dtype) * y.astype(x.dtype)
 
 
 class TiedHead(eqx.Module):
-    """A head whose weight is the embedding table, with a bias; made at the point of use for `cross_entropy`."""
+    """A head made at the point of use for `cross_entropy`. Its weight and bias lie elsewhere in the model: the
+    weight is the embedding table, for example.
+
+    - `cap`: bounds the logits smoothly, before the bias is added: `cap * tanh(logits / cap)`.
+    """
 
     weight: Float[Array, "vocab size"]
-    bias: Float[Array, " vocab"]
+    bias: Float[Array, " vocab"] | None = None
+    cap: float | None = eqx.field(static=True, default=None)
 
     @property
     def in_features(self) -> int:
@@ -124,7 +134,13 @@ class TiedHead(eqx.Module):
         return self.weight.shape[0]
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch vocab"]:
-        return jnp.einsum("...i,oi->...o", x, self.weight) + self.bias
+        logits = capped(jnp.einsum("...i,oi->...o", x, self.weight), self.cap)
+        return logits if self.bias is None else logits + self.bias
+
+
+def capped(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
+    """Bound numbers smoothly to `cap` on both sides; `None` leaves them as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def add_and_norm(

@@ -7,14 +7,14 @@ from typing import Any, ClassVar, TypedDict
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import Remat
 from redco_eqx._parallel.scan import scan_layers
 from redco_eqx.models._blocks.attention import Implementation
 from redco_eqx.models._blocks.config import BaseConfig
-from redco_eqx.models._blocks.context import Cache, Context, Memory
+from redco_eqx.models._blocks.context import Cache, Context, Hidden, Memory
 
 
 class Options(TypedDict, total=False):
@@ -59,10 +59,6 @@ class Model(eqx.Module):
     """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
     vocabulary: ClassVar[tuple[str, ...]] = ()
     """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
-    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files store as one, with outputs side by side: the name in the file, and the projections
-    in the order of the fields.
-    """
     prefixes: ClassVar[tuple[str, ...]] = ()
     """The prefix that turns the keys of the bare model, as some files have them, into paths."""
     outer: ClassVar[tuple[str, ...]] = ()
@@ -140,13 +136,13 @@ def unstack(layers: PyTree) -> list[PyTree]:
 
 def run_layers(
     layers: PyTree,
-    x: Float[Array, "b t size"],
+    x: Hidden,
     context: Context,
     cache: Cache | None,
     *,
     remat: Remat,
     key: Key | None,
-) -> tuple[Float[Array, "b t size"], tuple[Array, ...]]:
+) -> tuple[Hidden, tuple[Array, ...]]:
     """Run all layers, one after another. Return the output, and the keys and values of the cache with these
     tokens added.
 

@@ -2,11 +2,10 @@
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.layers import Linear
 
 
@@ -38,18 +37,14 @@ class MultiHeadAttention(eqx.Module):
         """Features of one head."""
         return self.q_proj.out_features // self.num_heads
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         size = self.head_size
         qkv = context.column(x, self.q_proj, self.k_proj, self.v_proj, unit=size)
         q, k, v = (split_heads(y, size) for y in qkv)
         heads, cache = context.attend(q, k, v, cache, dropout=self.dropout, dropout_key=key)
         return context.row(heads, self.out_proj, unit=size), cache
 
-    def over_memory(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def over_memory(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         """Compute cross-attention. The encoder's keys and values are in the context."""
         size = self.head_size
         (q,) = context.column(x, self.q_proj, unit=size)
@@ -76,9 +71,7 @@ class SelfAttention(eqx.Module):
         self.dropout = eqx.nn.Dropout(dropout)
         self.num_heads = num_heads
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         """Return the outputs of the heads side by side, which the output projection reads."""
         size = self.query.out_features // self.num_heads
         qkv = context.column(x, self.query, self.key, self.value, unit=size)

@@ -36,11 +36,14 @@ class Rope:
         within `original_max_position_embeddings / high_freq_factor`, and blends between; `yarn` (Peng et al.
         2023), which divides the pairs that turn less than `beta_slow` times in the original length by `factor`,
         keeps those that turn more than `beta_fast` times, blends between, and multiplies all scores.
+    - `partial_rotary_factor`: the part of the features of a head that turns, the first ones.
     - `attention_factor`: the factor on queries and on keys, with `yarn`; by default it follows from `factor`,
         `mscale` and `mscale_all_dim`.
     """
 
-    entries: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rope_parameters")
+    entries: ClassVar[tuple[str, ...]] = (
+        "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    )  # fmt: skip
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -53,9 +56,11 @@ class Rope:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    partial_rotary_factor: float = 1.0
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Return radians per position, for each of the `size / 2` pairs."""
+        """Return radians per position, for each pair of the features that turn of a head of `size`."""
+        size = int(size * self.partial_rotary_factor)
         base = self.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         if self.rope_type == "linear":
             return base / self.factor
@@ -92,11 +97,13 @@ class Rope:
         return magnitude(1.0) ** 2
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Json]) -> "Rope":
+    def from_json(cls, raw: Mapping[str, Json], default: "Rope | None" = None) -> "Rope":
         """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
+        `default` has the base, and the part that turns, if the file does not say them.
 
         Raises `ValueError` for a rope type that is not supported, or one that lacks a number.
         """
+        default = default or cls()
         alone = "rope_theta", "partial_rotary_factor"
         given: dict[str, Any] = {name: raw[name] for name in alone if name in raw}
         for name in ("rope_scaling", "rope_parameters"):
@@ -107,8 +114,6 @@ class Rope:
                     "kind of layer is not supported."
                 )
             given |= part
-        if given.get("partial_rotary_factor") not in (None, 1):
-            raise ValueError("config.json: partial_rotary_factor is not supported, only 1.0.")
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(
@@ -123,33 +128,40 @@ class Rope:
             )
         if given.get("truncate") not in (None, True):
             raise ValueError("config.json: truncate of yarn is not supported, only true.")
-        known = ("rope_theta", *ROPE_TYPES[rope_type], *OPTIONAL.get(rope_type, ()))
+        known = ("rope_theta", "partial_rotary_factor", *ROPE_TYPES[rope_type], *OPTIONAL.get(rope_type, ()))
         numbers = {name: given[name] for name in known if given.get(name) is not None}
         for name, x in numbers.items():
             if isinstance(x, bool) or not isinstance(x, int | float) or x <= 0:
                 raise ValueError(f"config.json: {name}={x!r}, but it must be a positive number.")
-        theta = float(numbers.pop("rope_theta", cls.theta))
-        values: dict[str, Any] = {name: float(x) for name, x in numbers.items()}
+        if numbers.get("partial_rotary_factor", 1) > 1:
+            raise ValueError("config.json: partial_rotary_factor must be at most 1.")
+        values: dict[str, Any] = {
+            "rope_theta": default.theta,
+            "partial_rotary_factor": default.partial_rotary_factor,
+            **{name: float(x) for name, x in numbers.items()},
+        }
         if "original_max_position_embeddings" in values:
             values["original_max_position_embeddings"] = int(values["original_max_position_embeddings"])
-        return cls(theta, rope_type, **values)
+        return cls(values.pop("rope_theta"), rope_type, **values)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entry `rope_parameters` of transformers 5, with `rope_theta` and `rope_scaling` of 4."""
         names = (*ROPE_TYPES[self.rope_type], *OPTIONAL.get(self.rope_type, ()))
         numbers = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         scaling = {"rope_type": self.rope_type, **numbers}
+        part = {} if (x := self.partial_rotary_factor) == 1 else {"partial_rotary_factor": x}
         return {
             "rope_theta": self.theta,
             "rope_scaling": scaling if numbers else None,
-            "rope_parameters": {**scaling, "rope_theta": self.theta},
+            "rope_parameters": {**scaling, "rope_theta": self.theta, **part},
+            **part,
         }
 
 
 def rotate(
     x: Float[Array, "b t h d"],
     positions: Int[Array, "b t"],
-    frequencies: np.ndarray,
+    frequencies: np.ndarray | Float[Array, " pairs"],
     *,
     interleaved: bool = False,
 ) -> Float[Array, "b t h d"]:

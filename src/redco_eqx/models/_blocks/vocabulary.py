@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redco_eqx._base.tree import path_of
-from redco_eqx.models._blocks.layers import Embedding, Linear
+from redco_eqx.models._blocks.layers import Embedding, Linear, TiedHead
 from redco_eqx.models._blocks.model import Model
 
 M = TypeVar("M", bound=Model)
@@ -69,16 +69,19 @@ def is_vocabulary(model: Model, module: str) -> bool:
 
 
 def only_tokens(
-    head: Linear | Float[Array, "rows size"], num_tokens: int
-) -> Linear | Float[Array, "rows size"]:
-    """Return a head, or the table that is one, with logits of minus infinity beyond the number of tokens."""
+    head: Linear | Float[Array, "rows size"], num_tokens: int, cap: float | None
+) -> Linear | TiedHead | Float[Array, "rows size"]:
+    """Return a head, or the table that is one, with capped logits, and with logits of minus infinity beyond the
+    number of tokens.
+    """
     weight, bias = (head.weight, head.bias) if isinstance(head, Linear) else (head, None)
     num_rows = weight.shape[0]
-    if num_rows == num_tokens:
+    if num_rows == num_tokens and cap is None:
         return head
-    bias = jnp.zeros(num_rows, weight.dtype) if bias is None else bias
-    masked = jnp.where(jnp.arange(num_rows) < num_tokens, bias, -jnp.inf)
-    return _linear(weight, masked, weight.shape[1], num_rows)
+    if num_rows != num_tokens:
+        bias = jnp.zeros(num_rows, weight.dtype) if bias is None else bias
+        bias = jnp.where(jnp.arange(num_rows) < num_tokens, bias, -jnp.inf)
+    return TiedHead(weight, bias, cap)
 
 
 def _with_rows(module: Any, num_rows: int) -> Any:
@@ -91,11 +94,6 @@ def _with_rows(module: Any, num_rows: int) -> Any:
     longer_module = jax.tree.map(longer, module)
     # A table keeps the number of its rows that are tokens.
     return longer_module if isinstance(module, Embedding) else _changed(longer_module, out_features=num_rows)
-
-
-def _linear(weight: Any, bias: Any, in_features: int, out_features: int) -> Linear:
-    fields = {"weight": weight, "bias": bias, "in_features": in_features, "out_features": out_features}
-    return _changed(object.__new__(Linear), **fields)
 
 
 def _changed(module: Any, **fields: Any) -> Any:

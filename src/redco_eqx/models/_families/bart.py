@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import (
@@ -39,6 +39,8 @@ class BartConfig(Config):
 
     model_type: ClassVar[str] = "bart"
     architecture: ClassVar[str] = "BartForConditionalGeneration"
+    has_positions: ClassVar[bool] = True
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("d_model", "decoder_attention_heads"),)
     aliases: ClassVar[Mapping[str, str]] = {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -70,11 +72,6 @@ class BartConfig(Config):
     pad_token_id: int | None = 1
     decoder_start_token_id: int | None = 2
 
-    def __post_init__(self) -> None:
-        check_activation(self, "activation_function")
-        check_divides(self, "d_model", "encoder_attention_heads")
-        check_divides(self, "d_model", "decoder_attention_heads")
-
     @property
     def kv_heads(self) -> int:
         return self.decoder_attention_heads
@@ -82,10 +79,6 @@ class BartConfig(Config):
     @property
     def head_size(self) -> int:
         return self.d_model // self.decoder_attention_heads
-
-    @property
-    def max_positions(self) -> int:
-        return self.max_position_embeddings
 
 
 class BartLayer(eqx.Module):
@@ -122,15 +115,13 @@ class BartLayer(eqx.Module):
         self.activation_dropout = eqx.nn.Dropout(config.activation_dropout)
         self.activation_function = config.activation_function
 
-    def mlp(self, x: Float[Array, "b t size"], context: Context, key: Key | None) -> Float[Array, "b t size"]:
+    def mlp(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         """Apply two projections with an activation between."""
         (hidden,) = context.column(x, self.fc1)
         hidden = ACTIVATIONS[self.activation_function](hidden)
         return context.row(dropout(self.activation_dropout, hidden, key), self.fc2)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         self_key, cross_key, mlp_key, *keys = split_key(key, 6)
         y, cache = self.self_attn(x, context, cache, self_key)
         x = add_and_norm(x, y, self.self_attn_layer_norm, self.dropout, keys[0])
@@ -165,7 +156,7 @@ class BartStack(eqx.Module):
 
     def embed(
         self, table: Embedding, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    ) -> Hidden:
         """Return the input of the first layer."""
         x = context.embed(table, input_ids) * self.scale
         x = x + self.embed_positions(context.positions + POSITION_OFFSET)
@@ -228,10 +219,8 @@ class BartForConditionalGeneration(EncoderDecoder):
     def cross_projections(self, layer: PyTree) -> tuple[Linear, Linear]:
         return layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         return self.model.decoder.embed(self.model.shared, input_ids, context, key)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return x

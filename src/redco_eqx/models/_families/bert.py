@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks import layers
-from redco_eqx.models._blocks.config import Config, Json, Labels, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.config import Config, Json, Labels
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.encoder import EncoderLayers, encode_tokens
 from redco_eqx.models._blocks.layers import (
     ACTIVATIONS,
@@ -57,10 +57,6 @@ class BertConfig(Config):
     pad_token_id: int | None = 0
     labels: Labels = dataclasses.field(default_factory=Labels)
 
-    def __post_init__(self) -> None:
-        check_activation(self, "hidden_act")
-        check_divides(self, "hidden_size", "num_attention_heads")
-
     @property
     def position_offset(self) -> int:
         """The first token's row in the table of positions."""
@@ -92,9 +88,7 @@ class BertOutput(eqx.Module):
         self.LayerNorm = layers.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], hidden: Array, context: Context, key: Key | None, *, unit: int = 1
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden, hidden: Array, context: Context, key: Key | None, *, unit: int = 1) -> Hidden:
         return add_and_norm(x, context.row(hidden, self.dense, unit=unit), self.LayerNorm, self.dropout, key)
 
 
@@ -129,9 +123,7 @@ class BertLayer(eqx.Module):
         self.output = BertOutput(inner, config, key=out_key)
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         heads_key, attention_key, mlp_key = split_key(key, 3)
         heads = self.attention.self(x, context, heads_key)
         x = self.attention.output(x, heads, context, attention_key, unit=self.config.head_size)
@@ -161,7 +153,7 @@ class BertEmbeddings(eqx.Module):
 
     def __call__(
         self, input_ids: Int[Array, "b t"], types: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    ) -> Hidden:
         x = context.embed(self.word_embeddings, input_ids) + self.token_type_embeddings(types)
         x = x + self.position_embeddings(context.positions + self.position_offset)
         return dropout(self.dropout, self.LayerNorm(x), key)
@@ -204,7 +196,7 @@ class BertModel(Model):
         token_type_ids: Int[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         key: Key | None = None,
-    ) -> Float[Array, "b t size"]:
+    ) -> Hidden:
         """Return the output of the last layer.
 
         **Arguments:**
@@ -223,11 +215,11 @@ class BertModel(Model):
             max_positions=self.config.max_positions, key=key,
         )  # fmt: skip
 
-    def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
+    def __call__(self, input_ids: Int[Array, "b t"], **options: Any) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(input_ids, **options)
 
-    def pool(self, hidden: Float[Array, "b t size"]) -> Float[Array, "b size"]:
+    def pool(self, hidden: Hidden) -> Float[Array, "b size"]:
         """Return a vector for the whole text."""
         if self.pooler is None:
             raise ValueError("pool: this model has no pooler, because its head does without one.")
@@ -289,7 +281,7 @@ class BertForMaskedLM(Model):
         """The layer that computes the logits, in the form that `cross_entropy` takes."""
         return TiedHead(self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias)
 
-    def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
+    def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Hidden:
         """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         transform = self.cls.predictions.transform
         hidden = transform.dense(self.bert.hidden_states(input_ids, **options))

@@ -9,8 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache, check_tokens, make_context
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.context import (
+    Context,
+    Hidden,
+    LayerCache,
+    LayerOutput,
+    check_tokens,
+    make_context,
+)
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
@@ -25,6 +32,7 @@ class CLIPTextConfig(Config):
 
     model_type: ClassVar[str] = "clip_text_model"
     architecture: ClassVar[str] = "CLIPTextModel"
+    has_positions: ClassVar[bool] = True
 
     vocab_size: int = 49408
     hidden_size: int = 512
@@ -40,14 +48,6 @@ class CLIPTextConfig(Config):
     eos_token_id: int | tuple[int, ...] | None = 49407
     pad_token_id: int | None = 1
 
-    def __post_init__(self) -> None:
-        check_activation(self, "hidden_act")
-        check_divides(self, "hidden_size", "num_attention_heads")
-
-    @property
-    def max_positions(self) -> int:
-        return self.max_position_embeddings
-
 
 class CLIPTextEmbeddings(eqx.Module):
     """Embeddings of tokens, and of positions, which are counted from 0 whatever is padding."""
@@ -61,7 +61,7 @@ class CLIPTextEmbeddings(eqx.Module):
         self.token_embedding = Embedding(config.vocab_size, size, std=std, key=token_key)
         self.position_embedding = Embedding(config.max_position_embeddings, size, std=std, key=position_key)
 
-    def __call__(self, input_ids: Int[Array, "b t"], context: Context) -> Float[Array, "b t size"]:
+    def __call__(self, input_ids: Int[Array, "b t"], context: Context) -> Hidden:
         return context.embed(self.token_embedding, input_ids) + self.position_embedding(context.positions)
 
 
@@ -96,9 +96,7 @@ class CLIPEncoderLayer(eqx.Module):
         self.layer_norm2 = LayerNorm(size, eps=config.layer_norm_eps)
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         y, cache = self.self_attn(self.layer_norm1(x), context, cache, key)
         x = x + y
         (hidden,) = context.column(self.layer_norm2(x), self.mlp.fc1)
@@ -143,7 +141,7 @@ class CLIPTextModel(Model):
 
     def __call__(
         self, input_ids: Int[Array, "b t"], *, attention_mask: Array | None = None, key: Key | None = None
-    ) -> Float[Array, "b t size"]:
+    ) -> Hidden:
         """Return the output of the last layer, normalised. A token sees only the tokens up to itself.
 
         **Arguments:**
@@ -163,7 +161,7 @@ class CLIPTextModel(Model):
         x, _ = run_layers(self.text_model.encoder.layers, x, context, None, remat=self.remat, key=key)
         return self.text_model.final_layer_norm(x)
 
-    def pool(self, hidden: Float[Array, "b t size"], input_ids: Int[Array, "b t"]) -> Float[Array, "b size"]:
+    def pool(self, hidden: Hidden, input_ids: Int[Array, "b t"]) -> Float[Array, "b size"]:
         """Return a vector for the whole text: the hidden state of its first end token.
 
         If `eos_token_id` is 2, as in files before 2023, that is the token with the highest id.

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
-from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.decoder import DecoderLM, make_head
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 
@@ -27,6 +27,7 @@ class GPT2Config(Config):
 
     model_type: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
+    has_positions: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -55,14 +56,6 @@ class GPT2Config(Config):
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
     tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        check_activation(self, "activation_function")
-        check_divides(self, "n_embd", "n_head")
-
-    @property
-    def max_positions(self) -> int:
-        return self.n_positions
 
 
 class Conv1D(eqx.Module):
@@ -106,9 +99,7 @@ class GPT2Attention(eqx.Module):
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         attn_key, resid_key = split_key(key, 2)
         size = self.config.head_size
         (qkv,) = context.column(x, self.c_attn, unit=size)
@@ -140,9 +131,7 @@ class GPT2CrossAttention(eqx.Module):
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         attn_key, resid_key = split_key(key, 2)
         size = self.config.head_size
         (q,) = context.column(x, self.q_attn, unit=size)
@@ -170,9 +159,7 @@ class GPT2MLP(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.resid_pdrop)
         self.activation_function = config.activation_function
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         (hidden,) = context.column(x, self.c_fc)
         hidden = ACTIVATIONS[self.activation_function](hidden)
         return dropout(self.dropout, context.row(hidden, self.c_proj), key)
@@ -201,9 +188,7 @@ class GPT2Block(eqx.Module):
         self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, key=mlp_key)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         attn_key, mlp_key, cross_key = split_key(key, 3)
         attended, cache = self.attn(self.ln_1(x), context, cache, attn_key)
         x = x + attended
@@ -249,17 +234,12 @@ class GPT2LMHeadModel(DecoderLM):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.transformer = GPT2Model(config, stacked=stacked, key=model_key)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            size, std = config.n_embd, config.initializer_range
-            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
+        self.lm_head = make_head(config, config.n_embd, std=config.initializer_range, key=head_key)
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         body = self.transformer
         x = context.embed(body.wte, input_ids) + body.wpe(context.positions)
         return dropout(body.drop, x, key)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.transformer.ln_f(x)

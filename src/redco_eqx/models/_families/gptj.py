@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, Json, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.decoder import DecoderLM
-from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, drops, split_key
+from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.rope import Rope, rotate
 
@@ -50,8 +50,7 @@ class GPTJConfig(Config):
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        check_activation(self, "activation_function")
-        check_divides(self, "n_embd", "n_head")
+        super().__post_init__()
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_size:
             raise ValueError(
                 f"GPTJConfig: rotary_dim={self.rotary_dim}, but it must be even and at most the size of a "
@@ -81,7 +80,7 @@ class GPTJAttention(eqx.Module):
 
     def heads(
         self, q: Array, k: Array, v: Array, context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    ) -> LayerOutput:
         """Return the input of `out_proj`, from the outputs of `q_proj`, `k_proj` and `v_proj`."""
         q, k, v = (split_heads(x, self.config.head_size) for x in (q, k, v))
         frequencies = Rope().frequencies(self.config.rotary_dim)
@@ -126,21 +125,14 @@ class GPTJBlock(eqx.Module):
         self.mlp = GPTJMLP(config, key=mlp_key)
         self.resid_dropout = eqx.nn.Dropout(config.resid_pdrop)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         heads_key, attn_key, mlp_key = split_key(key, 3)
         attn, mlp, unit = self.attn, self.mlp, self.attn.config.head_size
         projections = attn.q_proj, attn.k_proj, attn.v_proj, mlp.fc_in
         q, k, v, hidden = context.column(self.ln_1(x), *projections, unit=unit)
         heads, cache = attn.heads(q, k, v, context, cache, heads_key)
-        hidden = mlp.activate(hidden)
-        if drops(self.resid_dropout, key):  # each has its own dropout, so each is summed by itself
-            attended = context.row(heads, attn.out_proj, unit=unit)
-            computed = context.row(hidden, mlp.fc_out, unit=unit)
-            attended = dropout(self.resid_dropout, attended, attn_key)
-            return x + attended + dropout(self.resid_dropout, computed, mlp_key), cache
-        return x + context.row((heads, hidden), (attn.out_proj, mlp.fc_out), unit=unit), cache
+        branches = [(heads, attn.out_proj), (mlp.activate(hidden), mlp.fc_out)]
+        return context.add(x, branches, self.resid_dropout, (attn_key, mlp_key), unit=unit), cache
 
 
 class GPTJModel(eqx.Module):
@@ -177,10 +169,8 @@ class GPTJForCausalLM(DecoderLM):
         self.transformer = GPTJModel(config, stacked=stacked, key=model_key)
         self.lm_head = Linear(config.n_embd, config.vocab_size, std=config.initializer_range, key=head_key)
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         return dropout(self.transformer.drop, context.embed(self.transformer.wte, input_ids), key)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.transformer.ln_f(x)

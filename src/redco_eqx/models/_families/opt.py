@@ -9,9 +9,9 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import Config, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
-from redco_eqx.models._blocks.decoder import DecoderLM
+from redco_eqx.models._blocks.config import Config
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.decoder import DecoderLM, make_head
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
@@ -30,6 +30,7 @@ class OPTConfig(Config):
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
+    has_positions: ClassVar[bool] = True
     vocab_size: int = 50272
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -49,14 +50,6 @@ class OPTConfig(Config):
     enable_bias: bool = True
     layer_norm_elementwise_affine: bool = True
     tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        check_activation(self, "activation_function")
-        check_divides(self, "hidden_size", "num_attention_heads")
-
-    @property
-    def max_positions(self) -> int:
-        return self.max_position_embeddings
 
     @property
     def embedding_size(self) -> int:
@@ -89,14 +82,12 @@ class OPTDecoderLayer(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.config = config
 
-    def mlp(self, x: Float[Array, "b t size"], context: Context) -> Float[Array, "b t size"]:
+    def mlp(self, x: Hidden, context: Context) -> Hidden:
         """Apply two projections with an activation between."""
         (hidden,) = context.column(x, self.fc1)
         return context.row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         attention_key, attended_key, mlp_key = split_key(key, 3)
         before = self.config.do_layer_norm_before
         y = self.self_attn_layer_norm(x) if before else x
@@ -157,20 +148,15 @@ class OPTForCausalLM(DecoderLM):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
         self.model = OPTModel(OPTDecoder(config, stacked=stacked, key=model_key))
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            size, std = config.embedding_size, config.init_std
-            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
+        self.lm_head = make_head(config, config.embedding_size, std=config.init_std, key=head_key)
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         decoder = self.model.decoder
         x = context.embed(decoder.embed_tokens, input_ids)
         x = x if decoder.project_in is None else decoder.project_in(x)
         return x + decoder.embed_positions(context.positions + POSITION_OFFSET)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t _"]:
+    def finish(self, x: Hidden, key: Key | None) -> Float[Array, "b t _"]:
         decoder = self.model.decoder
         x = x if decoder.final_layer_norm is None else decoder.final_layer_norm(x)
         return x if decoder.project_out is None else decoder.project_out(x)

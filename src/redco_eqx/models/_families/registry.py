@@ -15,23 +15,23 @@ from redco_eqx.models._families.bert import (
 )
 from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
+from redco_eqx.models._families.gpt_neox import GPTNeoXConfig, GPTNeoXForCausalLM
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
-from redco_eqx.models._families.llama import (
-    LlamaConfig,
-    LlamaForCausalLM,
+from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
+from redco_eqx.models._families.llama_variants import (
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
-from redco_eqx.models._families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
-from redco_eqx.models._families.phi3 import Phi3Config, Phi3ForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
 )
-from redco_eqx.models._families.smollm3 import SmolLM3Config
 from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
 from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
 from redco_eqx.models._families.vision_encoder_decoder import (
@@ -51,11 +51,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (CLIPTextConfig, CLIPTextModel),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
+        (GPTNeoXConfig, GPTNeoXForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
         (MistralConfig, LlamaForCausalLM),
-        (Olmo2Config, Olmo2ForCausalLM),
+        (Olmo2Config, LlamaForCausalLM),
         (OPTConfig, OPTForCausalLM),
-        (Phi3Config, Phi3ForCausalLM),
+        (Phi3Config, LlamaForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
         (RobertaConfig, BertModel),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from redco_eqx._base.protocols import Key
+from redco_eqx.models._blocks.context import Hidden
 from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, TiedHead, dropout, split_key
 from redco_eqx.models._blocks.model import Model, Options
 from redco_eqx.models._families.bert import POSITIONS, BertConfig, BertModel
@@ -78,7 +79,7 @@ class RobertaForMaskedLM(Model):
         """The layer that computes the logits, in the form that `cross_entropy` takes."""
         return TiedHead(self.roberta.embeddings.word_embeddings.weight, self.lm_head.bias)
 
-    def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Float[Array, "b t size"]:
+    def hidden_states(self, input_ids: Int[Array, "b t"], **options: Any) -> Hidden:
         """Return the input of the head. Arguments as for `BertModel.hidden_states`."""
         hidden = self.lm_head.dense(self.roberta.hidden_states(input_ids, **options))
         return self.lm_head.layer_norm(ACTIVATIONS["gelu"](hidden))

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.attention import split_heads
-from redco_eqx.models._blocks.config import Config, Json, check_activation
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.config import Config, Json
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
+from redco_eqx.models._blocks.decoder import make_head
 from redco_eqx.models._blocks.encoder import encode_tokens
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, dropout, split_key
@@ -58,9 +59,6 @@ class T5Config(Config):
     eos_token_id: int | tuple[int, ...] | None = 1
     pad_token_id: int | None = 0
 
-    def __post_init__(self) -> None:
-        check_activation(self, "feed_forward_proj", prefix="gated-")
-
     @property
     def is_gated(self) -> bool:
         """True if the MLP has a gate."""
@@ -71,10 +69,6 @@ class T5Config(Config):
         """The activation inside the MLP."""
         name = self.feed_forward_proj.removeprefix("gated-")
         return "gelu_new" if self.is_gated and name == "gelu" else name
-
-    @property
-    def head_size(self) -> int:
-        return self.d_kv
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Json]) -> "T5Config":
@@ -109,17 +103,15 @@ class T5Attention(eqx.Module):
         self.config = config
 
     def over_itself(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> LayerOutput:
         """Compute self-attention."""
         size = self.config.d_kv
         q, k, v = (split_heads(y, size) for y in context.column(x, self.q, self.k, self.v, unit=size))
         heads, cache = context.attend(q, k, v, cache, scale=1.0, dropout=self.dropout, dropout_key=key)
         return context.row(heads, self.o, unit=size), cache
 
-    def over_memory(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def over_memory(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         """Compute cross-attention."""
         size = self.config.d_kv
         (q,) = context.column(x, self.q, unit=size)
@@ -173,9 +165,7 @@ class T5MLP(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
         self.activation = config.activation
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
         layers = [layer for layer in (self.wi, self.wi_0, self.wi_1) if layer is not None]
         hidden, *gated = context.column(x, *layers)
         hidden = ACTIVATIONS[self.activation](hidden)
@@ -207,9 +197,7 @@ class T5Block(eqx.Module):
         self.layer = [T5SelfAttention(config, key=self_key), *cross, T5FeedForward(config, key=mlp_key)]
         self.dropout = eqx.nn.Dropout(config.dropout_rate)
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         for part in self.layer:
             inner_key, outer_key, key = split_key(key, 3)
             y = part.layer_norm(x)
@@ -267,7 +255,7 @@ class T5Stack(eqx.Module):
         table = self.relative_attention_bias
         return self.block[0].layer[0].SelfAttention.relative_attention_bias if table is None else table
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         """Apply the norm and dropout after the last layer."""
         return dropout(self.dropout, self.final_layer_norm(x), key)
 
@@ -311,9 +299,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         self.shared = Embedding(config.vocab_size, size, std=std, key=table_key)
         self.encoder = T5Stack(config, is_decoder=False, stacked=stacked, key=encoder_key)
         self.decoder = T5Stack(config, is_decoder=True, stacked=stacked, key=decoder_key)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(size, config.vocab_size, use_bias=False, std=std, key=head_key)
+        self.lm_head = make_head(config, size, std=std, key=head_key)
 
     @property
     def layers(self) -> PyTree:
@@ -359,11 +345,9 @@ class T5ForConditionalGeneration(EncoderDecoder):
             max_distance=self.config.relative_attention_max_distance, batch_size=batch_size,
         )  # fmt: skip
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         return dropout(self.decoder.dropout, context.embed(self.shared, input_ids), key)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         x = self.decoder.finish(x, key)
         return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x

@@ -35,6 +35,7 @@ class UNet2DConditionConfig(StagesConfig):
         for each.
     """
 
+    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"proj": ("value", "gate")}
     model_type: ClassVar[str] = "UNet2DConditionModel"
     only: ClassVar[Mapping[str, Json]] = {
         "act_fn": "silu",
@@ -107,8 +108,6 @@ class UNet2DConditionModel(ImageModel):
     conv_norm_out: GroupNorm
     conv_out: Conv
     config: UNet2DConditionConfig = eqx.field(static=True)
-
-    joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"proj": ("value", "gate")}
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from redco_eqx._base.protocols import Key
 from redco_eqx.models._blocks.config import BaseConfig, Json
-from redco_eqx.models._blocks.context import Context
+from redco_eqx.models._blocks.context import Context, Hidden
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
 from redco_eqx.models._blocks.layers import Linear
 from redco_eqx.models._blocks.model import Options
@@ -63,7 +63,7 @@ class VisionEncoderDecoderConfig(BaseConfig):
         return self.decoder.head_size
 
     @property
-    def max_positions(self) -> int:
+    def max_positions(self) -> int | None:
         return self.decoder.max_positions
 
     @classmethod
@@ -148,10 +148,8 @@ class VisionEncoderDecoderModel(EncoderDecoder):
     def cross_projections(self, layer: PyTree) -> tuple[PyTree]:
         return (layer.crossattention.c_attn,)
 
-    def embed(
-        self, input_ids: Int[Array, "b t"], context: Context, key: Key | None
-    ) -> Float[Array, "b t size"]:
+    def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:
         return self.decoder.embed(input_ids, context, key)
 
-    def finish(self, x: Float[Array, "b t size"], key: Key | None) -> Float[Array, "b t size"]:
+    def finish(self, x: Hidden, key: Key | None) -> Hidden:
         return self.decoder.finish(x, key)

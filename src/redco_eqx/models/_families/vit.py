@@ -10,8 +10,8 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from redco_eqx._base.protocols import Key
-from redco_eqx.models._blocks.config import BaseConfig, Labels, check_activation, check_divides
-from redco_eqx.models._blocks.context import Context, LayerCache
+from redco_eqx.models._blocks.config import BaseConfig, Labels
+from redco_eqx.models._blocks.context import Context, Hidden, LayerCache, LayerOutput
 from redco_eqx.models._blocks.encoder import EncoderLayers
 from redco_eqx.models._blocks.layers import ACTIVATIONS, LayerNorm, Linear, dropout, split_key
 from redco_eqx.models._blocks.model import Model, Options, make_layers, run_layers
@@ -24,6 +24,7 @@ class ViTConfig(BaseConfig):
 
     model_type: ClassVar[str] = "vit"
     architecture: ClassVar[str] = "ViTModel"
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image_size", "patch_size"),)
 
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -39,11 +40,6 @@ class ViTConfig(BaseConfig):
     num_channels: int = 3
     qkv_bias: bool = True
     labels: Labels = dataclasses.field(default_factory=Labels)
-
-    def __post_init__(self) -> None:
-        check_activation(self, "hidden_act")
-        check_divides(self, "hidden_size", "num_attention_heads")
-        check_divides(self, "image_size", "patch_size")
 
     @property
     def num_patches(self) -> int:
@@ -95,7 +91,7 @@ class ViTEmbeddings(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.config = config
 
-    def __call__(self, images: Float[Array, "b c h w"], key: Key | None) -> Float[Array, "b t size"]:
+    def __call__(self, images: Float[Array, "b c h w"], key: Key | None) -> Hidden:
         expected = (self.config.num_channels, self.config.image_size, self.config.image_size)
         if images.shape[1:] != expected:
             raise ValueError(
@@ -141,9 +137,7 @@ class ViTLayer(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.hidden_dropout_prob)
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b t size"], context: Context, cache: LayerCache | None, key: Key | None
-    ) -> tuple[Float[Array, "b t size"], LayerCache | None]:
+    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
         heads_key, attention_key, mlp_key = split_key(key, 3)
         heads = self.attention.attention(self.layernorm_before(x), context, heads_key)
         y = context.row(heads, self.attention.output.dense, unit=self.config.head_size)
@@ -188,9 +182,7 @@ class ViTModel(Model):
         size = self.config.image_size
         return (jax.ShapeDtypeStruct((batch_size, self.config.num_channels, size, size), jnp.float32),)
 
-    def hidden_states(
-        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
-    ) -> Float[Array, "b t size"]:
+    def hidden_states(self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None) -> Hidden:
         """Return the output of the last layer, normalised: first the class token's, then the patches'.
 
         **Arguments:**
@@ -206,13 +198,11 @@ class ViTModel(Model):
         x, _ = run_layers(self.encoder.layer, x, context, None, remat=self.remat, key=layers_key)
         return self.layernorm(x)
 
-    def __call__(
-        self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None
-    ) -> Float[Array, "b t size"]:
+    def __call__(self, pixel_values: Float[Array, "b c h w"], *, key: Key | None = None) -> Hidden:
         """Return `hidden_states`; the arguments are the same."""
         return self.hidden_states(pixel_values, key=key)
 
-    def pool(self, hidden: Float[Array, "b t size"]) -> Float[Array, "b size"]:
+    def pool(self, hidden: Hidden) -> Float[Array, "b size"]:
         """Return a vector for the whole image."""
         if self.pooler is None:
             raise ValueError("pool: this model has no pooler, because its head does without one.")

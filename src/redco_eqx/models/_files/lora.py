@@ -80,7 +80,7 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
         found = ", ".join(f"rank {rank} with scale {scale}" for rank, scale in sorted(kinds)) or "none at all"
         raise ValueError(f"save_lora: the branches must be of one rank and scale, but there are: {found}.")
     ((rank, scale),) = kinds
-    parts = {part: name for name, parts in model.joined.items() for part in parts}
+    parts = {part: name for name, parts in model.config.joined.items() for part in parts}
     alone = [path for path in branches if path.rpartition(".")[2] in parts]
     if alone:
         raise ValueError(

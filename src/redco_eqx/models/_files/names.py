@@ -81,7 +81,7 @@ def _joined(path: str, model: Model) -> tuple[str, list[str]]:
     """Return the path in files, and the paths of all arrays that are joined under it; none if it is alone."""
     outer, _, kind = path.rpartition(".")
     outer, _, own = outer.rpartition(".")
-    for name, parts in model.joined.items():
+    for name, parts in model.config.joined.items():
         if own in parts and kind in ("weight", "bias"):
             return f"{outer}.{name}.{kind}", [f"{outer}.{part}.{kind}" for part in parts]
     return path, []
