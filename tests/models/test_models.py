@@ -35,6 +35,7 @@ NUM_PARAMETERS: list[tuple[dict[str, Any], int]] = [
     ({"model_type": "llama"}, 6_738_415_616),
     ({"model_type": "gptj"}, 6_050_882_784),
     ({"model_type": "gpt2"}, 124_439_808),
+    ({"model_type": "gpt_neox"}, 20_554_567_680),
     ({"model_type": "opt"}, 125_239_296),
     ({"model_type": "bart"}, 406_291_456),
     (T5, 11_307_321_344),
