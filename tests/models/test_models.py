@@ -110,7 +110,7 @@ def test_each_rate_drops_at_its_places_with_a_key_in_training_mode(name):
 
 COLUMN, ROW = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
 SPLIT = {
-    r"(shared|word_embeddings|wte|embed_tokens|embed_in|embed_out|token_embedding|lm_head|project_out)\.weight$": COLUMN,
+    r"(shared|word_embeddings|wte|embed_(tokens|in|out)|token_embedding|lm_head|project_out)\.weight$": COLUMN,
     r"\.(q|k|v|query|key|value|[qkv]_proj|wi|wi_0|wi_1)\.(weight|bias)$": COLUMN,
     r"\.(fc1|fc_in|gate_proj|up_proj|intermediate\.dense)\.(weight|bias)$": COLUMN,
     r"(\.o|o_proj|out_proj|wo|fc2|fc_out|down_proj|layer.*output\.dense)\.weight$": ROW,
