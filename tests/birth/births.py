@@ -1,12 +1,20 @@
-"""Models to be born, for the tests of `init_model` on one process and on two."""
+"""Models to be born, for the tests of `init_model`; and a program, one of two processes that create some.
 
+The arguments of the program are the port and the number of the process.
+"""
+
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+
+from redco_eqx import init_model, make_mesh, to_arrays
+from redco_eqx._sharding.mesh import one_device_mesh
 
 LAYERS = 3
 
@@ -111,3 +119,40 @@ def everything(key: Any) -> dict[str, Any]:
 
 
 JITTED = eqx.filter_jit(Block)
+
+
+def make(key: Any) -> dict[str, Any]:
+    keys = jax.random.split(key, 3)
+    return {
+        "stack": SPREAD["initialisers stacked"](keys[0]),
+        "whole stack": OTHERS["orthogonal stacked"](keys[1]),
+        "whole": OTHERS["normalised"](keys[2]),
+        "keys": keys,
+    }
+
+
+def make_and_print(key: Any) -> Any:
+    jax.debug.callback(lambda: None)
+    return SPREAD["embedding"](key)
+
+
+def bits(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def main(port: str, process: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+    assert len(jax.devices()) == 4
+    mesh, alone = make_mesh(tensor=2, fsdp=2), one_device_mesh(jax.local_devices()[0])
+    for maker in (make, make_and_print):
+        born, expected = (to_arrays(init_model(maker, on, key=jax.random.key(0))) for on in (mesh, alone))
+        assert any(not x.is_fully_replicated for x in born.values())
+        for path, x in born.items():
+            assert x.sharding.mesh == mesh, path
+            for shard in x.addressable_shards:
+                assert np.array_equal(bits(shard.data), bits(expected[path])[shard.index]), path
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_two_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,49 +111,36 @@ def test_values_are_those_of_make_model_on_every_mesh(make):
         assert x.sharding.is_equivalent_to(layout[path], x.ndim), path
 
 
-class Odd(eqx.Module):
-    """Leaves of other origins."""
-
-    weight: Any
-    copied: Any
-    outside: Any
-    scaled: Any
-    table: Any
-    large: Any
-    shared: Any
-    keys: Any
-    callback: Any
-
-    def __init__(self, key: Any):
-        self.weight = jax.random.normal(key, (64, 64))
-        self.copied = jnp.copy(self.weight)
-        self.outside = OUTSIDE
-        self.scaled = 2 * OUTSIDE
-        self.table = np.linspace(0, 1, 5, dtype=np.float32)
-        self.large = jnp.asarray(np.linspace(0, 1, 2048, dtype=np.float32))
-        embedding = eqx.nn.Embedding(64, 64, key=key)
-        head = eqx.nn.Linear(64, 64, use_bias=False, key=key)
-        self.shared = eqx.nn.Shared((embedding, head), lambda x: x[1].weight, lambda x: x[0].weight)
-        self.keys = jax.random.split(key, 3)
-        shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        self.callback = jax.pure_callback(lambda: np.eye(64, dtype=np.float32), shape)
-
-
 OUTSIDE = jnp.linspace(0, 1, 4096).reshape(64, 64)
 
 
-def test_leaves_of_other_origins():
-    born, model = init_model(Odd, helpers.mesh_of("2x2x2"), key=KEY), Odd(KEY)
-    helpers.assert_identical(to_arrays(born), to_arrays(model))
-    assert isinstance(born.table, np.ndarray)
-    assert len(jax.tree.leaves(born.shared)) == len(jax.tree.leaves(model.shared))
-    assert born.shared()[1].weight is born.shared()[0].weight
+def odd(key: Any) -> dict[str, Any]:
+    """Leaves of other origins."""
+    weight = jax.random.normal(key, (64, 64))
+    both = (eqx.nn.Embedding(64, 64, key=key), eqx.nn.Linear(64, 64, use_bias=False, key=key))
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return {
+        "weight": weight,
+        "copied": jnp.copy(weight),
+        "outside": OUTSIDE,
+        "scaled": 2 * OUTSIDE,
+        "table": np.linspace(0, 1, 5, dtype=np.float32),
+        "large": jnp.asarray(np.linspace(0, 1, 2048, dtype=np.float32)),
+        "shared": eqx.nn.Shared(both, lambda x: x[1].weight, lambda x: x[0].weight),
+        "keys": jax.random.split(key, 3),
+        "callback": jax.pure_callback(lambda: np.eye(64, dtype=np.float32), shape),
+    }
 
 
-def test_a_key_that_is_not_typed_or_lies_on_the_mesh():
-    mesh, make = helpers.mesh_of("2x2x2"), births.SPREAD["embedding"]
-    for key in (jax.random.PRNGKey(0), jax.device_put(KEY, NamedSharding(mesh, P()))):
-        helpers.assert_identical(init_model(make, mesh, key=key), make(key))
+def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh():
+    mesh = helpers.mesh_of("2x2x2")
+    there = jax.device_put(KEY, NamedSharding(mesh, P()))
+    for key, typed in ((KEY, KEY), (there, KEY), (jax.random.PRNGKey(0), jax.random.key(0))):
+        born, model = init_model(odd, mesh, key=key), odd(typed)
+        helpers.assert_identical(to_arrays(born), to_arrays(model))
+    assert isinstance(born["table"], np.ndarray)
+    assert len(jax.tree.leaves(born["shared"])) == len(jax.tree.leaves(model["shared"]))
+    assert born["shared"]()[1].weight is born["shared"]()[0].weight
 
 
 def test_a_model_with_state():
@@ -186,18 +172,15 @@ def test_effects_keep_their_order():
 # How often it is compiled
 
 
-class Deep(eqx.Module):
+def make_deep(depth: int, key: Any) -> list[Any]:
     """Layers that differ in their keys and in a number."""
-
-    layers: list[Any]
-
-    def __init__(self, depth: int, key: Any):
-        self.layers = []
-        for i, layer_key in enumerate(jax.random.split(key, depth)):
-            linear = eqx.nn.Linear(40, 2048, key=layer_key)
-            weight = births.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
-            key = jax.random.split(key, 3)[1]
-            self.layers.append((linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40))))
+    layers = []
+    for i, layer_key in enumerate(jax.random.split(key, depth)):
+        linear = eqx.nn.Linear(40, 2048, key=layer_key)
+        weight = births.normalised(jax.random.fold_in(key, i)) / math.sqrt(2 + i)
+        key = jax.random.split(key, 3)[1]
+        layers.append((linear, weight, 0.02 / (i + 1) * jax.random.normal(key, (40, 40))))
+    return layers
 
 
 def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_compiled():
@@ -212,9 +195,9 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
                 init_model(make, mesh, key=key)
         return len(compiled)
 
-    once = count(lambda key: Deep(5, key), KEY)
-    assert count(lambda key: Deep(9, key), KEY) == once
-    assert count(lambda key: Deep(5, key), KEY, jax.random.key(1)) == once
+    once = count(lambda key: make_deep(5, key), KEY)
+    assert count(lambda key: make_deep(9, key), KEY) == once
+    assert count(lambda key: make_deep(5, key), KEY, jax.random.key(1)) == once
     jitted, plain = (count(lambda key, make=make: make(key=key), KEY) for make in (births.JITTED, births.Block))
     assert jitted <= plain
 
@@ -223,4 +206,4 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
 
 
 def test_two_processes(tmp_path):
-    run_two_processes(pathlib.Path(__file__).with_name("_two_process_birth.py"), tmp_path)
+    helpers.run_two_processes(pathlib.Path(births.__file__), tmp_path)

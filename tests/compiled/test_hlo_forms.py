@@ -21,40 +21,42 @@ def module(entry: str, *computations: str, num_partitions: int = 8) -> str:
     return f"{header}\n\n{parts}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n{entry}\n}}\n"
 
 
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
-        ("{{4,0},{1,5},{2,6},{3,7}}", ("data",)),
-        ("{{0,1,4,5},{2,3,6,7}}", ("data", "tensor")),
-        ("{}", AXES),
-        ("{{0,3},{1,2},{4,7},{5,6}}", ("part of fsdp,tensor",)),
-        ("{{0,1,2},{4,5,6,7}}", ("part of fsdp,tensor",)),
-        ("{{0,1},{2},{3}}", ("part of tensor",)),
-        ("[4,2]<=[8]", ("tensor",)),
-        ("[2,4]<=[8]", ("fsdp", "tensor")),
-        ("[4,2]<=[4,2]T(1,0)", ("fsdp",)),
-        ("[4,2]<=[2,4]T(1,0)", ("data",)),
-        ("[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
-        ("mesh['a'=4,'b'=1,'c'=2] {'a'}", ("data", "fsdp")),
-        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")),
-        ("mesh['a'=8] {'a':(1)2}", ("data",)),
-        ("mesh['a'=8] {'a':(2)2}", ("fsdp",)),
-        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("data", "tensor")),
-        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
-        ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ("fsdp",)),
-        ("mesh[a=4,b=2], device_ids=(0,2,4,6,1,3,5,7) {a:(2)2}", ("data",)),
-    ],
-)
-def test_forms_of_replica_groups(groups: str, axes: tuple[str, ...]) -> None:
-    line = "  ROOT %r = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups=%, to_apply=%add"
-    assert only(communication(module(line.replace("%,", f"{groups},")), CUBE)).axes == axes
+def reduce(shape: str = "f32[4]{0}", groups: str = "[4,2]<=[8]", more: str = "") -> str:
+    return f"  ROOT %r = {shape} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add{more}"
+
+
+FORMS: list[tuple[str, tuple[str, ...]]] = [
+    ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+    ("{{4,0},{1,5},{2,6},{3,7}}", ("data",)),
+    ("{{0,1,4,5},{2,3,6,7}}", ("data", "tensor")),
+    ("{}", AXES),
+    ("{{0,3},{1,2},{4,7},{5,6}}", ("part of fsdp,tensor",)),
+    ("{{0,1,2},{4,5,6,7}}", ("part of fsdp,tensor",)),
+    ("{{0,1},{2},{3}}", ("part of tensor",)),
+    ("[4,2]<=[8]", ("tensor",)),
+    ("[2,4]<=[8]", ("fsdp", "tensor")),
+    ("[4,2]<=[4,2]T(1,0)", ("fsdp",)),
+    ("[4,2]<=[2,4]T(1,0)", ("data",)),
+    ("[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
+    ("mesh['a'=4,'b'=1,'c'=2] {'a'}", ("data", "fsdp")),
+    ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("data", "tensor")),
+    ("mesh['a'=8] {'a':(1)2}", ("data",)),
+    ("mesh['a'=8] {'a':(2)2}", ("fsdp",)),
+    ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ("data", "tensor")),
+    ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
+    ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ("fsdp",)),
+    ("mesh[a=4,b=2], device_ids=(0,2,4,6,1,3,5,7) {a:(2)2}", ("data",)),
+]
+
+
+def test_forms_of_replica_groups() -> None:
+    for groups, axes in FORMS:
+        assert only(communication(module(reduce(groups=groups)), CUBE)).axes == axes, groups
 
 
 def test_groups_of_one_device_and_a_permute_to_oneself_are_left_out() -> None:
     for groups in ("{{0},{1},{2},{3}}", "[8,1]<=[8]", "mesh['a'=8,'b'=1] {'b'}", "mesh['a'=8] {}"):
-        text = module(f"  ROOT %r = f32[4]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%add")
-        assert len(communication(text, CUBE)) == 0, groups
+        assert len(communication(module(reduce(groups=groups)), CUBE)) == 0, groups
     line = "  %r = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,0},{1,1}}"
     assert len(communication(module(line), CUBE)) == 0
     assert only(communication(module(line.replace("{1,1}", "{1,5}")), CUBE)).axes == ("data",)
@@ -64,37 +66,34 @@ G = "channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"
 
 
 PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
+TILED = "{1,0:T(8,128)(2,1)"
+# A kind, the shapes of its results, and the start of its asynchronous form.
+STARTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "all-reduce": (
+        ("f32[8]", "bf16[2,3]"),
+        f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
+    ),
+    "all-gather": (
+        ("bf16[8,128]", "f32[6]"),
+        f"((bf16[4,128]{TILED}S(1)}}, f32[3]{{0}}), (bf16[8,128]{TILED}}}, f32[6]{{0}})) "
+        f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
+    ),
+    "reduce-scatter": (
+        ("f32[2]",),
+        f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
+    ),
+    "collective-permute": (
+        ("f32[4]",),
+        "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "shapes", "start"),
-    [
-        (
-            "all-reduce",
-            ("f32[8]", "bf16[2,3]"),
-            f"(f32[8]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), {G}, to_apply=%add",
-        ),
-        (
-            "all-gather",
-            ("bf16[8,128]", "f32[6]"),
-            "((bf16[4,128]{1,0:T(8,128)(2,1)S(1)}, f32[3]{0}), (bf16[8,128]{1,0:T(8,128)(2,1)}, f32[6]{0})) "
-            f"all-gather-start(bf16[4,128] %p, f32[3] %q),\n  {G}",
-        ),
-        (
-            "reduce-scatter",
-            ("f32[2]",),
-            f"((f32[4]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {G}, to_apply=%add",
-        ),
-        (
-            "collective-permute",
-            ("f32[4]",),
-            "(f32[4]{0}, f32[4]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), " + PAIRS,
-        ),
-    ],
-)
-def test_asynchronous_forms_count_once(kind: str, shapes: tuple[str, ...], start: str) -> None:
-    found = only(communication(module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)"), CUBE))
-    assert (found.kind, found.axes, found.shapes) == (kind, ("tensor",), shapes)
+def test_asynchronous_forms_count_once() -> None:
+    for kind, (shapes, start) in STARTS.items():
+        text = module(f"  %s = {start}\n  ROOT %d = f32[4]{{0}} {kind}-done(%s)")
+        found = only(communication(text, CUBE))
+        assert (found.kind, found.axes, found.shapes) == (kind, ("tensor",), shapes)
 
 
 def test_a_wrapped_asynchronous_form_counts_once() -> None:
@@ -130,36 +129,34 @@ def test_calls_are_followed_each_time() -> None:
 LOOP = "(s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)})"
 
 
+CARRIED = f"""  %c = {LOOP} parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%c), index=0
+  %x = f32[4]{{0}} get-tuple-element(%c), index=1
+  %n = s32[]{{:T(128)}} get-tuple-element(%c), index=2"""
+
+
 def loop(
-    *,
     start: str = "constant(0)",
     step: str = "constant(1)",
-    test: str = "",
+    test: str = "compare(%i, %limit), direction=LT",
     trips: str = "",
     after: str = "add(%i, %step)",
 ) -> str:
     """A program whose loop has an all-reduce in its body and another in its condition."""
     body = f"""%body (c: {LOOP}) -> {LOOP} {{
-  %c = {LOOP} parameter(0)
-  %i = s32[]{{:T(128)}} get-tuple-element(%c), index=0
-  %x = f32[4]{{0}} get-tuple-element(%c), index=1
-  %n = s32[]{{:T(128)}} get-tuple-element(%c), index=2
+{CARRIED}
   %step = s32[]{{:T(128)}} {step}
   %next = s32[]{{:T(128)}} {after}, backend_config={{"flag_configs":[]}}
   %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
   ROOT %out = {LOOP} tuple(%next, %r, %n)
 }}"""
-    test = test or "compare(%i, %limit), direction=LT"
     compare = """%fused_compare (a: s32[], b: s32[]) -> pred[] {
   %a = s32[] parameter(0)
   %b = s32[] parameter(1)
   ROOT %lt = pred[] compare(%a, %b), direction=LT
 }"""
     condition = f"""%condition (c: {LOOP}) -> pred[] {{
-  %c = {LOOP} parameter(0)
-  %i = s32[]{{:T(128)}} get-tuple-element(%c), index=0
-  %x = f32[4]{{0}} get-tuple-element(%c), index=1
-  %n = s32[]{{:T(128)}} get-tuple-element(%c), index=2
+{CARRIED}
   %limit = s32[]{{:T(128)}} constant(10)
   %y = f32[2]{{0}} reduce-scatter(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
   ROOT %test = pred[]{{:T(512)}} {test}
@@ -174,34 +171,35 @@ def loop(
     return module(entry, compare, body, condition)
 
 
-@pytest.mark.parametrize(
-    ("text", "trips"),
-    [
-        (loop(), 10),
-        (loop(step="constant(3)"), 4),
-        (loop(test="compare(%i, %limit), direction=LE"), 11),
-        (loop(test="compare(%limit, %i), direction=GT"), 10),
-        (loop(test="compare(s32[]{:T(128)} %i, s32[]{:T(128)} %limit), direction=LT"), 10),
-        (loop(test="compare(%i, %limit), direction=NE", step="constant(2)"), 5),
-        (loop(test="compare(%i, %limit), direction=NE", step="constant(3)"), None),
-        (loop(start="constant(30)", step="constant(-2)", test="compare(%i, %limit), direction=GE"), 11),
-        (loop(start="constant(30)", after="subtract(%i, %step)", test="compare(%i, %limit), direction=GT"), 20),
-        (loop(test="fusion(%i, %limit), kind=kLoop, calls=%fused_compare"), 10),
-        (loop(test="compare(%i, %n), direction=LT"), 7),
-        (loop(start="get-tuple-element(%p), index=0"), None),
-        (loop(after="multiply(%i, %step)"), None),
-        (loop(test="compare(%i, %x), direction=LT"), None),
-        (loop(test="compare(%i, %limit), direction=EQ"), 0),
-        (loop(trips=', backend_config={"known_trip_count":{"n":"12"},"x":[]}'), 12),
-        (loop(trips=r', backend_config="{\"known_trip_count\":{\"n\":\"12\"}}"'), 12),
-    ],
-)
-def test_trip_counts_without_annotation(text: str, trips: int | None) -> None:
-    body, condition = communication(text, CUBE)
-    assert (body.kind, body.loops) == ("all-reduce", (trips,))
-    # The condition is tested once more than the body is run.
-    assert condition.kind == "reduce-scatter"
-    assert condition.loops == (None if trips is None else trips + 1,)
+LESS, NOT, FROM_30 = "compare(%i, %limit), direction=LT", "compare(%i, %limit), direction=NE", "constant(30)"
+TRIPS: list[tuple[dict[str, str], int | None]] = [
+    ({}, 10),
+    ({"step": "constant(3)"}, 4),
+    ({"test": LESS.replace("LT", "LE")}, 11),
+    ({"test": "compare(%limit, %i), direction=GT"}, 10),
+    ({"test": "compare(s32[]{:T(128)} %i, s32[]{:T(128)} %limit), direction=LT"}, 10),
+    ({"test": NOT, "step": "constant(2)"}, 5),
+    ({"test": NOT, "step": "constant(3)"}, None),
+    ({"start": FROM_30, "step": "constant(-2)", "test": LESS.replace("LT", "GE")}, 11),
+    ({"start": FROM_30, "after": "subtract(%i, %step)", "test": LESS.replace("LT", "GT")}, 20),
+    ({"test": "fusion(%i, %limit), kind=kLoop, calls=%fused_compare"}, 10),
+    ({"test": "compare(%i, %n), direction=LT"}, 7),
+    ({"start": "get-tuple-element(%p), index=0"}, None),
+    ({"after": "multiply(%i, %step)"}, None),
+    ({"test": "compare(%i, %x), direction=LT"}, None),
+    ({"test": LESS.replace("LT", "EQ")}, 0),
+    ({"trips": ', backend_config={"known_trip_count":{"n":"12"},"x":[]}'}, 12),
+    ({"trips": r', backend_config="{\"known_trip_count\":{\"n\":\"12\"}}"'}, 12),
+]
+
+
+def test_trip_counts_without_annotation() -> None:
+    for parts, trips in TRIPS:
+        body, condition = communication(loop(**parts), CUBE)
+        assert (body.kind, body.loops) == ("all-reduce", (trips,)), parts
+        # The condition is tested once more than the body is run.
+        assert condition.kind == "reduce-scatter"
+        assert condition.loops == (None if trips is None else trips + 1,), parts
 
 
 def test_tpu_reduce_scatter_fusion() -> None:
@@ -250,25 +248,24 @@ def test_tpu_collective_fused_with_other_work_counts_once() -> None:
     assert [c.axes for c in found] == [("tensor",), ("fsdp",)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_bytes"),
-    [
-        ("pred[3,5]", 15),
-        ("s4[3,5]", 8),
-        ("u4[4]{0:E(4)}", 2),
-        ("f4e2m1fn[6]", 3),
-        ("f8e8m0fnu[7]", 7),
-        ("bf16[7,1]", 14),
-        ("u32[]", 4),
-        ("f32[<=8,2]", 64),
-        ("f64[7]", 56),
-        ("c128[7]", 112),
-        ("(f32[2]{0}, token[], bf16[0,3])", 8),
-    ],
-)
-def test_bytes_of_dtypes(shape: str, num_bytes: int) -> None:
-    text = module(f"  ROOT %r = {shape} all-reduce(%p), {G}, to_apply=%add")
-    assert only(communication(text, CUBE)).result_bytes == num_bytes
+BYTES = {
+    "pred[3,5]": 15,
+    "s4[3,5]": 8,
+    "u4[4]{0:E(4)}": 2,
+    "f4e2m1fn[6]": 3,
+    "f8e8m0fnu[7]": 7,
+    "bf16[7,1]": 14,
+    "u32[]": 4,
+    "f32[<=8,2]": 64,
+    "f64[7]": 56,
+    "c128[7]": 112,
+    "(f32[2]{0}, token[], bf16[0,3])": 8,
+}
+
+
+def test_bytes_of_dtypes() -> None:
+    found = {shape: only(communication(module(reduce(shape)), CUBE)).result_bytes for shape in BYTES}
+    assert found == BYTES
 
 
 def test_names_without_percent_sign_and_operation() -> None:
@@ -283,20 +280,20 @@ ENTRY main {{
     assert only(communication(quoted, CUBE)).operation == r"f(\"a\")/psum"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (module("  %p = f32[4] parameter(0)", num_partitions=4), r"for 4 device\(s\).*has 8"),
-        ("module @jit_f { func.func public @main() }", "0 ENTRY"),
-        (module(f"  %r = q7[4] all-reduce(%p), {G}"), "width of dtype 'q7'"),
-        (module("  %r = f32[4] all-reduce(%p), replica_groups=<0,1>"), "groups of this.*all-reduce"),
-        (module("  %r = f32[4] all-reduce(%p), replica_groups={{0,9}}"), "index 9 is out of bounds"),
-        (module("  %r = f32 [4] all-reduce(%p), replica_groups={}"), "cannot read this line.*all-reduce"),
-    ],
-)
-def test_errors(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        communication(text, CUBE)
+ERRORS = [
+    (module("  %p = f32[4] parameter(0)", num_partitions=4), r"for 4 device\(s\).*has 8"),
+    ("module @jit_f { func.func public @main() }", "0 ENTRY"),
+    (module(reduce("q7[4]")), "width of dtype 'q7'"),
+    (module(reduce(groups="<0,1>")), "groups of this.*all-reduce"),
+    (module(reduce(groups="{{0,9}}")), "index 9 is out of bounds"),
+    (module(reduce("f32 [4]", "{}")), "cannot read this line.*all-reduce"),
+]
+
+
+def test_errors() -> None:
+    for text, message in ERRORS:
+        with pytest.raises(ValueError, match=message):
+            communication(text, CUBE)
 
 
 @pytest.mark.parametrize("outermost", [0, 1], ids=["parents from 0", "parents from 1"])
@@ -321,11 +318,9 @@ StackFrames
 3 {{file_location_id=2 parent_frame_id={2 + outermost}}}
 4 {{file_location_id=2 parent_frame_id={outermost}}}
 """
-    lines = [
-        f'  %r{i} = f32[4]{{0}} all-reduce(%p), {G}, metadata={{op_name="x" stack_frame_id={i}}}'
-        for i in (1, 3, 4)
-    ]
-    header, _, rest = module("\n".join([*lines, f"  %last = f32[4] all-reduce(%p), {G}"])).partition("\n\n")
+    metadata = ', metadata={{op_name="x" stack_frame_id={}}}'
+    lines = [reduce(more=metadata.format(i)).replace("ROOT %r", f"%r{i}") for i in (1, 3, 4)]
+    header, _, rest = module("\n".join([*lines, reduce()])).partition("\n\n")
     assert [c.source for c in communication(f"{header}\n{tables}\n{rest}", CUBE)] == [
         "/home/me/train.py:30",
         "/home/me/train.py:12",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from programs import MESHES, Spec
+from gradients.programs import MESHES, Spec
 
 GEOMETRY: Spec = {
     "size": 3, "stride": 1, "padding": "same", "lhs_dilation": 1, "rhs_dilation": 1, "channels_first": False

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gradients.operations import OPERATIONS, one_of
+from gradients.wrappers import WRAPPERS
 from hypothesis import strategies as st
-from operations import OPERATIONS, one_of
-from wrappers import WRAPPERS
 
 Spec = dict[str, Any]
 """What `programs` draws: `batch`, `spatial`, `channels`; `operations`, each with a `name`, a `wrapper` and

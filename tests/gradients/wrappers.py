@@ -49,48 +49,35 @@ def _cond(layer: Layer) -> Layer:
     return wrapped
 
 
-def _scan(layer: Layer) -> Layer:
-    """Twice, with weights of two scales."""
-
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        def step(total: Any, scale: Any) -> Any:
-            return total + scale, layer(jax.tree.map(lambda w: scale * w, weights), x, index)
-
-        return jax.lax.scan(step, 0.0, jnp.array([1.0, 0.5]))[1].mean(0)
-
-    return wrapped
+def _one_by_one(f: Any) -> Any:
+    return lambda xs: jax.lax.map(f, xs)
 
 
-def _chunks(layer: Layer) -> Layer:
-    """One half of the batch after the other."""
+def _halves(run: Any) -> Callable[[Layer], Layer]:
+    """Two halves of the batch, by `run`."""
 
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        halves = x.reshape(2, -1, *x.shape[1:]), index.reshape(2, -1, index.shape[1])
-        y = jax.lax.map(lambda half: layer(weights, *half), halves)
-        return y.reshape(x.shape[0], *y.shape[2:])
+    def wrap(layer: Layer) -> Layer:
+        def wrapped(weights: Any, x: Any, index: Any) -> Any:
+            halves = x.reshape(2, -1, *x.shape[1:]), index.reshape(2, -1, index.shape[1])
+            y = run(lambda half: layer(weights, *half))(halves)
+            return y.reshape(x.shape[0], *y.shape[2:])
 
-    return wrapped
+        return wrapped
 
-
-def _tasks(layer: Layer) -> Layer:
-    """Two tasks side by side, by `vmap`."""
-
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        halves = x.reshape(2, -1, *x.shape[1:]), index.reshape(2, -1, index.shape[1])
-        y = jax.vmap(layer, (None, 0, 0))(weights, *halves)
-        return y.reshape(x.shape[0], *y.shape[2:])
-
-    return wrapped
+    return wrap
 
 
-def _ensemble(layer: Layer) -> Layer:
-    """Two sets of weights side by side, by `vmap`."""
+def _members(run: Any) -> Callable[[Layer], Layer]:
+    """Weights of two scales, by `run`."""
 
-    def wrapped(weights: Any, x: Any, index: Any) -> Any:
-        scales = jnp.array([1.0, 0.5])
-        return jax.vmap(lambda s: layer(jax.tree.map(lambda w: s * w, weights), x, index))(scales).mean(0)
+    def wrap(layer: Layer) -> Layer:
+        def wrapped(weights: Any, x: Any, index: Any) -> Any:
+            one = lambda scale: layer(jax.tree.map(lambda w: scale * w, weights), x, index)  # noqa: E731
+            return run(one)(jnp.array([1.0, 0.5])).mean(0)
 
-    return wrapped
+        return wrapped
+
+    return wrap
 
 
 WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
@@ -100,8 +87,8 @@ WRAPPERS: dict[str, Callable[[Layer], Layer]] = {
     "custom_vjp": _custom_vjp,
     "custom_jvp": _custom_jvp,
     "cond": _cond,
-    "scan": _scan,
-    "chunks": _chunks,
-    "tasks": _tasks,
-    "ensemble": _ensemble,
+    "scan": _members(_one_by_one),
+    "chunks": _halves(_one_by_one),
+    "tasks": _halves(jax.vmap),
+    "ensemble": _members(jax.vmap),
 }

@@ -178,8 +178,9 @@ class Inherited(Outer):
         return self.target
 
 
-def set_target(x: Any, value: Any) -> None:
+def set_target(x: Any, value: Any) -> Any:
     x.target = value
+    return x
 
 
 def next_global() -> None:
@@ -190,8 +191,13 @@ def next_global() -> None:
 Way = tuple[Callable[[], Any], Callable[[], object]]
 
 
+def way(content: Any, make: Callable[[Any], Any], change: Callable[[Any], object]) -> Way:
+    """The function that is made of some content, and a change of this content."""
+    return make(content), lambda: change(content)
+
+
 def by_closure(content: Any, read: Callable[[Any], Any], change: Callable[[Any], object]) -> Way:
-    return lambda: read(content), lambda: change(content)
+    return way(content, lambda content: lambda: read(content), change)
 
 
 def by_cell() -> Way:
@@ -204,13 +210,6 @@ def by_cell() -> Way:
     return lambda: target, change
 
 
-def by_default() -> Way:
-    def function(target: Any = 0) -> Any:
-        return target
-
-    return function, lambda: setattr(function, "__defaults__", (1,))
-
-
 def by_attribute() -> Way:
     def function() -> Any:
         return function.target  # pyright: ignore[reportFunctionMemberAccess]
@@ -219,34 +218,27 @@ def by_attribute() -> Way:
     return function, lambda: set_target(function, 1)
 
 
-def by_object() -> Way:
-    named = Named()
-    set_target(named, jnp.zeros(()))
-    return named.read, lambda: set_target(named, jnp.ones(()))
-
-
-def by_partial() -> Way:
-    settings = {"target": 0}
-    return functools.partial(lambda x: x["target"], settings), lambda: settings.update(target=1)
-
-
 def double(number: Any) -> Any:
     return number * (2 if isinstance(number, int) else 3)
 
 
-def by_read_only_view() -> Way:
-    settings = {"target": 0}
-    view = types.MappingProxyType(settings)
-    return lambda: view["target"], lambda: settings.update(target=1)
+def reading(settings: Any) -> Callable[[], Any]:
+    return lambda: settings["target"]
+
+
+def set_one(settings: dict[str, int]) -> None:
+    settings["target"] = 1
 
 
 WAYS: dict[str, Callable[[], Way]] = {
     "cell": by_cell,
-    "default": by_default,
+    "default": lambda: way(lambda target=0: target, lambda f: f, lambda f: setattr(f, "__defaults__", (1,))),
     "attribute": by_attribute,
-    "object": by_object,
-    "partial": by_partial,
-    "read-only view": by_read_only_view,
+    "object": lambda: way(
+        set_target(Named(), jnp.zeros(())), lambda x: x.read, lambda x: set_target(x, jnp.ones(()))
+    ),
+    "partial": lambda: way({"target": 0}, lambda x: functools.partial(lambda x: x["target"], x), set_one),
+    "read-only view": lambda: way({"target": 0}, lambda x: reading(types.MappingProxyType(x)), set_one),
     "global": lambda: (lambda: helper() + 1, next_global),  # two functions away
     "inherited method": lambda: (Inherited(), next_global),
     "global dict": lambda: (lambda: SETTINGS["target"], lambda: SETTINGS.update(target=SETTINGS["target"] + 1)),

@@ -29,21 +29,41 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(family: str, **settings: st.SearchStrategy[Any]) -> Callable[[Apply], Apply]:
-    """Enters a function under its own name."""
-
-    def enter(apply: Apply) -> Apply:
-        OPERATIONS[apply.__name__] = Operation(family, apply, settings)
-        return apply
-
-    return enter
-
-
 def one_of(*values: Any) -> st.SearchStrategy[Any]:
     """One of some values; a failing program is shrunk towards the first."""
     return st.sampled_from(values)
 
 
-def rows(x: Any) -> Any:
+either = one_of(False, True)
+
+# An operation may begin with:
+
+
+def rows(weight: Any, x: Any) -> Any:
     """`x` as `(batch, length, channels)`."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def scaled(weight: Any, x: Any) -> Any:
+    """Rows, each channel times a parameter."""
+    return rows(weight, x) * weight("scale", x.shape[-1])
+
+
+def mixed(weight: Any, x: Any) -> Any:
+    """Rows, times a matrix with 8 columns."""
+    return rows(weight, x) @ weight("weight", x.shape[-1], 8)
+
+
+def operation(
+    family: str, begin: Apply = lambda weight, x: x, **settings: st.SearchStrategy[Any]
+) -> Callable[[Apply], Apply]:
+    """Enters a function under its own name."""
+
+    def enter(apply: Apply) -> Apply:
+        def begun(weight: Any, x: Any, index: Any, **settings: Any) -> Any:
+            return apply(weight, begin(weight, x), index, **settings)
+
+        OPERATIONS[apply.__name__] = Operation(family, begun, settings)
+        return apply
+
+    return enter

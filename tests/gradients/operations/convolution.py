@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from operations._registry import one_of, operation
+from gradients.operations._registry import either, one_of, operation
 
 MAX_CHANNELS = 32
 
@@ -16,7 +15,7 @@ GEOMETRY: dict[str, Any] = {
     "padding": one_of("same", "valid", "wide"),
     "lhs_dilation": one_of(1, 2),
     "rhs_dilation": one_of(1, 2),
-    "channels_first": one_of(False, True),
+    "channels_first": either,
 }
 GROUPS = one_of(1, "depthwise", 2, 4)
 WIDTH = one_of(1, 2, 4, 8)
@@ -71,7 +70,7 @@ def window(x: Any, size: int) -> tuple[int, ...]:
     return (size,) * (x.ndim - 2)
 
 
-@operation("convolution", groups=GROUPS, width=WIDTH, bias=one_of(False, True), **GEOMETRY)
+@operation("convolution", groups=GROUPS, width=WIDTH, bias=either, **GEOMETRY)
 def convolution(weight, x, index, *, groups, width, bias, size, **geometry):
     groups, out = grouping(groups, width, x.shape[-1])
     y = convolve(x, weight("weight", *window(x, size), x.shape[-1] // groups, out), groups=groups, **geometry)
@@ -86,18 +85,14 @@ def separable_convolution(weight, x, index, *, width, multiplier, size, **geomet
     return convolve(x, weight("pointwise", *window(x, 1), x.shape[-1], 2 * width))
 
 
-@operation(
-    "convolution", groups=one_of(2, 4), width=WIDTH, size=one_of(3, 1), channels_first=one_of(False, True)
-)
+@operation("convolution", groups=one_of(2, 4), width=WIDTH, size=one_of(3, 1), channels_first=either)
 def batch_group_convolution(weight, x, index, *, groups, width, size, channels_first):
     kernel = weight("weight", *window(x, size), x.shape[-1], groups * width)
     y = convolve(x, kernel, batch_groups=groups, channels_first=channels_first)
     return jnp.concatenate([y] * groups)
 
 
-@operation(
-    "convolution", members=one_of(2, 4, 3), groups=GROUPS, width=WIDTH, own=one_of(False, True), **GEOMETRY
-)
+@operation("convolution", members=one_of(2, 4, 3), groups=GROUPS, width=WIDTH, own=either, **GEOMETRY)
 def ensemble_convolution(weight, x, index, *, members, groups, width, own, size, **geometry):
     """`vmap` over kernels, which all read `x`, or each its `own` part of it."""
     channels = x.shape[-1]
@@ -111,9 +106,7 @@ def ensemble_convolution(weight, x, index, *, members, groups, width, own, size,
     return jax.vmap(lambda x, k: convolve(x, k, groups=groups, **geometry), axes)(x, kernels).mean(0)
 
 
-@operation(
-    "per_example", shots=one_of(1, 2, 4), groups=GROUPS, width=WIDTH, given=one_of(False, True), **GEOMETRY
-)
+@operation("per_example", shots=one_of(1, 2, 4), groups=GROUPS, width=WIDTH, given=either, **GEOMETRY)
 def per_example_convolution(weight, x, index, *, shots, groups, width, given, size, **geometry):
     """Each task of `shots` examples has its own kernel: of a hypernetwork, or picked from a table."""
     groups, out = grouping(groups, width, x.shape[-1])

@@ -2,23 +2,23 @@
 
 import jax
 import jax.numpy as jnp
-
-from operations._registry import one_of, operation, rows
+from gradients.operations._registry import either, mixed, one_of, operation, rows, scaled
 
 ROWS = one_of(16, 8, 12, 7)
 
 
 @operation(
     "indexing",
+    rows,
     size=ROWS,
-    scaled=one_of(False, True),
+    scaled=either,
     axis=one_of(0, 1),
     mode=one_of("fill", "clip", "wrap", "along"),
-    beyond=one_of(False, True),
+    beyond=either,
 )
 def embedding(weight, x, index, *, size, scaled, axis, mode, beyond):
     """Rows or columns of a table; with `beyond` some places lie outside, on both sides."""
-    x = rows(x).mean(1, keepdims=True)
+    x = x.mean(1, keepdims=True)
     table = weight("embedding", *((size, x.shape[-1]) if axis == 0 else (x.shape[-1], size)))
     places = index % (3 * size) - size if beyond else index % size
     if mode == "along":  # each entry of a row from a place of its own
@@ -31,18 +31,17 @@ def embedding(weight, x, index, *, size, scaled, axis, mode, beyond):
     return x + (found * weight("scale", x.shape[-1]) if scaled else found)
 
 
-@operation("indexing", axis=one_of(1, 2, 0), mode=one_of("fill", "clip", "wrap"))
+@operation("indexing", scaled, axis=one_of(1, 2, 0), mode=one_of("fill", "clip", "wrap"))
 def take(weight, x, index, *, axis, mode):
-    x = rows(x) * weight("scale", x.shape[-1])
     n = x.shape[axis]
     places = (jnp.arange(n) * 3 + index[0, 0] % 2) % n
     return jnp.take(x, places, axis=axis, mode=mode)
 
 
-@operation("indexing", how=one_of("add", "max", "min"), size=ROWS, local=one_of(True, False))
+@operation("indexing", rows, how=one_of("add", "max", "min"), size=ROWS, local=one_of(True, False))
 def scatter(weight, x, index, *, how, size, local):
     """Into a table for each example, or into one for the whole batch."""
-    x = rows(x).mean(1, keepdims=True) * weight("scale", 8, x.shape[-1])
+    x = x.mean(1, keepdims=True) * weight("scale", 8, x.shape[-1])
     start = weight("start", size, x.shape[-1])
     places = index % size
     if local:
@@ -51,9 +50,8 @@ def scatter(weight, x, index, *, how, size, local):
     return x + table[places]
 
 
-@operation("indexing", update=one_of(False, True), each=one_of(False, True))
+@operation("indexing", mixed, update=either, each=either)
 def dynamic_slice(weight, x, index, *, update, each):
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     part = weight("part", 2, 4)
 
     def one(x, i):

@@ -2,15 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from gradients.operations._registry import either, one_of, operation, rows
 
-from operations._registry import one_of, operation, rows
 
-
-@operation(
-    "loops", width=one_of(8, 6), reverse=one_of(False, True), unroll=one_of(1, 2), remat=one_of(False, True)
-)
+@operation("loops", rows, width=one_of(8, 6), reverse=either, unroll=one_of(1, 2), remat=either)
 def recurrent(weight, x, index, *, width, reverse, unroll, remat):
-    x = rows(x)
     into, over = weight("weight_ih", x.shape[-1], width), weight("weight_hh", width, width)
 
     def step(h, x):
@@ -23,7 +19,7 @@ def recurrent(weight, x, index, *, width, reverse, unroll, remat):
     return jnp.swapaxes(ys, 0, 1)
 
 
-@operation("loops", layers=one_of(2, 3, 4), width=one_of(8, 16), remat=one_of(False, True))
+@operation("loops", layers=one_of(2, 3, 4), width=one_of(8, 16), remat=either)
 def stacked_layers(weight, x, index, *, layers, width, remat):
     up = weight("up", layers, x.shape[-1], width)
     down = weight("down", layers, width, x.shape[-1])
@@ -36,7 +32,7 @@ def stacked_layers(weight, x, index, *, layers, width, remat):
 
 @operation("loops", layers=one_of(2, 4), size=one_of(3, 1), groups=one_of(1, "depthwise"))
 def stacked_convolutions(weight, x, index, *, layers, size, groups):
-    from operations.convolution import convolve, grouping, window
+    from gradients.operations.convolution import convolve, grouping, window
 
     channels = x.shape[-1]
     number = grouping(groups, 1, channels)[0]
@@ -89,7 +85,7 @@ def fixed_point(weight, x, index):
     return solve(square, x)
 
 
-@operation("loops", branches=one_of(2, 3), each=one_of(False, True))
+@operation("loops", branches=one_of(2, 3), each=either)
 def switch(weight, x, index, *, branches, each):
     squares = [weight(f"weight{i}", x.shape[-1], x.shape[-1]) for i in range(branches)]
 

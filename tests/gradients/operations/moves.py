@@ -2,8 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-
-from operations._registry import one_of, operation, rows
+from gradients.operations._registry import either, mixed, one_of, operation, rows, scaled
 
 AXIS = one_of(1, 2, 0)
 
@@ -29,17 +28,15 @@ def pad(weight, x, index, *, mode):
     return jnp.pad(x, [(0, 0), *[(1, 2)] * (x.ndim - 2), (0, 0)], mode=mode)
 
 
-@operation("moves", axis=AXIS, by=one_of(1, 3, -2), of=one_of("x", "weight"))
+@operation("moves", rows, axis=AXIS, by=one_of(1, 3, -2), of=one_of("x", "weight"))
 def roll(weight, x, index, *, axis, by, of):
-    x = rows(x)
     if of == "x":
         return jnp.roll(x * weight("scale", x.shape[-1]), by, axis=axis)
     return x @ jnp.roll(weight("weight", x.shape[-1], 16), by, axis=min(axis, 1))
 
 
-@operation("moves", axis=AXIS, how=one_of("flip", "concatenate", "stack", "repeat", "split"))
+@operation("moves", mixed, axis=AXIS, how=one_of("flip", "concatenate", "stack", "repeat", "split"))
 def join(weight, x, index, *, axis, how):
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     if how == "flip":
         return jnp.flip(x, axis) * weight("scale", 8)
     if how == "split":
@@ -55,9 +52,8 @@ def join(weight, x, index, *, axis, how):
     return y[: x.shape[0]] + y[-x.shape[0] :]
 
 
-@operation("moves", how=one_of("slices", "interleave", "shuffle", "transpose", "batch_to_length"))
+@operation("moves", mixed, how=one_of("slices", "interleave", "shuffle", "transpose", "batch_to_length"))
 def rearranged(weight, x, index, *, how):
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     b, length, c = x.shape
     if how == "slices":
         return x[:, ::2] if length % 2 else x[:, ::2, :4] * x[:, 1::2, 4:]
@@ -71,22 +67,20 @@ def rearranged(weight, x, index, *, how):
     return mixed.reshape(b, length, c)
 
 
-@operation("moves", by=one_of(1, 2))
+@operation("moves", scaled, by=one_of(1, 2))
 def shift(weight, x, index, *, by):
     """Neighbours along length and along the batch, whose edges lie on other devices."""
-    x = rows(x) * weight("scale", x.shape[-1])
     before = jnp.concatenate([jnp.zeros_like(x[:by]), x[:-by]])
     return x + 0.5 * before + 0.25 * jnp.diff(x, axis=0, prepend=x[:1])
 
 
-@operation("moves", axis=AXIS, descending=one_of(False, True))
+@operation("moves", scaled, axis=AXIS, descending=either)
 def sort(weight, x, index, *, axis, descending):
-    return jnp.sort(rows(x) * weight("scale", x.shape[-1]), axis=axis, descending=descending)
+    return jnp.sort(x, axis=axis, descending=descending)
 
 
-@operation("moves", k=one_of(2, 1, 4), along=one_of("channels", "length"))
+@operation("moves", scaled, k=one_of(2, 1, 4), along=one_of("channels", "length"))
 def top_k(weight, x, index, *, k, along):
-    x = rows(x) * weight("scale", x.shape[-1])
     if along == "channels":
         values, places = jax.lax.top_k(x, min(k, x.shape[-1]))
         return values * weight("table", x.shape[-1])[places]
@@ -94,17 +88,16 @@ def top_k(weight, x, index, *, k, along):
     return jnp.swapaxes(jax.lax.top_k(x, min(k, x.shape[-1]))[0], -1, 1)
 
 
-@operation("moves", how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"), axis=AXIS,
-           reverse=one_of(False, True))  # fmt: skip
+@operation("moves", scaled, how=one_of("cumsum", "cumprod", "cummax", "cumlogsumexp"), axis=AXIS,
+           reverse=either)  # fmt: skip
 def cumulative(weight, x, index, *, how, axis, reverse):
-    x = rows(x) * weight("scale", x.shape[-1])
     return getattr(jax.lax, how)(1 + 0.1 * x if how == "cumprod" else x, axis=axis, reverse=reverse)
 
 
-@operation("moves", axis=AXIS, reverse=one_of(False, True))
+@operation("moves", rows, axis=AXIS, reverse=either)
 def associative_scan(weight, x, index, *, axis, reverse):
     """A linear recurrence with gates."""
-    gate, x = jax.nn.sigmoid(rows(x) @ weight("gate", x.shape[-1], x.shape[-1])), rows(x)
+    gate = jax.nn.sigmoid(x @ weight("gate", x.shape[-1], x.shape[-1]))
 
     def combine(one, two):
         return one[0] * two[0], one[1] * two[0] + two[1]

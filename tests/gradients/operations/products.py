@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+from gradients.operations._registry import either, one_of, operation, rows
 
-from operations._registry import one_of, operation, rows
+WITH_WEIGHTS = "blc,lcd->bld", "blc,cc->blc", "blc,lc->bl"
+WITH_ITSELF = "blc,bmc->blm", "blc,bld->bcd", "blc,alc->bac", "blc,bcl->blc"
 
 
-@operation("products", how=one_of("blc,lcd->bld", "blc,cc->blc", "blc,lc->bl", "blc,bmc->blm", "blc,bld->bcd",
-                                  "blc,alc->bac", "blc,bcl->blc"))  # fmt: skip
+@operation("products", rows, how=one_of(*WITH_WEIGHTS, *WITH_ITSELF))
 def einsum(weight, x, index, *, how):
-    x = rows(x)
     length, c = x.shape[1:]
     other = x @ weight("weight", c, c)
     if how == "blc,lcd->bld":
@@ -23,10 +23,9 @@ def einsum(weight, x, index, *, how):
     return jnp.einsum(how, x, other) / c
 
 
-@operation("products", heads=one_of(2, 4, 3), causal=one_of(False, True))
+@operation("products", rows, heads=one_of(2, 4, 3), causal=either)
 def attention(weight, x, index, *, heads, causal):
     """Not `jax.nn.dot_product_attention`, which computes in float32 whatever it is given."""
-    x = rows(x)
     b, length, c = x.shape
     width = heads * 4
     q, k, v = (
@@ -38,9 +37,8 @@ def attention(weight, x, index, *, heads, causal):
     return x + y.reshape(b, length, width) @ weight("o_proj", width, c)
 
 
-@operation("products", experts=one_of(4, 8, 3), capacity=one_of(True, False))
+@operation("products", rows, experts=one_of(4, 8, 3), capacity=one_of(True, False))
 def mixture_of_experts(weight, x, index, *, experts, capacity):
-    x = rows(x)
     c = x.shape[-1]
     gates = jax.nn.softmax(x @ weight("router", c, experts))
     up, down = weight("up", experts, c, 8), weight("down", experts, 8, c)
@@ -55,10 +53,9 @@ def mixture_of_experts(weight, x, index, *, experts, capacity):
     return x + jnp.einsum("tek,ekf,te->tf", dispatch, outputs, gates).reshape(x.shape)
 
 
-@operation("products", groups=one_of(4, 2, 3), sort=one_of(True, False))
+@operation("products", rows, groups=one_of(4, 2, 3), sort=one_of(True, False))
 def ragged_dot(weight, x, index, *, groups, sort):
     """Rows in order of their group, each group with its own matrix."""
-    x = rows(x)
     flat = x.reshape(-1, x.shape[-1])
     group = jnp.broadcast_to(index[:, :1] % groups, x.shape[:2]).reshape(-1)
     order = jnp.argsort(group, stable=True) if sort else jnp.arange(len(flat))
@@ -67,10 +64,9 @@ def ragged_dot(weight, x, index, *, groups, sort):
     return y[jnp.argsort(order)].reshape(*x.shape[:2], 8)
 
 
-@operation("products", own=one_of(True, False))
+@operation("products", rows, own=one_of(True, False))
 def hypernetwork(weight, x, index, *, own):
     """Matrices made from the input, or one for each position."""
-    x = rows(x)
     c = x.shape[-1]
     if own:
         made = jnp.tanh(x.mean(1) @ weight("make", c, c * 8)).reshape(-1, c, 8)
@@ -78,7 +74,7 @@ def hypernetwork(weight, x, index, *, own):
     return jax.vmap(lambda x, w: x @ w, (1, 0), 1)(x, weight("weight", x.shape[1], c, 8))
 
 
-@operation("products", over=one_of("batch", "layer", "instance", "all"), after=one_of(False, True))
+@operation("products", over=one_of("batch", "layer", "instance", "all"), after=either)
 def norm(weight, x, index, *, over, after):
     x = x @ weight("weight", x.shape[-1], 8) if after else x
     inner = tuple(range(1, x.ndim - 1))
@@ -95,19 +91,21 @@ def weight_norm(weight, x, index, *, axis, order):
     return x @ (direction / size) * weight("size", 16)
 
 
-@operation("products", temperature=one_of(1.0, 0.3))
+@operation("products", rows, temperature=one_of(1.0, 0.3))
 def contrast(weight, x, index, *, temperature):
     """Every example against every other, normalised over the batch."""
-    z = rows(x).mean(1) @ weight("weight", x.shape[-1], 8)
+    z = x.mean(1) @ weight("weight", x.shape[-1], 8)
     z = z / jnp.sqrt((z**2).sum(-1, keepdims=True) + 1e-3)
     logs = jax.nn.log_softmax(z @ z.T / temperature, axis=-1)
-    return rows(x) + jnp.diagonal(logs)[:, None, None]
+    return x + jnp.diagonal(logs)[:, None, None]
 
 
-@operation("products", how=one_of("cholesky", "inv", "eigh", "qr"), of=one_of("example", "weight", "batch"))
+@operation(
+    "products", rows, how=one_of("cholesky", "inv", "eigh", "qr"), of=one_of("example", "weight", "batch")
+)
 def decomposition(weight, x, index, *, how, of):
     """Decomposes a symmetric matrix with eigenvalues far apart: of each example, the batch, a parameter."""
-    x = jnp.tanh(rows(x))
+    x = jnp.tanh(x)
     n = x.shape[-1]
     square = weight("square", n, n)
     if of != "weight":
@@ -119,10 +117,9 @@ def decomposition(weight, x, index, *, how, of):
     return jnp.einsum("bcd,bld->blc" if found.ndim == 3 else "cd,bld->blc", found, x)
 
 
-@operation("products", lower=one_of(True, False), transpose=one_of(False, True), left=one_of(True, False))
+@operation("products", rows, lower=one_of(True, False), transpose=either, left=one_of(True, False))
 def triangular_solve(weight, x, index, *, lower, transpose, left):
     """Solves with one matrix, whose right-hand side each example is."""
-    x = rows(x)
     n = x.shape[-1]
     square = jnp.diag(1.0 + jnp.arange(n)) + jnp.tanh(weight("square", n, n)) / n
     right = jnp.swapaxes(x, -1, -2) if left else x

@@ -1,24 +1,21 @@
 """Fourier transforms over every dim, of data and of parameters; complex parameters."""
 
 import jax.numpy as jnp
-
-from operations._registry import one_of, operation, rows
+from gradients.operations._registry import either, mixed, one_of, operation
 
 AXIS = one_of(1, 2, 0)
 COMPLEX = jnp.complex128
 
 
-@operation("spectral", axis=AXIS, how=one_of("real", "imag", "abs"))
+@operation("spectral", mixed, axis=AXIS, how=one_of("real", "imag", "abs"))
 def fft(weight, x, index, *, axis, how):
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     y = jnp.fft.fft(x, axis=axis)
     return jnp.log1p(jnp.abs(y) ** 2) if how == "abs" else getattr(y, how)
 
 
-@operation("spectral", axis=one_of(1, 2), norm=one_of("ortho", "backward"))
+@operation("spectral", mixed, axis=one_of(1, 2), norm=one_of("ortho", "backward"))
 def filter_rfft(weight, x, index, *, axis, norm):
     """A learned filter between a transform and its inverse."""
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     n = x.shape[axis]
     shape = [1, 1, 1]
     shape[axis] = n // 2 + 1
@@ -28,18 +25,17 @@ def filter_rfft(weight, x, index, *, axis, norm):
     )
 
 
-@operation("spectral", axes=one_of((1, 2), (0, 1), (0, 2)), real=one_of(False, True))
+@operation("spectral", mixed, axes=one_of((1, 2), (0, 1), (0, 2)), real=either)
 def fft2(weight, x, index, *, axes, real):
-    x = rows(x) @ weight("weight", x.shape[-1], 8)
     y = jnp.fft.rfft2(x, axes=axes) if real else jnp.fft.fft2(x, axes=axes)
-    return rows(x).mean() + (x if y.shape != x.shape else jnp.real(y)) + jnp.mean(jnp.abs(y) ** 2)
+    return x.mean() + (x if y.shape != x.shape else jnp.real(y)) + jnp.mean(jnp.abs(y) ** 2)
 
 
-@operation("spectral", axis=one_of(0, 1), inverse=one_of(False, True))
+@operation("spectral", axis=one_of(0, 1), inverse=either)
 def fft_of_weight(weight, x, index, *, axis, inverse):
     square = weight("weight", x.shape[-1], 16)
     moved = jnp.fft.ifft(square, axis=axis) if inverse else jnp.fft.fft(square, axis=axis)
-    return jnp.real(x @ moved) + jnp.imag(rows(x).mean() * moved.mean(0))
+    return jnp.real(x @ moved) + jnp.imag(x.mean() * moved.mean(0))
 
 
 @operation("spectral", width=one_of(8, 16, 6), how=one_of("abs", "real", "angle"))
