@@ -14,6 +14,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
 
 
 def test_what_is_written_is_read_again():
@@ -47,6 +48,16 @@ def test_both_spellings_of_rope_are_one():
     assert rope.theta == 500.0
     assert rope.factor == 8.0
     assert Rope.from_json({"rope_scaling": None}) == Rope()
+
+
+def test_a_base_that_is_left_out_is_the_familys():
+    for entries in ({"rope_scaling": YARN}, {"rope_parameters": YARN}):
+        config, _ = read_family({"model_type": "smollm3", **entries})
+        assert (config.rope.theta, config.rope.rope_type) == (2_000_000, "yarn")
+    config, _ = read_family({"model_type": "gpt_neox", "rotary_emb_base": 500})
+    assert (config.rope.theta, config.rope.partial_rotary_factor) == (500, 0.25)
+    old, _ = read_family({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8}})
+    assert (old.rope.full.theta, old.rope.full.factor, old.rope.near.theta) == (1_000_000, 8, 10_000)
 
 
 def test_scaled_frequencies():
@@ -119,6 +130,14 @@ REFUSED = [
     (changed("opt_125m", hidden_size=30), "hidden_size=30 .* num_attention_heads=4"),
     (changed("bert", model_type="llama", hidden_size=30), "hidden_size=30 .* num_attention_heads=4"),
     (changed("llama", num_key_value_heads=3), "num_attention_heads=8 .* num_key_value_heads=3"),
+    ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "partial_rotary_factor must be at most 1"),
+    ({"model_type": "gemma2", "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types=.* for each of the 26 layers"),
+    (
+        {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1.0}},
+        "must have only full_attention, sl",
+    ),
+    ({"model_type": "gemma3_text", "rope_scaling": YARN}, "rope_type='yarn'.* must turn whole heads"),
     ({"model_type": "gptj", "rotary_dim": 5}, "rotary_dim=5, but it must be even"),
     ({"model_type": "gptj", "rotary_dim": 512}, "at most the size of a head, 256"),
     ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True"),

@@ -23,6 +23,14 @@ from redco_eqx._base.tree import to_paths
 from redco_eqx.models._blocks.relative_bias import distance_buckets
 
 T5 = {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128}
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
 UNET = {
     "_class_name": "UNet2DConditionModel", "attention_head_dim": [5, 10, 20, 20], "cross_attention_dim": 1024,
     "use_linear_projection": True,
@@ -36,6 +44,8 @@ NUM_PARAMETERS: list[tuple[dict[str, Any], int]] = [
     ({"model_type": "gptj"}, 6_050_882_784),
     ({"model_type": "gpt2"}, 124_439_808),
     ({"model_type": "gpt_neox"}, 20_554_567_680),
+    ({"model_type": "gemma2"}, 2_614_341_888),
+    (GEMMA_3_1B, 999_885_952),
     ({"model_type": "opt"}, 125_239_296),
     ({"model_type": "bart"}, 406_291_456),
     (T5, 11_307_321_344),

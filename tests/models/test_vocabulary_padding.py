@@ -23,7 +23,7 @@ def tables(model):
     return {path: x for path, x in to_arrays(model).items() if x.shape[0] == ROWS}
 
 
-@pytest.mark.parametrize("name", ["gptj", *in_long("gpt2")])
+@pytest.mark.parametrize("name", ["gptj", "gemma3", *in_long("gpt2")])
 def test_a_padded_model_is_the_same_model(tmp_path, name):
     layers: dict[str, Any] = {"n_layer" if name.startswith("gpt") else "num_hidden_layers": 1}
     models.save_pretrained(make(name, **layers), tmp_path / "given")

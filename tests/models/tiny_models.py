@@ -48,6 +48,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "model_type": "qwen3"},
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "sliding_window": 3},
+    "gemma3": {
+        **_LLAMA, "model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2,
+        "final_logit_softcapping": 2.0,
+    },
     "phi3": {**_LLAMA, "model_type": "phi3", "attention_bias": True},
     "smollm3": {
         **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,

@@ -37,6 +37,12 @@ _LLAMA = {
     "rms_norm_eps": 1e-2,
 }
 _GQA = {**_LLAMA, "num_key_value_heads": 2}
+_GEMMA = {
+    **_GQA,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 7,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -54,7 +60,7 @@ _RIGHT, _BOTH_SIDES = ("right",), ("left", "right")
 class Reference:
     """A model of transformers.
 
-    - `family`: prefix of its classes there.
+    - `family`, `config`: prefix of its classes there, and of that of its configuration, if it is another.
     - `options`: of its configuration.
     - `head`: what the name of its class ends in.
     - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
@@ -67,10 +73,11 @@ class Reference:
     head: str = "ForCausalLM"
     reads: tuple[str, ...] = ("text",)
     padding: tuple[str, ...] = _BOTH_SIDES
+    config: str | None = None
 
     def make(self) -> Any:
         """The model in float32, in evaluation mode; equal at each call."""
-        config = getattr(transformers, f"{self.family}Config")(**self.options)
+        config = getattr(transformers, f"{self.config or self.family}Config")(**self.options)
         model = getattr(transformers, f"{self.family}{self.head}")(config)
         if model.config.model_type == "t5" and self.options.get("tie_word_embeddings") is False:
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -162,9 +169,10 @@ _CLIP = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48, "eo
 _VIT = {**_HIDDEN, "image_size": 16, "patch_size": 4}
 
 
-def _decoder(family: str, options: dict[str, Any]) -> Reference:
+def _decoder(family: str, options: dict[str, Any], config: str | None = None) -> Reference:
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    return Reference(family, {**options, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}, head)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Reference(family, {**options, **tokens}, head, config=config)
 
 
 def _llama(options: dict[str, Any], **rope: Any) -> Reference:
@@ -193,6 +201,19 @@ DECODERS = {
             "tie_word_embeddings": True,
             "rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
         },
+    ),
+    "gemma2": _decoder("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma3": _decoder(
+        "Gemma3",
+        {
+            **_GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            },
+        },
+        "Gemma3Text",
     ),
     "opt_125m": _decoder("OPT", _OPT),
     "opt_350m": Reference("OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),

@@ -52,6 +52,7 @@ def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
     [
         ("gpt2", False, "none"),
         ("llama_llama3", True, "row_out"),
+        ("gemma2", True, "none"),
         ("t5_gated_untied", True, "full"),
         ("bart", False, "none"),
         ("vit_gpt2_wider", False, "full"),

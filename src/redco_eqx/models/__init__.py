@@ -53,6 +53,8 @@ from redco_eqx.models._families.bert import BertForSequenceClassification as Ber
 from redco_eqx.models._families.bert import BertModel as BertModel
 from redco_eqx.models._families.clip import CLIPTextConfig as CLIPTextConfig
 from redco_eqx.models._families.clip import CLIPTextModel as CLIPTextModel
+from redco_eqx.models._families.gemma import Gemma2Config as Gemma2Config
+from redco_eqx.models._families.gemma import Gemma3TextConfig as Gemma3TextConfig
 from redco_eqx.models._families.gpt2 import Conv1D as Conv1D
 from redco_eqx.models._families.gpt2 import GPT2Config as GPT2Config
 from redco_eqx.models._families.gpt2 import GPT2LMHeadModel as GPT2LMHeadModel

@@ -1,7 +1,7 @@
 """LLaMA (Touvron et al. 2023), and the layers of all models that are built like it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import equinox as eqx
@@ -59,6 +59,15 @@ class LlamaLikeConfig(Config):
         super().__post_init__()
         if isinstance(self.rope, Rope) and self.rope.partial_rotary_factor != 1 and not self.partial_rotary:
             raise ValueError(f"{type(self).__name__}: partial_rotary_factor is not supported, only 1.0.")
+
+    def check_layers(self, entry: str, kinds: Sequence[str | int]) -> None:
+        """Raise `ValueError` if an entry is there but has not one of the kinds for each layer."""
+        given = getattr(self, entry)
+        if given is not None and (len(given) != self.num_layers or set(given) - set(kinds)):
+            raise ValueError(
+                f"{type(self).__name__}: {entry}={list(given)}, but it must be "
+                f"{' or '.join(map(str, kinds))} for each of the {self.num_layers} layers."
+            )
 
     @property
     def scale(self) -> float:

@@ -126,12 +126,7 @@ class SmolLM3Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.no_rope_layers
-        if given is not None and (len(given) != self.num_layers or set(given) - {0, 1}):
-            raise ValueError(
-                f"SmolLM3Config: no_rope_layers={list(given)}, but it must be 0 or 1 for each of the "
-                f"{self.num_layers} layers."
-            )
+        self.check_layers("no_rope_layers", (0, 1))
 
     def frequencies(self, context: Context) -> np.ndarray | Float[Array, " pairs"]:
         """Return radians per position; 0 in a layer without positions."""

@@ -14,6 +14,7 @@ from redco_eqx.models._families.bert import (
     BertModel,
 )
 from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
+from redco_eqx.models._families.gemma import Gemma2Config, Gemma3TextConfig
 from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
 from redco_eqx.models._families.gpt_neox import GPTNeoXConfig, GPTNeoXForCausalLM
 from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
@@ -49,6 +50,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (BartConfig, BartForConditionalGeneration),
         (BertConfig, BertModel),
         (CLIPTextConfig, CLIPTextModel),
+        (Gemma2Config, LlamaForCausalLM),
+        (Gemma3TextConfig, LlamaForCausalLM),
         (GPT2Config, GPT2LMHeadModel),
         (GPTJConfig, GPTJForCausalLM),
         (GPTNeoXConfig, GPTNeoXForCausalLM),
@@ -97,10 +100,7 @@ HEADS: dict[str | None, Any] = {
 
 _EXPERTS = "routers and experts, which the blocks do not have"
 LACKING: dict[str, str] = {
-    "gemma": "norms whose weight is added to 1, which RMSNorm does not have",
-    "gemma2": "a window in every second layer, where a Context has one mask for all, and soft caps of scores",
-    "gemma3_text": "windows and rotary frequencies that differ between layers; a Context has one mask for all",
-    "gemma3": "a vision tower, and windows and rotary frequencies that differ between layers",
+    "gemma3": "a vision tower; its text half is the family gemma3_text",
     "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
