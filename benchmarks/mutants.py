@@ -52,7 +52,7 @@ TESTS = {
     "_planning": ["tests/planning"],
     "_sharding": ["tests/sharding"],
     "_step": ["tests/step", "tests/traced", "tests/kept"],
-    "_training": ["tests/training", "tests/logs"],
+    "_training": ["tests/training"],
 }
 
 # Left out: `|` is mostly in annotations, and the others always fail at import.

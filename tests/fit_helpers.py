@@ -1,12 +1,16 @@
 """A tiny problem, the hand-written loop that `fit` must equal, and ears for what JAX compiles."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
 import pathlib
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,14 +57,14 @@ def collate(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def fail(*_: Any) -> Any:
+    raise LookupError("mine")
 
 
 class Collate:
-    """`collate`, which notes ids and acts at its n-th call (from 1, evaluations included)."""
+    """`collate`, which notes ids, and at its n-th call (from 1, evaluations too) acts, or sends a signal."""
 
-    def __init__(self, at: int | None = None, act: Any = terminate):
+    def __init__(self, at: int | None = None, act: Any = signal.SIGTERM):
         self.ids: list[int] = []
         self.num_calls = 0
         self._at, self._act = at, act
@@ -68,7 +72,7 @@ class Collate:
     def __call__(self, examples: Any) -> Any:
         self.num_calls += 1
         if self.num_calls == self._at:
-            self._act()
+            os.kill(os.getpid(), self._act) if isinstance(self._act, int) else self._act()
         self.ids += [example["id"] for example in examples]
         return collate(examples)
 
@@ -93,7 +97,8 @@ def linear_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None
     return _state(eqx.nn.Linear(dim, dim, key=jax.random.key(0)), optimizer, mesh or rx.make_mesh(data=1))
 
 
-def mlp_state(optimizer: optax.GradientTransformation, mesh: Any) -> Any:
+def mlp_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None) -> Any:
+    mesh = mesh or rx.make_mesh(**MESHES["mixed"])
     return _state(eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), optimizer, mesh)
 
 
@@ -102,49 +107,38 @@ def _state(model: Any, optimizer: Any, mesh: Any) -> Any:
     return rx.init_state(model, optimizer, key=jax.random.key(1))
 
 
-def fit(state: Any, examples: Any, *, call: Any = rx.fit, prefetch: int | None = None, **arguments: Any) -> Any:
-    """The state of `rx.fit`, silent, with the tiny problem as its default; `prefetch` for all examples, or as
-    they say."""
-    return fit_with_history(state, examples, call=call, prefetch=prefetch, **arguments)[0]
-
-
 def fit_with_history(
-    state: Any,
-    examples: Any,
-    *,
-    call: Any = rx.fit,
-    prefetch: int | None = None,
-    donate: bool = True,
-    **arguments: Any,
+    state: Any = None, examples: Any = EXAMPLES, *, prefetch: Any = None, donate: bool = True, **options: Any
 ) -> Any:
-    """The same with the history; or of a copy of the state."""
-    state = state if donate else jax.tree.map(jnp.copy, state)
+    """The state (or a copy of it, to be kept) and the history of `rx.fit`, silent, with the tiny problem as its
+    default; `prefetch` for all examples, or as they say."""
+    state = linear_state() if state is None else state
     if prefetch is not None:
         examples = rx.Data(examples, prefetch=prefetch)
-        evaluation = arguments.get("evaluation")
-        if evaluation is not None:
-            held_out = rx.Data(evaluation.examples, prefetch=prefetch)
-            arguments["evaluation"] = dataclasses.replace(evaluation, examples=held_out)
-    defaults = {
-        "collate_fn": collate,
-        "loss_fn": loss_fn,
-        "optimizer": SGD,
-        "batch_size": 4,
-        "loggers": (),
-    }
-    return call(state, examples, **{**defaults, **arguments})
+        if options.get("evaluation") is not None:
+            held_out = rx.Data(options["evaluation"].examples, prefetch=prefetch)
+            options["evaluation"] = dataclasses.replace(options["evaluation"], examples=held_out)
+    defaults = {"collate_fn": collate, "loss_fn": loss_fn, "optimizer": SGD, "batch_size": 4, "loggers": ()}
+    return rx.fit(state if donate else jax.tree.map(jnp.copy, state), examples, **{**defaults, **options})
+
+
+def fit(*arguments: Any, **options: Any) -> Any:
+    """The same, and the state alone."""
+    return fit_with_history(*arguments, **options)[0]
+
+
+def counted(state: Any = None, checkpoints: Any = None, examples: Any = EXAMPLES, **options: Any) -> Any:
+    """`fit` that compiles in no time, makes batches when they are asked for, and saves every second step."""
+    if isinstance(checkpoints, pathlib.Path):
+        checkpoints = rx.Checkpoints(checkpoints, every_steps=2)
+    defaults: Any = {"optimizer": COUNTING, "prefetch": 0, "checkpoints": checkpoints}
+    defaults |= {} if "num_epochs" in options else {"num_steps": 12}
+    return fit(state, examples, **{**defaults, **options})
 
 
 @functools.lru_cache
-def _jitted(loss_fn: Any, optimizer: Any, num_microbatches: int, layout: Any) -> Any:
-    step = functools.partial(
-        rx.train_step,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        num_microbatches=num_microbatches,
-        shardings=dict(layout),
-    )
-    return jax.jit(step)
+def _jitted(layout: Any, **options: Any) -> Any:
+    return jax.jit(functools.partial(rx.train_step, shardings=dict(layout), **options))
 
 
 def predict_fn(model: Any, batch: Any, key: Any) -> Any:
@@ -164,14 +158,7 @@ def spoiled(value: float) -> tuple[list[Any], int]:
 
 
 def hand_loop(
-    state: Any,
-    examples: Any,
-    *,
-    batch_size: int = 4,
-    loss_fn: Any = loss_fn,
-    optimizer: Any = SGD,
-    num_microbatches: int = 1,
-    skip: int | None = None,
+    state: Any, examples: Any, *, batch_size: int = 4, skip: int | None = None, **options: Any
 ) -> Iterator[tuple[Any, Any, Any]]:
     """`(state, metrics, batch)` after each step, for ever: the loop of DESIGN.md, nothing donated.
 
@@ -179,15 +166,13 @@ def hand_loop(
     """
     mesh = state.step.sharding.mesh
     layout = tuple((path, x.sharding) for path, x in state.params.items())
-    step = _jitted(loss_fn, optimizer, num_microbatches, layout)
+    step = _jitted(layout, **{"loss_fn": loss_fn, "optimizer": SGD, **options})
     key = jax.random.fold_in(jax.random.fold_in(state.key, ORDER), int(state.step))
     epoch = 0
     while True:
         of_epoch = examples(epoch) if callable(examples) else examples
-        stream = rx.batches(
-            rx.Data(of_epoch, prefetch=0), collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch
-        )
-        for batch in stream:
+        data = rx.Data(of_epoch, prefetch=0)
+        for batch in rx.batches(data, collate, batch_size=batch_size, mesh=mesh, key=key, epoch=epoch):
             new_state, metrics = step(state, batch)
             is_skipped = int(state.step) == skip
             state = dataclasses.replace(state, step=new_state.step) if is_skipped else new_state
@@ -195,10 +180,10 @@ def hand_loop(
         epoch += 1
 
 
-def state_after(num_steps: int, state: Any = None, examples: Any = None, **arguments: Any) -> Any:
+def state_after(num_steps: int, state: Any = None, examples: Any = EXAMPLES, **arguments: Any) -> Any:
     """The hand-written loop's state after so many steps."""
     state = linear_state() if state is None else state
-    steps = hand_loop(state, EXAMPLES if examples is None else examples, **arguments)
+    steps = hand_loop(state, examples, **arguments)
     return next(itertools.islice(steps, num_steps - 1, None))[0] if num_steps else state
 
 
@@ -212,8 +197,9 @@ def counting_step(state: Any, batch: Any) -> Any:
     return dataclasses.replace(state, params=params, step=state.step + 1), {"loss": jnp.mean(batch["weight"])}
 
 
-def assert_counted(state: Any, num_steps: int, begin: Any) -> None:
+def assert_counted(state: Any, num_steps: int, begin: Any = None) -> None:
     """That `state` is `begin` after so many counting steps."""
+    begin = linear_state() if begin is None else begin
     for _ in range(num_steps):
         begin = counting_step(begin, {"weight": jnp.zeros(1)})[0]
     assert_same(state, begin)
@@ -274,6 +260,26 @@ def read_log(path: pathlib.Path) -> list[tuple[int, dict[str, Any]]]:
 def without_times(rows: list[Any]) -> list[tuple[int, dict[str, Any]]]:
     clocked = ("time", "run", "train/examples_per_second", "train/tokens_per_second")
     return [(step, {name: x for name, x in row.items() if name not in clocked}) for step, row in rows]
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes: int = 16) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def python(script: str, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
+    """Starts a program that can import the modules of the tests."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **options.pop("env", {})}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **options})
 
 
 def no_threads_left(seconds: float = 5.0) -> bool:

@@ -1,12 +1,7 @@
 """Code that the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
 
-import os
 import pathlib
-import socket
 import struct
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -232,28 +227,3 @@ def events(directory: pathlib.Path) -> list[Any]:
             found.append(Event.FromString(data[at + 12 : at + 12 + length]))
             at += 16 + length
     return found
-
-
-def run_two_processes(script: pathlib.Path, directory: pathlib.Path, *arguments: str) -> None:
-    """`script PORT PROCESS *arguments`, twice at once; fails with what both printed, kept in `directory`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    logs = [directory / f"{i}.log" for i in range(2)]
-    workers = []
-    for i, log in enumerate(logs):
-        command = [sys.executable, str(script), str(port), str(i), *arguments]
-        with log.open("w") as output:
-            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-            workers.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    try:
-        end = time.monotonic() + 120
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
-            if any(worker.poll() for worker in workers):  # the other would wait for it
-                break
-            time.sleep(0.05)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(x.read_text() for x in logs)

@@ -24,15 +24,14 @@ def free_port():
 def environment(*, num_devices, **more):
     """Return the environment of one process: CPU devices, float64, fast compilation."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "XLA_", "OMPI_"))}
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     fixed = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "JAX_NUM_CPU_DEVICES": num_devices,
         "JAX_ENABLE_X64": "1",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         "PYTHONUNBUFFERED": "",
     }
-    return {**kept, **fixed, **{name: str(value) for name, value in more.items()}}
+    return {**kept, **{name: str(value) for name, value in {**fixed, **more}.items()}}
 
 
 def joined(process, num_processes, address):
@@ -109,14 +108,12 @@ def start(commands, environments, out):
     return Processes(workers, logs)
 
 
-def start_loopback(out, *arguments, num_processes=2, num_devices=4):
-    """The program as processes of this host."""
+def start_loopback(out, *arguments, program=PROGRAM, num_devices=4, **more):
+    """A program as two processes of this host."""
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, str(PROGRAM), str(out), *map(str, arguments)]
-    environments = [
-        environment(num_devices=num_devices, **joined(i, num_processes, address)) for i in range(num_processes)
-    ]
-    return start([command] * num_processes, environments, out)
+    command = [sys.executable, str(program), str(out), *map(str, arguments)]
+    environments = [environment(num_devices=num_devices, **joined(i, 2, address), **more) for i in range(2)]
+    return start([command] * 2, environments, out)
 
 
 def one_process(out, *arguments):

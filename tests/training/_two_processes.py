@@ -1,43 +1,38 @@
-"""One of the two processes of `test_two_processes.py`; arguments: port, process, directory."""
+"""One of the two processes of `test_two_processes.py`; its argument is a directory."""
 
+import dataclasses
 import json
 import pathlib
 import sys
 import time
 from typing import Any
 
+import equinox as eqx
 import jax
-
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-
-import dataclasses  # noqa: E402
-
-import equinox as eqx  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from stream_sources import StatefulIterator  # noqa: E402
+from stream_sources import StatefulIterator
 
-import redco_eqx as rx  # noqa: E402
-from redco_eqx._data import streams  # noqa: E402
-from redco_eqx._data.batches import Epochs  # noqa: E402
-from redco_eqx._data.data import Place  # noqa: E402
-from redco_eqx._sharding.mesh import replicated  # noqa: E402
+import redco_eqx as rx
+from redco_eqx._data import streams
+from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
+from redco_eqx._sharding.mesh import replicated
 
+rx.initialize_distributed()
 streams.PROOF = 4  # so that the states of short epochs are used
 
-process, directory = int(sys.argv[2]), pathlib.Path(sys.argv[3])
-interleaved = [jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+process, directory = jax.process_index(), pathlib.Path(sys.argv[1])
 MESHES = {
     "data": rx.make_mesh(),
     "tensor": rx.make_mesh(tensor=8),
     "mixed": rx.make_mesh(tensor=2, fsdp=2),
-    "interleaved": rx.make_mesh(devices=interleaved),
+    "interleaved": rx.make_mesh(devices=[jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]),
 }
 results: dict[str, Any] = {name: {} for name in MESHES}
 
@@ -47,6 +42,12 @@ def refusal(act):
         act()
     except ValueError as error:
         return str(error)
+
+
+def wait_for(path):
+    """Process 1 waits until process 0 is done."""
+    while process == 1 and not path.exists():
+        time.sleep(0.01)
 
 
 # A sequence. Process 1 makes its first batch only after process 0 has made its last, so a collective in
@@ -60,12 +61,10 @@ for name, mesh in MESHES.items():
         return {"x": np.asarray(examples), "wide": np.stack([np.full(3, x, np.float32) for x in examples])}
 
     key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated(mesh))()
-    done = directory / f"{name}.done"
-    while process == 1 and not done.exists():
-        time.sleep(0.01)
+    wait_for(directory / f"{name}.done")
     options = {"batch_size": 8, "mesh": mesh, "key": key, "epoch": 2, "remainder": "split"}
     made = list(rx.batches(np.arange(29), collate, **options))
-    done.touch()
+    (directory / f"{name}.done").touch()
     gathered = [multihost_utils.process_allgather(batch, tiled=True) for batch in made]
     results[name]["sequence"] = {"seen": seen, "batches": jax.tree.map(lambda x: x.tolist(), gathered)}
 
@@ -156,11 +155,8 @@ params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
 results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
 
 # Fewer examples on process 1: from then on both are about to end.
-opened = directory / "opened"
-while process == 1 and not opened.exists():
-    time.sleep(0.01)
-results["fewer"] = refusal(
-    lambda: rx.batches(np.arange(29 - process), np.asarray, batch_size=8, mesh=MESHES["data"])
-)
-opened.touch()
+wait_for(directory / "opened")
+fewer = np.arange(29 - process)
+results["fewer"] = refusal(lambda: rx.batches(fewer, np.asarray, batch_size=8, mesh=MESHES["data"]))
+(directory / "opened").touch()
 (directory / f"{process}.json").write_text(json.dumps(results))

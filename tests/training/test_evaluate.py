@@ -1,17 +1,17 @@
-"""`evaluate` and `predict`: every example once, on every mesh, by a model that stays as it is."""
+"""`evaluate`, `predict` and the evaluations of `fit`: every example once, by a model that stays as it is."""
 
+import dataclasses
 import json
 import pathlib
-from functools import partial
 from typing import Any
 
 import equinox as eqx
+import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import MESHES, assert_same, linear_state, make_examples, no_threads_left
-from fit_helpers import collate as collate_all
+from fit_helpers import EXAMPLES, MESHES, Compilations, Rows, assert_same, counted, linear_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +26,9 @@ VALUES, WEIGHTS = RNG.integers(1, 1000, 200), RNG.integers(1, 9, 200)
 
 
 def make_state(mesh: Any) -> Any:
-    return rx.init_state(eqx.filter_shard(*_one_and_layout(mesh)), key=jax.random.key(1))
-
-
-def _one_and_layout(mesh: Any) -> Any:
     model = eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
     model = eqx.tree_at(lambda m: m.weight, model, jnp.ones((1, 1)))
-    return model, rx.shard_rules(model, mesh)
+    return rx.init_state(eqx.filter_shard(model, rx.shard_rules(model, mesh)), key=jax.random.key(1))
 
 
 STATES = {name: make_state(rx.make_mesh(**sizes)) for name, sizes in MESHES.items()}
@@ -44,6 +40,15 @@ def collate(examples: Any) -> dict[str, np.ndarray]:
     return {"id": ids, "value": VALUES[ids].astype(np.float32), "weight": WEIGHTS[ids].astype(np.float32)}
 
 
+def evaluated(examples: Any, loss_fn: Any, batch_size: int, state: Any = STATES["one"]) -> Any:
+    return rx.evaluate(state, examples, collate_fn=collate, loss_fn=loss_fn, batch_size=batch_size)
+
+
+def predicted(examples: Any, predict_fn: Any, batch_size: int, state: Any = STATES["one"], **more: Any) -> Any:
+    arguments: Any = {"collate_fn": collate, "predict_fn": predict_fn, "batch_size": batch_size, **more}
+    return rx.predict(state, examples, **arguments)
+
+
 def values_of(model: Any, batch: Any) -> jax.Array:
     return jax.vmap(model)(batch["value"][:, None])[:, 0]
 
@@ -53,18 +58,8 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return rx.Mean(jnp.sum(values * weight), jnp.sum(weight)), {"mean": jnp.mean(values)}
 
 
-def sums_fn(model: Any, batch: Any, key: Any) -> Any:
-    """`loss` is the exact sum over the number of batches, and `weight` the same of the number of examples."""
-    values = values_of(model, batch)
-    return rx.Mean(jnp.sum(values), 1.0), {"count": rx.Mean(len(values), 1.0)}
-
-
 def predict_fn(model: Any, batch: Any, key: Any) -> Any:
     return {"id": batch["id"], "pair": (values_of(model, batch), jnp.stack([batch["weight"]] * 3, 1))}
-
-
-def synchronous(n: int) -> rx.Data:
-    return rx.Data(range(n), prefetch=0)
 
 
 @st.composite
@@ -78,96 +73,74 @@ def cases(draw: Any) -> tuple[str, int, int]:
 @given(cases())
 def test_every_example_counts_once_and_in_order(case: Any) -> None:
     mesh, n, batch_size = case
-    common: Any = {"collate_fn": collate, "batch_size": batch_size}
-    found = rx.evaluate(STATES[mesh], synchronous(n), loss_fn=loss_fn, **common)
+    synchronous = rx.Data(range(n), prefetch=0)
+    found = evaluated(synchronous, loss_fn, batch_size, STATES[mesh])
     weights = WEIGHTS[:n].astype(np.float64)
     # Exact: both sums are of integers below 2**24.
     assert found["loss"] == (VALUES[:n] * weights).sum() / weights.sum()
     # A scalar weighs its number of examples; the mean of a batch is rounded to float32.
     np.testing.assert_allclose(found["mean"], VALUES[:n].mean(), rtol=1e-6)
     assert set(found) == {"loss", "mean"}
-    predicted = rx.predict(STATES[mesh], synchronous(n), predict_fn=predict_fn, **common)
-    assert [int(row["id"]) for row in predicted] == list(range(n))
-    assert [float(row["pair"][0]) for row in predicted] == VALUES[:n].tolist()
-    assert [row["pair"][1].tolist() for row in predicted] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
+    rows = predicted(synchronous, predict_fn, batch_size, STATES[mesh])
+    assert [int(row["id"]) for row in rows] == list(range(n))
+    assert [float(row["pair"][0]) for row in rows] == VALUES[:n].tolist()
+    assert [row["pair"][1].tolist() for row in rows] == [[w] * 3 for w in WEIGHTS[:n].tolist()]
 
 
-def test_any_number_of_batches_may_wait() -> None:
+def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
+    def sums_fn(model: Any, batch: Any, key: Any) -> Any:
+        """The exact sum over the number of batches, the same of the number of examples, and nothing."""
+        values = values_of(model, batch)
+        total = jnp.sum(values)
+        return rx.Mean(total, 1.0), {"count": rx.Mean(len(values), 1.0), "nothing": rx.Mean(total * 0, 0.0)}
+
     for n in (1, NUM_AHEAD - 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD):
-        found = rx.evaluate(STATES["one"], range(n), collate_fn=collate, loss_fn=sums_fn, batch_size=1)
-        assert found == {"loss": VALUES[:n].sum() / n, "count": 1.0}
-        assert no_threads_left()
+        expected = {"loss": VALUES[:n].sum() / n, "count": 1.0, "nothing": 0.0}
+        assert evaluated(range(n), sums_fn, 1) == expected
+        assert tiny.no_threads_left()
 
 
 def test_an_error_leaves_no_thread() -> None:
-    def broken(model: Any, batch: Any, key: Any) -> Any:
-        raise LookupError("mine")
-
     # `errors` holds the frames, as an interactive session does with the last error.
     errors = []
-    for run in (partial(rx.evaluate, loss_fn=broken), partial(rx.predict, predict_fn=broken)):
+    for run in (evaluated, predicted):
         with pytest.raises(LookupError, match="mine") as caught:
-            run(STATES["one"], range(40), collate_fn=collate, batch_size=1)
+            run(range(40), lambda model, batch, key: tiny.fail(), 1)
         errors.append(caught)
-    assert no_threads_left()
-
-
-def test_a_mean_of_nothing_is_zero() -> None:
-    def nothing(model: Any, batch: Any, key: Any) -> Any:
-        return rx.Mean(jnp.sum(batch["value"]) * 0, 0.0)
-
-    assert rx.evaluate(STATES["one"], range(5), collate_fn=collate, loss_fn=nothing, batch_size=2) == {
-        "loss": 0.0
-    }
+    assert tiny.no_threads_left()
 
 
 def test_a_sharded_model_gives_what_numpy_gives() -> None:
     def real_loss(model: Any, batch: Any, key: Any) -> Any:
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
-    examples = make_examples(13, dim=8)
-    model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
-    weight, bias = np.float64(model.weight), np.float64(model.bias)
-    errors = [np.mean((weight @ e["x"] + bias - e["y"]) ** 2) for e in examples]
+    examples = tiny.make_examples(13, dim=8)
     state = linear_state(mesh=rx.make_mesh(**MESHES["mixed"]), dim=8)
-    found = rx.evaluate(state, examples, collate_fn=collate_all, loss_fn=real_loss, batch_size=8)
+    weight, bias = (np.float64(state.params[name]) for name in ("weight", "bias"))
+    errors = [np.mean((weight @ e["x"] + bias - e["y"]) ** 2) for e in examples]
+    found = rx.evaluate(state, examples, collate_fn=tiny.collate, loss_fn=real_loss, batch_size=8)
     # float32 against float64.
     np.testing.assert_allclose(found["loss"], np.mean(errors), rtol=1e-5)
 
 
-# Noise
-
-
-def noise_fn(model: Any, batch: Any, key: Any) -> jax.Array:
-    return jnp.full(batch["id"].shape, jax.random.normal(key))
-
-
-def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
-    """The noise of the first two batches, apart."""
-    noise, first = jax.random.normal(key), batch["id"][0]
-    of = {f"batch{i}": rx.Mean(jnp.where(first == 4 * i, noise, 0), first == 4 * i) for i in range(2)}
-    return jnp.zeros(()), of
-
-
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
-    state = STATES["one"]
+    def noise_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+        return jnp.full(batch["id"].shape, jax.random.normal(key))
 
-    def losses() -> list[float]:
-        found = rx.evaluate(state, range(8), collate_fn=collate, loss_fn=noisy_loss, batch_size=4)
-        return [found["batch0"], found["batch1"]]
+    def noisy_loss(model: Any, batch: Any, key: Any) -> Any:
+        """The noise of the first two batches, apart."""
+        noise, first = jax.random.normal(key), batch["id"][0]
+        of = {f"batch{i}": rx.Mean(jnp.where(first == 4 * i, noise, 0), first == 4 * i) for i in range(2)}
+        return jnp.zeros(()), of
 
-    def rows() -> list[float]:
-        found = rx.predict(state, range(8), collate_fn=collate, predict_fn=noise_fn, batch_size=4)
-        return [float(found[0]), float(found[4])]
+    def drawn() -> list[float]:
+        found, rows = evaluated(range(8), noisy_loss, 4), predicted(range(8), noise_fn, 4)
+        return [found["batch0"], found["batch1"], float(rows[0]), float(rows[4])]
 
-    assert losses() == losses()
-    assert rows() == rows()
-    training = float(jax.random.normal(stream(state, TRAIN)))
+    assert drawn() == drawn()
+    training = float(jax.random.normal(stream(STATES["one"], TRAIN)))
     # Two batches, and evaluation, prediction and training: all have their own.
-    assert len({*losses(), *rows(), training}) == 5
-
-
-# The model
+    assert len({*drawn(), training}) == 5
 
 
 class Both(eqx.Module):
@@ -182,7 +155,8 @@ class Both(eqx.Module):
 def test_the_model_is_in_inference_mode_and_its_state_stays() -> None:
     norm, dropout = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), eqx.nn.Dropout(0.9)
     pair = eqx.nn.make_with_state(Both)(norm, dropout)
-    x = jnp.stack([e["x"] for e in make_examples(6)])
+    examples = tiny.make_examples(6)
+    x = jnp.stack([e["x"] for e in examples])
     # Running statistics that are not those of `x`.
     _, moved = jax.vmap(pair[0].norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
         3 * x + 1, pair[1]
@@ -195,9 +169,6 @@ def test_the_model_is_in_inference_mode_and_its_state_stays() -> None:
         apply = jax.vmap(model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
         return apply(batch["x"], model_state, key)
 
-    def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-        return outputs(model, batch, key)[0]
-
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         out, model_state = outputs(model, batch, key)
         return jnp.mean(out**2), {"largest": jnp.max(out)}, model_state
@@ -205,23 +176,37 @@ def test_the_model_is_in_inference_mode_and_its_state_stays() -> None:
     # Each example by itself, in inference mode: what others are in its batch does not matter.
     alone = eqx.nn.inference_mode(pair[0].norm)
     expected = np.stack([np.asarray(alone(row, moved)[0]) for row in x])
-    common: Any = {"collate_fn": collate_all, "batch_size": 4}
-    predictions = rx.predict(state, make_examples(6), predict_fn=predict_fn, **common)
+    common: Any = {"collate_fn": tiny.collate, "batch_size": 4}
+    predictions = rx.predict(state, examples, predict_fn=lambda *a: outputs(*a)[0], **common)
     np.testing.assert_allclose(np.stack(predictions), expected, rtol=1e-5)
-    found = rx.evaluate(state, make_examples(6), loss_fn=loss_fn, **common)
+    found = rx.evaluate(state, examples, loss_fn=loss_fn, **common)
     np.testing.assert_allclose(found["loss"], (expected**2).mean(), rtol=1e-5)
     assert set(found) == {"loss", "largest"}
     assert_same(state, before)
 
 
-# How it is run
-
-
 def test_a_state_that_was_never_placed() -> None:
     model = eqx.nn.Linear(1, 1, use_bias=False, key=jax.random.key(0))
-    state = rx.init_state(model, key=jax.random.key(1))
-    found = rx.predict(state, range(3), collate_fn=collate, predict_fn=predict_fn, batch_size=2)
+    found = predicted(range(3), predict_fn, 2, rx.init_state(model, key=jax.random.key(1)))
     assert [int(row["id"]) for row in found] == [0, 1, 2]
+
+
+def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> None:
+    def metric_fn(examples: Any, predictions: Any) -> Any:
+        pairs = zip(examples, predictions, strict=True)
+        return {"sum": sum(float(p["pair"][0]) * float(WEIGHTS[e]) for e, p in pairs)}
+
+    source = rx.Stream(lambda epoch: iter({0: range(22)}[epoch]))  # read from the first epoch each time
+    functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn}
+    common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
+    evaluation = rx.Evaluation(source, **functions, **common)
+    state = STATES["mixed"]
+    assert evaluated(source, loss_fn, 8, state) == evaluated(range(22), loss_fn, 8, state)
+    assert_same(predicted(source, predict_fn, 8, state), predicted(range(22), predict_fn, 8, state))
+    expected = dataclasses.replace(evaluation, examples=range(22))(state)
+    assert evaluation(state) == expected
+    assert evaluation.rehearse(state).keys() == expected.keys()
+    assert len((tmp_path / "step-0.jsonl").read_text().splitlines()) == 22
 
 
 # `output_fn`: a form of the predictions that a person reads
@@ -236,18 +221,16 @@ def words(example: int, prediction: Any) -> str:
 
 def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathlib.Path) -> None:
     expected = [f"{i}: {'more' if VALUES[i] > 500 else 'less'}" for i in range(11)]
-    common: Any = {"collate_fn": collate, "batch_size": 8, "predict_fn": predict_fn, "output_fn": words}
-    assert rx.predict(STATES["mixed"], range(11), **common) == expected
+    assert predicted(range(11), predict_fn, 8, STATES["mixed"], output_fn=words) == expected
     seen = []
 
     def metric_fn(examples: Any, outputs: Any) -> Any:
         seen.append(outputs)
         return {"more": np.mean([output.endswith("more") for output in outputs])}
 
-    evaluation = rx.Evaluation(
-        range(11), loss_fn=loss_fn, metric_fn=metric_fn, predictions_directory=tmp_path, **common
-    )
-    share = evaluation(STATES["mixed"])["eval/more"]
+    functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn, "output_fn": words}
+    common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
+    share = rx.Evaluation(range(11), **functions, **common)(STATES["mixed"])["eval/more"]
     assert share == np.mean([output.endswith("more") for output in expected])
     assert seen == [expected]
     lines = (tmp_path / "step-0.jsonl").read_text().splitlines()
@@ -256,8 +239,118 @@ def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathli
 
 def test_an_error_of_output_fn_says_for_which_example() -> None:
     with pytest.raises(KeyError) as caught:
-        rx.predict(
-            STATES["one"], range(11), collate_fn=collate, predict_fn=predict_fn, batch_size=4,
-            output_fn=lambda example, prediction: {0: "zero", 1: "one"}[example],
-        )  # fmt: skip
+        predicted(range(11), predict_fn, 4, output_fn=lambda i, prediction: {0: "zero", 1: "one"}[i])
     assert "output_fn was given example 2" in "".join(caught.value.__notes__)
+
+
+# In `fit`
+
+
+class Metric:
+    """A `metric_fn` that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def __call__(self, examples: Any, predictions: Any) -> Any:
+        ids = [examples[i]["id"] for i in range(len(examples))]
+        self.calls.append((ids, [int(p["id"]) for p in predictions]))
+        return {"size": len(examples), "jax": jnp.ones(()), "numpy": np.float32(2), "array": np.array(3)}
+
+
+def test_rows_of_evaluations_and_when_they_are_made() -> None:
+    """Every fourth step, and at the end, of epochs that have examples of their own."""
+    rows, metric, examples = Rows(), Metric(), EXAMPLES[:11]
+    evaluation = rx.Evaluation(examples, every_steps=4, predict_fn=tiny.predict_fn, metric_fn=metric)
+    by_epoch: Any = rx.Data(lambda epoch: EXAMPLES)
+    found = counted(examples=by_epoch, prefetch=None, num_epochs=2, evaluation=evaluation, loggers=[rows])
+    evaluations = rows.with_prefix("eval/")
+    assert [step for step, _ in evaluations] == [4, 8, 10]
+    assert int(found.step) == 10
+    # First the rehearsal, on one batch, and then always everything, in order.
+    assert metric.calls == [(list(range(n)), list(range(n))) for n in (4, 11, 11, 11)]
+    for _, row in evaluations:
+        assert row.keys() == {f"eval/{n}" for n in ("loss", "plain", "size", "jax", "numpy", "array")}
+        assert (row["eval/size"], row["eval/jax"], row["eval/numpy"], row["eval/array"]) == (11, 1, 2, 3)
+        assert all(type(x) is float for x in row.values())
+    # Train rows come before the evaluation at their step.
+    assert [step for step, _ in rows.rows] == sorted(step for step, _ in rows.rows)
+    assert rows.rows[-1] == evaluations[-1]
+    own = rx.evaluate(found, examples, collate_fn=tiny.collate, loss_fn=tiny.loss_fn, batch_size=4)
+    assert {f"eval/{name}": value for name, value in own.items()}.items() <= evaluations[-1][1].items()
+
+
+def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once() -> None:
+    def fresh_loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean(tiny.errors_of(model, batch))
+
+    def fresh_predict(model: Any, batch: Any, key: Any) -> Any:
+        return jax.vmap(model)(batch["x"])
+
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=fresh_predict)
+    with Compilations() as compilations:
+        found = tiny.fit(loss_fn=fresh_loss, num_epochs=3, evaluation=evaluation)
+    assert compilations.names.count(tiny.STEP) == 2
+    assert compilations.names.count(tiny.BODY) == 1
+    assert_same(found, tiny.state_after(15, loss_fn=fresh_loss))
+
+
+class Odd:
+    def __repr__(self) -> str:
+        return "<an odd thing>"
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def written(extras: list[Any], directory: pathlib.Path) -> tuple[list[Any], list[Any]]:
+    """Trains, and writes predictions for examples that have something besides; these, and what is predicted."""
+    examples = [{**example, "extra": extra} for example, extra in zip(EXAMPLES, extras)]
+
+    def without_extra(given: Any) -> Any:
+        return tiny.collate([{k: v for k, v in e.items() if k != "extra"} for e in given])
+
+    functions: Any = {"collate_fn": without_extra, "predict_fn": tiny.predict_fn}
+    evaluation = rx.Evaluation(examples, **functions, predictions_directory=directory)
+    state = counted(num_epochs=2, evaluation=evaluation)
+    return examples, rx.predict(state, examples, **functions, batch_size=4)
+
+
+def test_the_file_of_predictions(tmp_path: pathlib.Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    extras: list[Any] = [Odd(), "Grüße", {("a", 1): 2}, {np.int64(3): b"x"}, "half \ud800 pair", loop]
+    directory = tmp_path / "deep" / "predictions"
+    examples, predictions = written(extras, directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
+    text = (directory / "step-10.jsonl").read_bytes().decode("utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert "Grüße" in text
+    assert [line["prediction"] for line in lines] == [
+        {"id": int(p["id"]), "out": p["out"].tolist()} for p in predictions
+    ]
+    for i, extra in ((0, "<an odd thing>"), (1, "Grüße"), (4, "half \ud800 pair")):
+        found = lines[i]["example"]
+        assert (found["id"], found["x"], found["extra"]) == (i, EXAMPLES[i]["x"].tolist(), extra)
+    for i in (2, 3, 5):  # what JSON cannot hold at all is there by its repr
+        assert lines[i]["example"] == repr(examples[i])
+
+
+def test_a_file_of_predictions_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RuntimeError, match="no repr"):
+        written([Broken(), Broken()], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_broken_fails_before_training() -> None:
+    state = linear_state()
+    for name in ("predict_fn", "metric_fn", "loss_fn"):
+        right = {"predict_fn": tiny.predict_fn, "metric_fn": Metric(), "loss_fn": tiny.loss_fn}
+        evaluation: Any = rx.Evaluation(EXAMPLES, **{**right, name: lambda *_: tiny.fail()})
+        with Compilations() as compilations, pytest.raises(LookupError, match="mine") as caught:
+            tiny.fit(state, num_epochs=1, evaluation=evaluation)
+        assert tiny.BODY not in compilations.names
+        assert any("the evaluation" in note for note in caught.value.__notes__)
+    assert_same(state, linear_state())  # and the state is still there

@@ -1,5 +1,6 @@
 """The optimizers of optax and `optax.contrib` train through `fit` on a mesh, or are refused by name."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fit_helpers import collate, fit, make_examples, scalar_loss
+from fit_helpers import fit, make_examples, scalar_loss
 from helpers import in_long
 from jax.sharding import PartitionSpec
 from optax import contrib
@@ -20,8 +21,7 @@ RATE = 1e-2
 EXAMPLES = make_examples(16, dim=8)
 
 
-def sgd() -> Any:
-    return optax.sgd(RATE)
+sgd = functools.partial(optax.sgd, RATE)
 
 
 def then(transform: Any) -> Any:
@@ -84,19 +84,15 @@ def public() -> dict[str, Any]:
     learning rate; `measure_with_ema` gives no updates."""
     found = {}
     for module, name in ((optax, "optax"), (contrib, "contrib")):
-        for attribute in dir(module):
-            function = getattr(module, attribute)
-            if inspect.isfunction(function) and attribute != "measure_with_ema":
-                signature = inspect.signature(function)
-                needed = {
-                    p.name
-                    for p in signature.parameters.values()
-                    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                }
-                returns = str(signature.return_annotation)
-                is_one = "GradientTransformation" in returns and "Callable" not in returns
-                if is_one and (f"{name}.{attribute}" in HOW or needed <= {"learning_rate"}):
-                    found[f"{name}.{attribute}"] = function
+        for attribute, function in inspect.getmembers(module, inspect.isfunction):
+            signature = inspect.signature(function)
+            parameters = [p for p in signature.parameters.values() if "*" not in str(p)]
+            needed = {p.name for p in parameters if p.default is p.empty}
+            returns = str(signature.return_annotation)
+            is_one = "GradientTransformation" in returns and "Callable" not in returns
+            is_callable = f"{name}.{attribute}" in HOW or needed <= {"learning_rate"}
+            if is_one and is_callable and attribute != "measure_with_ema":
+                found[f"{name}.{attribute}"] = function
     return found
 
 
@@ -145,8 +141,7 @@ def test_it_trains_on_a_mesh_or_is_refused(name: str) -> None:
     state = state_of(optimizer)
     layout = jax.tree.map(lambda x: x.sharding, state)
     before = jax.device_get(state.params)
-    arguments: Any = {"loss_fn": scalar_loss, "collate_fn": collate, "batch_size": 8, "num_steps": 3}
-    state = fit(state, EXAMPLES, optimizer=optimizer, **arguments)
+    state = fit(state, EXAMPLES, optimizer=optimizer, loss_fn=scalar_loss, batch_size=8, num_steps=3)
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(layout), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     changed = [path for path, x in state.params.items() if not np.array_equal(x, before[path])]

@@ -1,40 +1,28 @@
 """`fit` is the loop that a reader would write: same numbers, compiled once; what fails in it arrives."""
 
 import dataclasses
+import functools
 import itertools
+import json
 import pathlib
 import threading
 import warnings
 from typing import Any
 
+import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import (
-    BODY,
-    COUNTING,
-    EXAMPLES,
-    Collate,
-    Compilations,
-    Rows,
-    assert_counted,
-    assert_same,
-    collate,
-    errors_of,
-    fit,
-    linear_state,
-    loss_fn,
-    make_examples,
-    mlp_state,
-    predict_fn,
-    state_after,
-)
+from fit_helpers import EXAMPLES, Collate, Compilations, Rows, assert_same, counted, fit, linear_state
 from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, generate, order
 
 import redco_eqx as rx
+from redco_eqx._checkpoint.runs import RunRecord
+from redco_eqx._step.state import order_key
+from redco_eqx._training.course import Plan, due
 from redco_eqx._training.evaluation import NUM_AHEAD
 from redco_eqx._training.run import Training
 
@@ -49,39 +37,35 @@ def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append(options["shardings"])
         return rx.train_step(*arguments, **options)
 
-    optimizer = optax.sgd(1e-2, momentum=0.9)
-    examples = make_examples(40, dim=8)
-    state = mlp_state(optimizer, rx.make_mesh(tensor=2, fsdp=2))
+    arguments: Any = {"batch_size": 16, "optimizer": optax.sgd(1e-2, momentum=0.9)}
+    examples = tiny.make_examples(40, dim=8)
+    state = tiny.mlp_state(arguments["optimizer"])
     layout = {path: x.sharding for path, x in state.params.items()}
-    arguments: Any = {"batch_size": 16, "optimizer": optimizer}
-    expected = state_after(6, state, examples, **arguments)
+    expected = tiny.state_after(6, state, examples, **arguments)
     monkeypatch.setattr("redco_eqx._training.run.train_step", spying)
     with Compilations() as compilations:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)
-    assert compilations.names.count(BODY) == 1
+    assert compilations.names.count(tiny.BODY) == 1
     # The compiler is told the layout (which the numbers do not show), and it is kept.
     assert told
     assert all(shardings == layout for shardings in told)
     assert {path: x.sharding for path, x in found.params.items()} == layout
 
 
-def test_steps_cut_and_repeat_epochs() -> None:
+def test_steps_cut_and_repeat_epochs_and_microbatches_are_those_of_train_step() -> None:
     for num_steps in (3, 5, 12):
-        assert_same(fit(linear_state(), EXAMPLES, num_steps=num_steps), state_after(num_steps))
-
-
-def test_microbatches_are_those_of_train_step() -> None:
-    found = fit(linear_state(), EXAMPLES, num_epochs=1, num_microbatches=2)
-    assert_same(found, state_after(5, num_microbatches=2))
-    assert not np.array_equal(found.params["weight"], state_after(5).params["weight"])  # other noise
+        assert_same(fit(num_steps=num_steps), tiny.state_after(num_steps))
+    found = fit(num_epochs=1, num_microbatches=2)
+    assert_same(found, tiny.state_after(5, num_microbatches=2))
+    assert not np.array_equal(found.params["weight"], tiny.state_after(5).params["weight"])  # other noise
 
 
 def test_a_second_fit_starts_epochs_of_its_own() -> None:
-    examples = make_examples(20)
+    examples = tiny.make_examples(20)
     first, second = Collate(), Collate()
-    middle = fit(linear_state(), examples, num_epochs=2, collate_fn=first, donate=False)
-    expected = state_after(10, middle, examples)
+    middle = fit(None, examples, num_epochs=2, collate_fn=first)
+    expected = tiny.state_after(10, middle, examples)
     assert_same(fit(middle, examples, num_epochs=2, collate_fn=second, prefetch=0), expected)
     epochs = [tuple(spy.ids[i : i + 20]) for spy in (first, second) for i in (0, 20)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 4
@@ -89,23 +73,22 @@ def test_a_second_fit_starts_epochs_of_its_own() -> None:
 
 
 def test_not_shuffled_keeps_the_order() -> None:
-    spy, data = Collate(), rx.Data(EXAMPLES, shuffle=False, prefetch=0)
-    fit(linear_state(), data, collate_fn=spy, optimizer=COUNTING, num_epochs=2)
+    spy = Collate()
+    counted(examples=rx.Data(EXAMPLES, shuffle=False), prefetch=None, collate_fn=spy, num_epochs=2)
     assert spy.ids == [*range(20)] * 2
 
 
 @pytest.mark.parametrize("stop", [{"num_epochs": 3}, {"num_steps": 6}], ids=str)
 def test_examples_by_epoch(stop: Any) -> None:
     of_epoch = [EXAMPLES[:8], EXAMPLES[8:21], EXAMPLES[21:] + EXAMPLES[:3]]  # 2, 3 and 1 batches
-    asked = []
+    asked, rows = [], Rows()
 
     def examples(epoch: int) -> Any:
         asked.append(epoch)
         return of_epoch[epoch]
 
-    rows = Rows()
-    found = fit(linear_state(), examples, log_every=1, loggers=[rows], **stop)
-    assert_same(found, state_after(6, examples=of_epoch.__getitem__))
+    found = fit(None, examples, log_every=1, loggers=[rows], **stop)
+    assert_same(found, tiny.state_after(6, examples=of_epoch.__getitem__))
     assert asked == [0, 1, 2]
     epochs = [row["train/epoch"] for _, row in rows.rows]
     np.testing.assert_allclose(epochs, [0.5, 1, 4 / 3, 5 / 3, 2, 3], rtol=1e-12)
@@ -113,18 +96,71 @@ def test_examples_by_epoch(stop: Any) -> None:
 
 def test_donation() -> None:
     kept, given = linear_state(), linear_state()
-    arguments: Any = {"num_steps": 2, "optimizer": COUNTING}
-    assert_counted(fit(kept, EXAMPLES, donate=False, **arguments), 2, kept)
+    tiny.assert_counted(counted(kept, num_steps=2, donate=False), 2)
     assert_same(kept, linear_state())
-    assert_counted(fit(given, EXAMPLES, **arguments), 2, kept)
+    tiny.assert_counted(counted(given, num_steps=2), 2)
     assert all(x.is_deleted() for x in jax.tree.leaves(given))
+    common: Any = {"collate_fn": tiny.collate, "batch_size": 4}
     for use in (
-        lambda: fit(given, EXAMPLES, **arguments),
-        lambda: rx.evaluate(given, EXAMPLES, collate_fn=collate, loss_fn=loss_fn, batch_size=4),
-        lambda: rx.predict(given, EXAMPLES, collate_fn=collate, predict_fn=predict_fn, batch_size=4),
+        lambda: counted(given),
+        lambda: rx.evaluate(given, EXAMPLES, loss_fn=tiny.loss_fn, **common),
+        lambda: rx.predict(given, EXAMPLES, predict_fn=tiny.predict_fn, **common),
     ):
         with pytest.raises(ValueError, match=r"array \w+ has been deleted.*donated.*a copy"):
             use()
+
+
+def test_num_train_steps_is_what_fit_takes() -> None:
+    for n, num_epochs in ((22, 3), (4, 1)):
+        found = counted(examples=EXAMPLES[:n], num_epochs=num_epochs)
+        assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
+    for batch_size, message in ((4, r"3 examples do not fill a batch of 4"), (0, "batch_size=0")):
+        with pytest.raises(ValueError, match=message):
+            rx.num_train_steps(3, batch_size=batch_size, num_epochs=1)
+
+
+# The work due at a step
+
+# Ten examples in batches of 2, five steps an epoch: by steps, by epochs, and neither evaluated nor saved.
+PLANS = {
+    "steps": Plan(num_steps=12, log_every=4, evaluate=6, save=3),
+    "epochs": Plan(num_epochs=2, log_every=4, evaluate=0, save=0),
+    "bare": Plan(num_steps=3, log_every=2),
+}
+# (plan, steps so far, what is so, what is due)
+DUE = [
+    ("steps", 1, "", ""),
+    ("steps", 3, "", "save"),
+    ("steps", 4, "", "log"),
+    ("steps", 5, "", ""),
+    ("steps", 6, "", "log evaluate save"),
+    ("steps", 12, "", "log evaluate save finish"),
+    ("steps", 13, "", "log evaluate save finish"),
+    ("epochs", 4, "", "log"),
+    ("epochs", 5, "", "log evaluate save"),
+    ("epochs", 10, "", "log evaluate save finish"),
+    ("bare", 2, "", "log"),
+    ("bare", 3, "", "log finish"),
+    # Where a run goes on: what was done is not done again, what was cut short is.
+    ("steps", 6, "evaluated", "save"),
+    ("steps", 12, "evaluated", "log save finish"),
+    # A signal: a save, which holds what is not logged, or a row; and no evaluation.
+    ("steps", 1, "signal", "save finish"),
+    ("steps", 6, "signal", "save finish"),
+    ("bare", 1, "signal", "log finish"),
+    # A hook that has ended the run.
+    ("steps", 1, "stopped", "log evaluate save finish"),
+    ("steps", 1, "stopped evaluated", "log save finish"),
+]
+
+
+def test_what_is_due() -> None:
+    for case in DUE:
+        plan, num_steps, what, expected = case
+        run = RunRecord(100, num_steps, num_steps // 5, num_steps % 5, 2, 10, stopped="stopped" in what)
+        rows = ({"step": run.step, "eval/loss": 1.0},) if "evaluated" in what else ()
+        found = due(PLANS[plan], dataclasses.replace(run, evaluations=rows), stop=what == "signal")
+        assert " ".join(name for name, x in dataclasses.asdict(found).items() if x) == expected, case
 
 
 # Compiled once, and no waiting
@@ -135,15 +171,14 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
 
     def ragged(examples: Any) -> Any:
         length = next(lengths)
-        return {"pad": np.zeros((len(examples), length), np.float32), **collate(examples)}
+        return {"pad": np.zeros((len(examples), length), np.float32), **tiny.collate(examples)}
 
     with Compilations() as compilations, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(linear_state(), EXAMPLES, num_steps=6, collate_fn=ragged, optimizer=COUNTING, prefetch=0)
-    assert compilations.names.count(BODY) == 3
-    messages = [str(w.message) for w in caught]
-    assert len(messages) == 1
-    assert "pad is float32[4,5], but was float32[4,3] in the first batch" in messages[0]
+        counted(num_steps=6, collate_fn=ragged)
+    assert compilations.names.count(tiny.BODY) == 3
+    (message,) = [str(w.message) for w in caught]
+    assert "pad is float32[4,5], but was float32[4,3] in the first batch" in message
 
 
 def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +213,8 @@ def test_numbers_are_fetched_only_with_a_row(monkeypatch: pytest.MonkeyPatch) ->
     assert float(jnp.ones(())) == 1  # the ears work
     assert events == ["value"]
     events.clear()
-    fit(state, make_examples(48), num_epochs=1, log_every=5, loggers=[rows], optimizer=COUNTING)
+    examples = tiny.make_examples(48)
+    fit(state, examples, num_epochs=1, log_every=5, loggers=[rows], optimizer=tiny.COUNTING)
     # The window of steps 1-5 is fetched when step 9 is on its way, and the others at the end.
     loop = events[events.index("batch") :]
     assert [event for event in loop if event != "flag"] == ["batch"] * 9 + ["get"] + ["batch"] * 3 + ["get"] * 2
@@ -197,76 +233,34 @@ def test_unused_parameters_are_told_once_by_path() -> None:
 
     # No thread: beartype, at work in it, now and then catches what another thread warns of.
     with pytest.warns(UserWarning, match=r"does not depend on 1 trainable array.*: bias\.") as caught:
-        fit(linear_state(), EXAMPLES, loss_fn=without_bias, num_epochs=2, prefetch=0)
+        fit(loss_fn=without_bias, num_epochs=2, prefetch=0)
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_of_collate_fn_in_the_second_epoch_arrives(prefetch: int) -> None:
-    own = LookupError("mine")
-
-    def fail() -> None:
-        raise own
-
-    with pytest.raises(LookupError) as caught:
-        fit(
-            linear_state(),
-            EXAMPLES,
-            collate_fn=Collate(7, fail),
-            num_epochs=3,
-            optimizer=COUNTING,
-            prefetch=prefetch,
-        )
-    assert caught.value is own
-    assert any("batch 1 of epoch 1" in note for note in own.__notes__)
-
-
-def test_errors_of_loss_fn_and_of_a_logger_arrive_unchanged() -> None:
-    own = LookupError("mine")
-
-    def failing(*_: Any) -> Any:
-        raise own
-
+def test_errors_of_collate_fn_loss_fn_and_of_a_logger_arrive() -> None:
+    for prefetch in (0, 2):
+        with pytest.raises(LookupError, match="mine") as caught:
+            counted(collate_fn=Collate(7, tiny.fail), prefetch=prefetch)
+        assert any("batch 1 of epoch 1" in note for note in caught.value.__notes__)
     state = linear_state()
-    with Compilations() as compilations, pytest.raises(LookupError) as caught:
-        fit(state, EXAMPLES, loss_fn=lambda model, batch, key: failing(), num_epochs=3)
-    assert caught.value is own
-    assert BODY not in compilations.names
+    with Compilations() as compilations, pytest.raises(LookupError, match="mine"):
+        fit(state, loss_fn=lambda model, batch, key: tiny.fail(), num_epochs=3)
+    assert tiny.BODY not in compilations.names
     assert_same(state, linear_state())
-    with pytest.raises(LookupError) as caught:
-        fit(state, EXAMPLES, num_epochs=3, loggers=[lambda step, row: failing()], optimizer=COUNTING)
-    assert caught.value is own
-
-
-def test_num_train_steps_is_what_fit_takes() -> None:
-    for n, num_epochs in ((22, 3), (4, 1)):
-        found = fit(linear_state(), EXAMPLES[:n], optimizer=COUNTING, num_epochs=num_epochs)
-        assert int(found.step) == rx.num_train_steps(n, batch_size=4, num_epochs=num_epochs)
-    with pytest.raises(ValueError, match=r"3 examples do not fill a batch of 4"):
-        rx.num_train_steps(3, batch_size=4, num_epochs=1)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        rx.num_train_steps(3, batch_size=0, num_epochs=1)
+    with pytest.raises(LookupError, match="mine"):
+        counted(loggers=[lambda step, row: tiny.fail()])
 
 
 # Streams
-
-
-def errors_fn(model: Any, batch: Any, key: Any) -> Any:
-    return errors_of(model, batch)
-
-
-def metric_fn(examples: Any, predictions: Any) -> Any:
-    return {"sum": sum(float(p) * float(e["weight"]) for e, p in zip(examples, predictions, strict=True))}
 
 
 def test_a_stream_trains_as_its_examples_do() -> None:
     def of_epoch(epoch: int) -> Any:
         return [EXAMPLES[i] for i in order(22, epoch)]
 
-    expected = fit(linear_state(), rx.Data(of_epoch, shuffle=False), num_steps=13)
     rows = Rows()
-    found = fit(linear_state(), KINDS["iterable"](EXAMPLES), num_steps=13, log_every=3, loggers=[rows])
-    assert_same(found, expected)
+    found = fit(None, KINDS["iterable"](EXAMPLES), num_steps=13, log_every=3, loggers=[rows])
+    assert_same(found, fit(None, rx.Data(of_epoch, shuffle=False), num_steps=13))
     assert [(step, row["train/epoch"]) for step, row in rows.rows] == [(3, 0), (6, 1), (9, 1), (12, 2), (13, 2)]
 
 
@@ -274,7 +268,7 @@ def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
     def run(num_steps: int, **options: Any) -> Any:
         checkpoints = rx.Checkpoints(tmp_path, **options)
         stream, loggers = rx.Stream(Unlike(EXAMPLES)), [rx.ConsoleLogger(progress=False)]
-        return fit(linear_state(), stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
+        return fit(None, stream, num_steps=num_steps, checkpoints=checkpoints, loggers=loggers)
 
     run(3)
     with pytest.raises(ValueError, match=r"first 12 items of epoch 0 differ from those when the run was saved"):
@@ -285,42 +279,93 @@ def test_other_items_are_refused(tmp_path: pathlib.Path, capsys: Any) -> None:
 
 def test_the_end_of_an_iterator_ends_the_run(tmp_path: pathlib.Path) -> None:
     rows = Rows()
-    expected = fit(linear_state(), rx.Data([EXAMPLES[i] for i in order(22, 0)], shuffle=False), num_epochs=1)
+    expected = fit(None, rx.Data([EXAMPLES[i] for i in order(22, 0)], shuffle=False), num_epochs=1)
+    arguments: Any = {"loggers": [rows], "evaluation": rx.Evaluation(EXAMPLES), "checkpoints": tmp_path}
 
-    def run(examples: Any) -> Any:
-        return fit(
-            linear_state(),
-            rx.Stream(examples),
-            num_steps=100,
-            loggers=[rows],
-            evaluation=rx.Evaluation(EXAMPLES),
-            checkpoints=tmp_path,
-        )
+    def run() -> Any:
+        return fit(None, rx.Stream(generate(EXAMPLES, 0)), num_steps=100, **arguments)
 
-    assert_same(run(generate(EXAMPLES, 0)), expected)
+    assert_same(run(), expected)
     assert [step for step, row in rows.rows if "eval/loss" in row] == [5]
     (info,) = rx.list_checkpoints(tmp_path)
     assert info.run is not None
     assert (info.step, info.run.finished) == (5, True)
-    assert_same(run(generate(EXAMPLES, 0)), expected)  # which has come to its end already
+    assert_same(run(), expected)  # which has come to its end already
 
 
-def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> None:
-    state = linear_state(mesh=rx.make_mesh(data=4))
-    common: Any = {"collate_fn": collate, "batch_size": 8}
-    stream = rx.Stream(lambda epoch: iter({0: EXAMPLES}[epoch]))  # read from the first epoch each time
-    expected = rx.evaluate(state, EXAMPLES, loss_fn=loss_fn, **common)
-    assert rx.evaluate(state, stream, loss_fn=loss_fn, **common) == expected
-    predicted = rx.predict(state, stream, predict_fn=errors_fn, **common)
-    np.testing.assert_array_equal(predicted, rx.predict(state, EXAMPLES, predict_fn=errors_fn, **common))
-    evaluation = rx.Evaluation(
-        stream,
-        loss_fn=loss_fn,
-        predict_fn=errors_fn,
-        metric_fn=metric_fn,
-        predictions_directory=tmp_path,
-        **common,
-    )
-    assert evaluation(state) == dataclasses.replace(evaluation, examples=EXAMPLES)(state)
-    assert evaluation.rehearse(state).keys() == evaluation(state).keys()
-    assert len((tmp_path / "step-0.jsonl").read_text().splitlines()) == 22
+# A loop of one's own: steps, `batches` that say their place, and `Checkpoints.open`
+
+WIDE = tiny.make_examples(44, dim=8)
+
+
+def my_loop(state: Any, step: Any, directory: Any, *, num_epochs: int, stop_at: int | None = None) -> Any:
+    """Saves every third step, and goes on from what is saved there."""
+    mesh, key = state.step.sharding.mesh, order_key(state, 0)
+    place: dict[str, Any] = {"epoch": 0, "start": 0}
+    if saved := rx.list_checkpoints(directory) if directory.exists() else []:
+        state, place = rx.restore(directory, state), saved[-1].extras["place"]
+    with rx.Checkpoints(directory).open() as writer:
+        while place["epoch"] < num_epochs:
+            batches = rx.batches(WIDE, tiny.collate, batch_size=8, mesh=mesh, key=key, **place)
+            for batch in batches:
+                if int(state.step) == stop_at:
+                    return state
+                state, _ = step(state, batch)
+                if int(state.step) % 3 == 0:
+                    writer.save(state, extras={"place": batches.place})
+            place = batches.place
+    return state
+
+
+def test_it_takes_the_same_steps_as_fit_also_when_it_is_resumed(tmp_path: pathlib.Path) -> None:
+    """From a place in the middle of an epoch of five batches, and in the next one."""
+    optimizer = optax.adam(1e-2)
+    state = tiny.mlp_state(optimizer)
+    arguments: Any = {"optimizer": optimizer, "loss_fn": tiny.loss_fn}
+    layout = {path: x.sharding for path, x in state.params.items()}
+    step = rx.jit_step(functools.partial(rx.train_step, shardings=layout, **arguments))
+    expected = fit(state, WIDE, batch_size=8, num_epochs=2, donate=False, **arguments)
+    assert int(expected.step) == 10
+    for stop_at in (5, 8):
+        run = functools.partial(my_loop, step=step, directory=tmp_path / str(stop_at), num_epochs=2)
+        assert int(run(jax.tree.map(jnp.copy, state), stop_at=stop_at).step) == stop_at
+        assert_same(run(jax.tree.map(jnp.copy, state)), expected)
+
+
+def test_the_place_goes_on_after_each_batch() -> None:
+    in_batches = rx.Stream(lambda epoch: (WIDE[i : i + 8] for i in range(0, 40, 8)), batched=True)
+    for source in (WIDE, rx.Stream(lambda epoch: iter(WIDE)), in_batches):
+        options: Any = {"batch_size": 8, "mesh": rx.make_mesh(data=1), "key": jax.random.key(0)}
+        batches = functools.partial(rx.batches, source, tiny.collate, **options)
+        expected = [batch["id"].tolist() for batch in batches(epoch=1)]
+        assert len(expected) == 5
+        iterator = batches(epoch=1)
+        for num_done in range(5):
+            place = json.loads(json.dumps(iterator.place))
+            assert (place["epoch"], place["start"]) == (1, num_done)
+            assert [batch["id"].tolist() for batch in batches(**place)] == expected[num_done:]
+            next(iterator, None)
+        assert (iterator.place["epoch"], iterator.place["start"]) == (2, 0)
+        at_the_end = batches(epoch=1, start=5)  # as an earlier version said it
+        for ended in (iterator, at_the_end):
+            assert next(ended, None) is None
+            assert ended.place == {"epoch": 2, "start": 0}
+
+
+def test_the_place_in_a_stream_refuses_other_items() -> None:
+    """It has a checksum of the items before it. A sequence has no such place."""
+
+    def batches(source: Any, **place: Any) -> Any:
+        return rx.batches(source, np.asarray, batch_size=4, mesh=rx.make_mesh(data=1), **place)
+
+    iterator = batches(rx.Stream(range(40)))
+    for _ in itertools.islice(iterator, 3):
+        pass
+    place = iterator.place
+    iterator.close()
+    rest = batches(rx.Stream(range(40)), **place)
+    assert [batch.tolist()[0] for batch in rest] == list(range(12, 40, 4))
+    with pytest.raises(ValueError, match="differ"):
+        next(batches(rx.Stream(range(1, 41)), **place))
+    with pytest.raises(ValueError, match="positions are those of a Stream"):
+        batches(range(40), positions=[[0, 1]])

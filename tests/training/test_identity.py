@@ -1,34 +1,21 @@
 """The identity of a run: another run, other examples and other functions are not taken for it."""
 
 import dataclasses
+import functools
 import hashlib
 import json
-import os
 import pathlib
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import (
-    COUNTING,
-    EXAMPLES,
-    SGD,
-    Collate,
-    assert_counted,
-    assert_same,
-    collate,
-    fit,
-    linear_state,
-    loss_fn,
-    make_examples,
-)
+from fit_helpers import EXAMPLES, SGD, Collate, assert_same, counted, linear_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
@@ -36,20 +23,18 @@ from redco_eqx._base.jaxprs import program_digest
 from redco_eqx._checkpoint.arrays import unlike_replicas
 from redco_eqx._training.identity import programs_of
 
-
-def stopped_at(step: int) -> Any:
-    def hook(run: Any, row: Any, state: Any) -> None:
-        if run.step == step:
-            raise RuntimeError("stop")
-
-    return hook
+fit = functools.partial(tiny.fit, num_steps=10)
 
 
 def begun(directory: pathlib.Path, state: Any = None, **arguments: Any) -> None:
     """A run of ten steps that ends by an error after four."""
-    defaults: Any = {"num_steps": 10, "log_every": 1, "checkpoints": directory}
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(state or linear_state(), EXAMPLES, hook=stopped_at(4), **{**defaults, **arguments})
+
+    def hook(run: Any, row: Any, state: Any) -> None:
+        if run.step == 4:
+            tiny.fail()
+
+    with pytest.raises(LookupError, match="mine"):
+        fit(state, hook=hook, **{"log_every": 1, "checkpoints": directory, **arguments})
 
 
 def content_of(directory: pathlib.Path) -> dict[str, bytes]:
@@ -62,7 +47,7 @@ def refused(directory: pathlib.Path, message: str, examples: Any = EXAMPLES, sta
     before = content_of(directory)
     state = state or linear_state()
     with pytest.raises(ValueError, match=message):
-        fit(state, examples, num_steps=10, checkpoints=directory)
+        fit(state, examples, checkpoints=directory)
     assert content_of(directory) == before
     assert not state.params["weight"].is_deleted()
 
@@ -73,8 +58,7 @@ def test_other_examples_and_another_order_are_refused_by_name(tmp_path: pathlib.
     refused(tmp_path, r"it has another order of the examples: train_examples\[3\]", swapped)
     other = [*EXAMPLES[:7], {**EXAMPLES[7], "y": EXAMPLES[7]["y"] + 1}, *EXAMPLES[8:]]
     refused(tmp_path, r"it has another example: train_examples\[7\]", other)
-    expected = fit(linear_state(), EXAMPLES, num_steps=10)
-    assert_same(fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path), expected)
+    assert_same(fit(checkpoints=tmp_path), fit())
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"tensor": 2}], ids=["one", "tensor"])
@@ -87,9 +71,8 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
         other = jax.device_put(jax.random.key(key), begin.key.sharding)
         return dataclasses.replace(begin, params=params, key=other)
 
-    examples = make_examples(8, dim=8)
-    arguments: Any = {"num_steps": 2, "optimizer": COUNTING}
-    expected = fit(state(), examples, checkpoints=tmp_path, **arguments)
+    run = functools.partial(counted, examples=tiny.make_examples(8, dim=8), num_steps=2)
+    expected = run(state(), tmp_path)
     cases: list[tuple[Any, str]] = [
         ({"factor": 1.01}, "other initial parameters"),
         ({"key": 7}, "another key"),
@@ -98,10 +81,10 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
     for other, what in cases:
         begin = state(**other)
         with pytest.raises(ValueError, match=rf"is another one: it has {what}\. To begin a new run"):
-            fit(begin, examples, checkpoints=tmp_path, **arguments)
+            run(begin, tmp_path)
         assert_same(begin, state(**other))  # nothing was taken over
     allowed = rx.Checkpoints(tmp_path, allow_changes=True)
-    assert_same(fit(state(key=7), examples, checkpoints=allowed, **arguments), expected)
+    assert_same(run(state(key=7), allowed), expected)
 
 
 def test_the_state_of_another_run_at_the_same_step_is_refused(tmp_path: pathlib.Path) -> None:
@@ -111,30 +94,27 @@ def test_the_state_of_another_run_at_the_same_step_is_refused(tmp_path: pathlib.
     other, own = (rx.restore(tmp_path / name, linear_state()) for name in ("b", "a"))
     assert int(own.step) == int(other.step) == 4
     refused(tmp_path / "a", r"the state is at step 4, but is not the one that .*a/4 holds: model/", state=other)
-    expected = fit(linear_state(), EXAMPLES, num_steps=10)
-    assert_same(fit(own, EXAMPLES, num_steps=10, checkpoints=tmp_path / "a"), expected)
+    assert_same(fit(own, checkpoints=tmp_path / "a"), fit())
 
 
 def test_another_run_that_is_alive_is_refused_and_loses_nothing(tmp_path: pathlib.Path) -> None:
-    expected = fit(linear_state(), EXAMPLES, num_steps=10)
     seen = []
 
     def nested(run: Any, row: Any, state: Any) -> None:
         if run.step == 2:
-            with pytest.raises(rx.errors.CheckpointError, match="is in use") as caught:
-                fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path)
-            seen.append(caught.value)
-            with pytest.raises(rx.errors.CheckpointError, match="is in use: this very process"):
-                rx.save(tmp_path, state)
+            for act in (lambda: fit(checkpoints=tmp_path), lambda: rx.save(tmp_path, state)):
+                with pytest.raises(rx.errors.CheckpointError, match="is in use: this very process") as caught:
+                    act()
+                seen.append(caught.value)
 
-    state = fit(linear_state(), EXAMPLES, num_steps=10, log_every=1, hook=nested, checkpoints=tmp_path)
-    assert len(seen) == 1
+    state, expected = fit(log_every=1, hook=nested, checkpoints=tmp_path), fit()
+    assert len(seen) == 2
     assert_same(state, expected)
     assert_same(rx.restore(tmp_path, linear_state()), expected)
 
 
 def doubled_loss(model: Any, batch: Any, key: Any) -> Any:
-    loss, metrics = loss_fn(model, batch, key)
+    loss, metrics = tiny.loss_fn(model, batch, key)
     return rx.Mean(2 * loss.total, loss.weight), metrics
 
 
@@ -143,7 +123,7 @@ def doubled_loss(model: Any, batch: Any, key: Any) -> Any:
     [
         ({"loss_fn": doubled_loss, "optimizer": optax.sgd(0.01)}, "loss_fn and optimizer"),
         ({"optimizer": optax.sgd(0.01)}, "optimizer"),
-        ({"loss_fn": lambda model, batch, key: loss_fn(model, batch, key)}, None),  # of another name
+        ({"loss_fn": lambda model, batch, key: tiny.loss_fn(model, batch, key)}, None),  # of another name
     ],
     ids=["both", "learning rate", "name"],
 )
@@ -152,17 +132,16 @@ def test_functions_that_compute_something_else_are_named_once(
 ) -> None:
     begun(tmp_path)
     for _ in range(2):  # then they are those of the run
-        fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path, **changed)
+        fit(checkpoints=tmp_path, **changed)
     said = [str(w.message) for w in recwarn if "compute something else" in str(w.message)]
-    assert len(said) == (names is not None)
-    if names is not None:
-        assert said[0].startswith(f"fit: {names} of this call compute something else than in the run so far")
+    assert [text.partition(" of this call ")[0] for text in said] == ([f"fit: {names}"] if names else [])
+    assert all("something else than in the run so far" in text for text in said)
 
 
 def test_the_learning_rate_of_a_state_counts(tmp_path: pathlib.Path, recwarn: Any) -> None:
     slow, fast = (optax.inject_hyperparams(optax.sgd)(rate) for rate in (0.01, 0.1))
     begun(tmp_path, linear_state(slow), optimizer=slow)
-    fit(linear_state(fast), EXAMPLES, num_steps=10, checkpoints=tmp_path, optimizer=fast)
+    fit(linear_state(fast), checkpoints=tmp_path, optimizer=fast)
     assert [str(w.message) for w in recwarn if "optimizer of this call" in str(w.message)]
 
 
@@ -184,7 +163,7 @@ class Augmented:
 def test_random_examples_are_left_out_which_is_said_once(tmp_path: pathlib.Path, capsys: Any) -> None:
     def trained(**arguments: Any) -> Any:
         np.random.seed(5)
-        return fit(linear_state(), rx.Data(Augmented(), prefetch=0), num_steps=10, loggers=None, **arguments)
+        return fit(None, Augmented(), prefetch=0, loggers=None, **arguments)
 
     trained()
     assert "change from one reading" not in capsys.readouterr().err
@@ -194,36 +173,29 @@ def test_random_examples_are_left_out_which_is_said_once(tmp_path: pathlib.Path,
 
 
 def digests() -> Any:
-    adam = optax.adam(1e-3)
-    return programs_of(linear_state(adam), collate(EXAMPLES[:4]), loss_fn=loss_fn, optimizer=adam)
+    adam, batch = optax.adam(1e-3), tiny.collate(EXAMPLES[:4])
+    return programs_of(linear_state(adam), batch, loss_fn=tiny.loss_fn, optimizer=adam)
 
 
 TRACE = """
-import jax, jax.numpy as jnp, sys
-sys.path[:0] = [{tests!r}, {here!r}]
+import jax, jax.numpy as jnp
 for i in range(3):  # other work before, which fills JAX's caches in another order
     jax.make_jaxpr(lambda x: jax.nn.gelu(jnp.where(x > i, jax.nn.relu(x), 0)))(jnp.ones(i + 1))
-from test_identity import digests
+from training.test_identity import digests
 print(digests())
 """
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    here = pathlib.Path(__file__).parent
-    child = subprocess.run(
-        [sys.executable, "-c", TRACE.format(tests=str(here.parent), here=str(here))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout == f"{digests()}\n"
-    assert "''" not in child.stdout
+    child = tiny.python(TRACE, env={"PYTHONHASHSEED": "1"})
+    said, errors = child.communicate()
+    assert child.returncode == 0, errors
+    assert said == f"{digests()}\n"
+    assert "''" not in said
 
 
 def test_a_digest_tells_programs_apart() -> None:
-    x = jnp.ones(3)
-    table = np.arange(3.0)
+    x, table = jnp.ones(3), np.arange(3.0)
     programs = [
         lambda x: x + 1,
         lambda x: x + 2,
@@ -250,16 +222,15 @@ def test_a_function_that_cannot_be_traced_on_one_device_has_no_digest() -> None:
 def test_copies_that_differ_are_found() -> None:
     mesh = rx.make_mesh(tensor=2, fsdp=2)
     whole = np.arange(32, dtype=np.float32).reshape(8, 4)
-    arrays = {}
-    for name, spec in (
-        ("replicated", ()),
-        ("tensor", ("tensor",)),
-        ("fsdp", (None, "fsdp")),
-        ("both", (("fsdp", "tensor"),)),
-        ("all", (("data", "fsdp"), "tensor")),
-    ):
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        arrays[name] = jax.device_put(whole, sharding)
+    specs: dict[str, tuple[Any, ...]] = {
+        "replicated": (),
+        "tensor": ("tensor",),
+        "fsdp": (None, "fsdp"),
+        "both": (("fsdp", "tensor"),),
+        "all": (("data", "fsdp"), "tensor"),
+    }
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+    arrays = {name: jax.device_put(whole, sharding) for name, sharding in shardings.items()}
     assert unlike_replicas(arrays)() == []
     for name, x in arrays.items():
         pieces = [np.array(shard.data) for shard in x.addressable_shards]
@@ -296,7 +267,7 @@ def test_another_version_is_an_error_of_its_own_that_touches_nothing(
     before = content_of(tmp_path)
     message = f"was written by another version of redco_eqx .*{what}"
     for act in (
-        lambda: fit(linear_state(), EXAMPLES, num_steps=10, checkpoints=tmp_path),
+        lambda: fit(checkpoints=tmp_path),
         lambda: rx.restore(tmp_path, linear_state()),
     ):
         with pytest.raises(rx.errors.CheckpointFormatError, match=message):
@@ -307,9 +278,8 @@ def test_another_version_is_an_error_of_its_own_that_touches_nothing(
 
 
 def test_a_checkpoint_that_does_not_say_how_its_run_began_is_taken(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"optimizer": COUNTING, "checkpoints": tmp_path, "prefetch": 0}
-    fit(linear_state(), EXAMPLES, num_steps=4, **arguments)
+    counted(None, rx.Checkpoints(tmp_path), num_steps=4)
     rewrite(tmp_path, lambda content: [content["run"].pop(name) for name in ("identity", "id")])
     spy = Collate()
-    assert_counted(fit(linear_state(), EXAMPLES, num_steps=12, collate_fn=spy, **arguments), 12, linear_state())
+    tiny.assert_counted(counted(None, rx.Checkpoints(tmp_path), collate_fn=spy), 12)
     assert len(spy.ids) == 4 * 8

@@ -1,81 +1,46 @@
 """`fit` with checkpoints: interrupted and resumed equals uninterrupted, and nothing is lost."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
-import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import (
-    COUNTING,
-    EXAMPLES,
-    SGD,
-    Collate,
-    Rows,
-    assert_counted,
-    assert_same,
-    errors_of,
-    fit,
-    fit_with_history,
-    linear_state,
-    loss_fn,
-    make_examples,
-    mlp_state,
-    read_log,
-    state_after,
-    to_numpy,
-    without_times,
-)
-from helpers import events
+from fit_helpers import EXAMPLES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit, linear_state
 from stream_sources import KINDS
 
 import redco_eqx as rx
 from redco_eqx._data import streams
-
-EVERY = 2
-
-
-def counted(state: Any, directory: Any, **arguments: Any) -> Any:
-    """`fit` that compiles in no time, saves every second step, and makes batches when they are asked for."""
-    checkpoints = directory
-    if not isinstance(directory, rx.Checkpoints):
-        checkpoints = rx.Checkpoints(directory, every_steps=EVERY)
-    defaults = {"optimizer": COUNTING, "prefetch": 0, "num_steps": 12}
-    if "num_epochs" in arguments:
-        del defaults["num_steps"]
-    return fit(state, EXAMPLES, checkpoints=checkpoints, **{**defaults, **arguments})
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     return [info.step for info in rx.list_checkpoints(directory)]
 
 
+def interrupted(state: Any, checkpoints: Any, call: Any = counted, **arguments: Any) -> Any:
+    """The error of a run that a signal ends."""
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
+        call(state, checkpoints=checkpoints, **arguments)
+    return caught.value
+
+
 class Killed(BaseException):
     """An exception that nothing in `fit` handles, so that nothing is saved."""
 
 
-def predict_fn(model: Any, batch: Any, key: Any) -> Any:
-    return batch["id"]
-
-
 def kill() -> None:
     raise Killed
-
-
-def fail() -> None:
-    raise LookupError("mine")
 
 
 # Bit for bit
@@ -83,23 +48,16 @@ def fail() -> None:
 
 def dropout_loss(model: Any, batch: Any, key: Any) -> Any:
     keep = jax.random.bernoulli(key, 0.7, batch["x"].shape)
-    errors = errors_of(model, {**batch, "x": batch["x"] * keep})
+    errors = tiny.errors_of(model, {**batch, "x": batch["x"] * keep})
     return rx.Mean(jnp.sum(batch["weight"] * errors), jnp.sum(batch["weight"])), {"plain": jnp.mean(errors)}
 
 
 def on_a_mesh() -> Any:
     """With dropout, unequal weights, microbatches, Adam and a mesh with all axes."""
-    optimizer, examples = optax.adam(1e-2), make_examples(44, dim=8)
-    arguments: Any = {
-        "loss_fn": dropout_loss,
-        "optimizer": optimizer,
-        "batch_size": 8,
-        "num_microbatches": 2,
-        "num_epochs": 3,
-        "evaluation": rx.Evaluation(examples[:8], every_steps=4),
-        "prefetch": 0,
-    }
-    return mlp_state(optimizer, rx.make_mesh(tensor=2, fsdp=2)), examples, arguments
+    optimizer, examples = optax.adam(1e-2), tiny.make_examples(44, dim=8)
+    arguments: Any = {"loss_fn": dropout_loss, "optimizer": optimizer, "batch_size": 8, "num_microbatches": 2}
+    evaluation = rx.Evaluation(examples[:8], every_steps=4)
+    return tiny.mlp_state(optimizer), examples, {"evaluation": evaluation, "num_epochs": 3, **arguments}
 
 
 def with_a_hook() -> Any:
@@ -112,13 +70,14 @@ def with_a_hook() -> Any:
         return rx.Change(state=dataclasses.replace(state, params=changed), stop=run.num_steps >= 14)
 
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=6)
-    return linear_state(), EXAMPLES, {"num_steps": 20, "hook": hook, "evaluation": evaluation, "prefetch": 0}
+    return linear_state(), EXAMPLES, {"num_steps": 20, "hook": hook, "evaluation": evaluation}
 
 
 def of_a_stream(kind: str) -> Any:
     """Made ahead by a thread: the stop comes when more has been read than was trained on."""
-    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=50, predict_fn=predict_fn)
-    return linear_state(), KINDS[kind](EXAMPLES, prefetch=2), {"num_steps": 13, "evaluation": evaluation}
+    evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=50, predict_fn=tiny.predict_fn)
+    stream = KINDS[kind](EXAMPLES, prefetch=2)
+    return linear_state(), stream, {"num_steps": 13, "evaluation": evaluation, "prefetch": None}
 
 
 # The run, its number of steps, and the call of `collate_fn` at which it is interrupted.
@@ -142,10 +101,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
     def run(name: str, collate_fn: Collate) -> Any:
         state, examples, arguments = make()
-        checkpoints = rx.Checkpoints(tmp_path / name, every_steps=EVERY)
-        arguments |= {"collate_fn": collate_fn, "checkpoints": checkpoints, "log_every": 3}
+        checkpoints = rx.Checkpoints(tmp_path / name, every_steps=2)
+        arguments = {"prefetch": 0, "log_every": 3, "checkpoints": checkpoints, **arguments}
         with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
-            return fit_with_history(state, examples, loggers=[logger], **arguments)
+            return tiny.fit_with_history(state, examples, loggers=[logger], collate_fn=collate_fn, **arguments)
 
     whole, first, second, third = Collate(), Collate(at), Collate(), Collate()
     expected, history = run("whole", whole)
@@ -163,7 +122,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         found, rows = run("cut", spy)
         assert_same(found, expected)
         assert rows == history
-        assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
+        assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
     if make is on_a_mesh:
         rehearsal = list(range(8))
         assert whole.ids[:8] == first.ids[:8] == second.ids[:8] == rehearsal
@@ -180,8 +139,7 @@ def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.
             self.norm, self.key = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), key
 
     def make() -> Any:
-        pair = eqx.nn.make_with_state(Noisy)(jax.random.key(3))
-        return rx.init_state(pair, SGD, key=jax.random.key(1))
+        return rx.init_state(eqx.nn.make_with_state(Noisy)(jax.random.key(3)), SGD, key=jax.random.key(1))
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         apply = jax.vmap(model[0].norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
@@ -190,28 +148,25 @@ def test_a_model_with_a_state_and_keys_is_trained_and_resumed(tmp_path: pathlib.
         return jnp.mean((out - batch["y"] + noise) ** 2), {}, model_state
 
     start = make()
-    arguments: Any = {"loss_fn": loss, "optimizer": SGD, "num_steps": 6}
-    expected = counted(make(), tmp_path / "whole", **arguments)
+    run = functools.partial(counted, loss_fn=loss, optimizer=SGD, num_steps=6)
+    expected = run(make(), tmp_path / "whole")
     # Not bit for bit: beside the guard the compiler fuses the running mean otherwise, to a last digit.
-    for x, y in zip(to_numpy(expected), to_numpy(state_after(6, start, loss_fn=loss))):
+    for x, y in zip(tiny.to_numpy(expected), tiny.to_numpy(tiny.state_after(6, start, loss_fn=loss))):
         np.testing.assert_allclose(x, y, rtol=1e-6)
     assert any(not np.array_equal(x, start.model_state[p]) for p, x in expected.model_state.items())
-    with pytest.raises(rx.errors.TrainingInterrupted):
-        counted(make(), tmp_path / "cut", collate_fn=Collate(3), **arguments)
-    assert_same(counted(make(), tmp_path / "cut", **arguments), expected)
+    interrupted(make(), tmp_path / "cut", run, collate_fn=Collate(3))
+    assert_same(run(make(), tmp_path / "cut"), expected)
 
 
 def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
-    examples = make_examples(40, dim=8)
-    arguments: Any = {"num_epochs": 2, "batch_size": 8, "prefetch": 0}
-    start = mlp_state(SGD, rx.make_mesh(tensor=4))
+    run = functools.partial(fit, examples=tiny.make_examples(40, dim=8), num_epochs=2, batch_size=8, prefetch=0)
+    start = tiny.mlp_state(SGD, rx.make_mesh(tensor=4))
     first, second, whole = Collate(4), Collate(), Collate()
-    expected = fit(jax.tree.map(jnp.copy, start), examples, collate_fn=whole, **arguments)
-    with pytest.raises(rx.errors.TrainingInterrupted):
-        fit(start, examples, collate_fn=first, checkpoints=tmp_path, **arguments)
-    state = mlp_state(SGD, rx.make_mesh(fsdp=8))
+    expected = run(start, collate_fn=whole, donate=False)
+    interrupted(start, tmp_path, run, collate_fn=first)
+    state = tiny.mlp_state(SGD, rx.make_mesh(fsdp=8))
     layout = {path: x.sharding for path, x in state.params.items()}
-    found = fit(state, examples, collate_fn=second, checkpoints=tmp_path, **arguments)
+    found = run(state, collate_fn=second, checkpoints=tmp_path)
     assert {path: x.sharding for path, x in found.params.items()} == layout
     for path, x in expected.params.items():
         np.testing.assert_allclose(found.params[path], x, rtol=1e-5, atol=1e-7)
@@ -223,22 +178,19 @@ def test_resumed_on_another_mesh(tmp_path: pathlib.Path) -> None:
 
 def test_a_killed_run_loses_no_row(tmp_path: pathlib.Path) -> None:
     """It has logged more than it has saved, and its newest checkpoint is in the middle of a row."""
-    arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": loss_fn, "optimizer": SGD}
-
-    def run(name: str, **more: Any) -> rx.JSONLLogger:
-        with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
-            counted(linear_state(), tmp_path / name, loggers=[logger], **arguments, **more)
-        return logger
-
-    run("whole")
-    with rx.JSONLLogger(tmp_path / "cut.jsonl") as logger, pytest.raises(LookupError):
-        counted(linear_state(), tmp_path / "cut", loggers=[logger], collate_fn=Collate(14, fail), **arguments)
+    whole, cut = (rx.JSONLLogger(tmp_path / f"{name}.jsonl") for name in ("whole", "cut"))
+    arguments: Any = {"log_every": 5, "num_steps": 20, "loss_fn": tiny.loss_fn, "optimizer": SGD}
+    run = functools.partial(counted, None, **arguments)
+    run(tmp_path / "whole", loggers=[whole])
+    with pytest.raises(LookupError):
+        run(tmp_path / "cut", loggers=[cut], collate_fn=Collate(14, tiny.fail))
     # The error saved at 13. A kill leaves a checkpoint at 13 that is not whole, and a row that is too late.
-    logger(15, {"train/loss": 5.0})
+    cut(15, {"train/loss": 5.0})
     os.rename(tmp_path / "cut" / "13", tmp_path / "cut" / "13.orbax-checkpoint-tmp")
     assert steps_in(tmp_path / "cut")[-1] == 12
-    run("cut")
-    assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
+    with whole, rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
+        run(tmp_path / "cut", loggers=[logger])
+    assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
     assert sorted(os.listdir(tmp_path / "cut")) == ["18", "20", "begun.json", "history.jsonl"]
 
 
@@ -246,14 +198,12 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
     """In a file with the rows of other runs: with checkpoints and without, finished and killed."""
     log = tmp_path / "log.jsonl"
 
-    def run(name: str, *, at: int | None = None, **arguments: Any) -> Any:
+    def run(name: str, at: int | None = None, **arguments: Any) -> Any:
         checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
-        defaults: Any = {"log_every": 1, "num_steps": 8, "checkpoints": checkpoints}
+        defaults: Any = {"log_every": 1, "num_steps": 8, "checkpoints": checkpoints, "optimizer": tiny.COUNTING}
         with rx.JSONLLogger(log) as logger:
-            return fit_with_history(
-                linear_state(), EXAMPLES, optimizer=COUNTING, prefetch=0, loggers=[logger],
-                collate_fn=Collate(at, kill), **{**defaults, **arguments},
-            )[1]  # fmt: skip
+            arguments = {**defaults, "loggers": [logger], "collate_fn": Collate(at, kill), **arguments}
+            return tiny.fit_with_history(prefetch=0, **arguments)[1]
 
     history = run("finished")
     run("unsaved", checkpoints=None)
@@ -265,11 +215,11 @@ def test_a_run_killed_before_its_first_save_leaves_no_rows(tmp_path: pathlib.Pat
             run("cut", at=6)
     assert run("cut") == history
     assert log.read_bytes().startswith(before)
-    own = read_log(log)[-8:]
+    own = tiny.read_log(log)[-8:]
     assert [step for step, _ in own] == list(range(1, 9))
-    assert read_log(log) == own + own + own[:3] + own  # four rows of the killed one were on their way
+    assert tiny.read_log(log) == own + own + own[:3] + own  # four rows of the killed one were on their way
     run("killed")
-    assert read_log(log) == own * 4
+    assert tiny.read_log(log) == own * 4
 
 
 def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> None:
@@ -279,42 +229,17 @@ def test_a_second_fit_killed_before_its_first_save(tmp_path: pathlib.Path) -> No
         with rx.JSONLLogger(tmp_path / f"{name}.jsonl") as logger:
             arguments: Any = {"loggers": [logger], "log_every": 1, "num_steps": 6}
             checkpoints = rx.Checkpoints(tmp_path / name, every_steps=10)
-            state = counted(linear_state(), checkpoints, **arguments)
+            state = counted(None, checkpoints, **arguments)
             counted(state, checkpoints, collate_fn=Collate(at, kill), **arguments)
 
     script("whole")
     with pytest.raises(Killed):
         script("cut", at=3)
     script("cut")
-    assert read_log(tmp_path / "cut.jsonl") == read_log(tmp_path / "whole.jsonl")
+    assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
     rows = (tmp_path / "cut.jsonl").read_bytes()
     script("cut")  # both are finished, and drop nothing of each other
     assert (tmp_path / "cut.jsonl").read_bytes() == rows
-
-
-def test_a_jsonl_log_is_rewound(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "log.jsonl"
-    logger = rx.JSONLLogger(path)
-    logger.rewind(3)  # there is none yet
-    assert not path.exists()
-    for step in (1, 2, 3, 3, 4, 9):
-        logger(step, {"a": float(step)})
-    with path.open("a") as file:
-        file.write('{"step": 2, "a"')  # a machine that went down
-    logger.rewind(3)
-    logger(4, {"a": 40.0})
-    logger.close()
-    assert read_log(path) == [*((step, {"a": float(step)}) for step in (1, 2, 3, 3)), (4, {"a": 40.0})]
-    assert os.listdir(tmp_path) == ["log.jsonl"]
-
-
-def test_tensorboard_is_told_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
-    logger = rx.TensorBoardLogger(tmp_path)
-    logger(5, {"a": 1.0})
-    logger.rewind(3)
-    logger(4, {"a": 2.0})
-    logger.close()
-    assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [4]
 
 
 def test_loggers_are_rewound_to_the_restored_step_only(tmp_path: pathlib.Path) -> None:
@@ -325,7 +250,7 @@ def test_loggers_are_rewound_to_the_restored_step_only(tmp_path: pathlib.Path) -
             rewinds.append(step)
 
     for expected in ([], [4]):
-        counted(linear_state(), tmp_path, loggers=[Rewindable()], num_steps=4)
+        counted(None, tmp_path, loggers=[Rewindable()], num_steps=4)
         assert rewinds == expected
 
 
@@ -334,55 +259,47 @@ def test_loggers_are_rewound_to_the_restored_step_only(tmp_path: pathlib.Path) -
 
 def test_a_script_of_two_fits_resumes_each(tmp_path: pathlib.Path) -> None:
     """The second has epochs of its own. Finished ones do not train again, unless they are made longer."""
-    arguments: Any = {"loss_fn": loss_fn, "optimizer": SGD}
 
     def script(spy: Any, num_steps: int = 5) -> Any:
-        state = counted(linear_state(), tmp_path, num_steps=6, collate_fn=spy, **arguments)
+        run = functools.partial(counted, collate_fn=spy, loss_fn=tiny.loss_fn, optimizer=SGD)
+        state = run(None, tmp_path, num_steps=6)
         assert_same(state, plain)
-        return counted(state, tmp_path, num_steps=num_steps, collate_fn=spy, **arguments)
+        return run(state, tmp_path, num_steps=num_steps)
 
-    plain = fit(linear_state(), EXAMPLES, num_steps=6)
+    plain = fit(num_steps=6)
     with pytest.raises(rx.errors.TrainingInterrupted) as caught:
         script(Collate(9))
     assert caught.value.step == 9
     for num_steps, num_calls in ((5, 2), (5, 0), (7, 2)):
         spy = Collate()
-        found = script(spy, num_steps)
-        assert_same(found, fit(plain, EXAMPLES, num_steps=num_steps, donate=False))
+        assert_same(script(spy, num_steps), fit(plain, num_steps=num_steps, donate=False))
         assert spy.num_calls == num_calls
 
 
 def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
     """Another beginning or model, and unless it is allowed, another batch size, number or order of examples."""
-    with pytest.raises(rx.errors.TrainingInterrupted):
-        counted(linear_state(), tmp_path, collate_fn=Collate(8))
+    interrupted(None, tmp_path, collate_fn=Collate(8))
     begin = linear_state()
     rx.save(tmp_path / "own", dataclasses.replace(begin, step=begin.step + 5))
-    later = dataclasses.replace(begin, step=begin.step + 3)
+    later, wide = dataclasses.replace(begin, step=begin.step + 3), linear_state(dim=3)
     for state, directory, examples, message in (
         (later, tmp_path, EXAMPLES, r"state is at step 3, but .* runs that began at \[0\], up to step 8"),
         (begin, tmp_path / "own", EXAMPLES, r"that no run of fit wrote, up to step 5"),
-        (
-            linear_state(dim=3),
-            tmp_path,
-            make_examples(22, dim=3),
-            r"model/bias: float32\[3\] in the state, flo",
-        ),
+        (wide, tmp_path, tiny.make_examples(22, dim=3), r"model/bias: float32\[3\] in the state, flo"),
         (begin, tmp_path, EXAMPLES[:20], r"examples is 20, but was 22 when .*allow_changes=True"),
         (begin, tmp_path, rx.Data(EXAMPLES, shuffle=False), r"order of the examples is None, but was feistel"),
         (begin, tmp_path, rx.Stream(EXAMPLES), r"the number of train_examples is None, but was 22"),
     ):
         with pytest.raises(ValueError, match=message):
-            fit(state, examples, checkpoints=directory, num_steps=10, optimizer=COUNTING)
+            counted(state, directory, examples, prefetch=None)
         assert not state.params["bias"].is_deleted()
     assert_same(begin, linear_state())  # nothing was taken over
     assert steps_in(tmp_path)[-1] == 8
 
-    arguments: Any = {"num_epochs": 3, "optimizer": COUNTING, "prefetch": 0}
     with pytest.raises(ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"):
-        fit(linear_state(), EXAMPLES, checkpoints=tmp_path, batch_size=2, **arguments)
+        counted(None, tmp_path, batch_size=2, num_epochs=3)
     spy, allowed = Collate(), rx.Checkpoints(tmp_path, allow_changes=True)
-    fit(linear_state(), EXAMPLES, checkpoints=allowed, collate_fn=spy, batch_size=2, **arguments)
+    counted(None, allowed, collate_fn=spy, batch_size=2, num_epochs=3)
     # After 8 steps of 4, the second epoch is three batches on, which are six of 2; a third one follows.
     assert len(spy.ids) == (11 - 6) * 2 + 11 * 2
     run = rx.list_checkpoints(tmp_path)[-1].run
@@ -403,8 +320,8 @@ def test_the_best_are_kept_beside_the_last(tmp_path: pathlib.Path) -> None:
 
     best: Any = {"eval/low": "min", "eval/high": "max"}
     checkpoints = rx.Checkpoints(tmp_path, every_steps=500, keep_last=1, keep_best=best)
-    evaluation = rx.Evaluation(EXAMPLES[:4], predict_fn=predict_fn, metric_fn=metric_fn)
-    counted(linear_state(), checkpoints, evaluation=evaluation, num_epochs=6)
+    evaluation = rx.Evaluation(EXAMPLES[:4], predict_fn=tiny.predict_fn, metric_fn=metric_fn)
+    counted(None, checkpoints, evaluation=evaluation, num_epochs=6)
     infos = rx.list_checkpoints(tmp_path)
     assert {info.step // 5: info.metrics["eval/low"] for info in infos} == {3: 1.0, 5: 9.0, 6: 5.0}
     run = infos[-1].run
@@ -423,7 +340,7 @@ def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
         (None, r"nothing, without an evaluation="),
     ):
         with pytest.raises(ValueError, match=rf"keep_best={{'eval/accuracy'.*evaluations give {given}"):
-            counted(linear_state(), checkpoints, evaluation=evaluation)
+            counted(None, checkpoints, evaluation=evaluation)
     assert steps_in(tmp_path) == []
 
 
@@ -431,12 +348,12 @@ def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_evaluation_is_part_of_the_checkpoint_after_it(tmp_path: pathlib.Path) -> None:
-    arguments: Any = {"num_epochs": 2, "evaluation": rx.Evaluation(EXAMPLES)}
     rows, again = Rows(), Rows()
-    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[rows], **arguments)
-    evaluations = rows.with_prefix("eval/")
-    assert [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path)] == evaluations
-    counted(linear_state(), rx.Checkpoints(tmp_path), loggers=[again], **arguments)
+    for logger in (rows, again):
+        checkpoints = rx.Checkpoints(tmp_path)
+        counted(None, checkpoints, loggers=[logger], num_epochs=2, evaluation=rx.Evaluation(EXAMPLES))
+        found = [(info.step, info.metrics) for info in rx.list_checkpoints(tmp_path)]
+        assert found == rows.with_prefix("eval/")
     assert again.rows == []
 
 
@@ -445,27 +362,22 @@ def test_an_evaluation_that_was_cut_short_is_made_again(
     during: str, num_epochs: int, tmp_path: pathlib.Path
 ) -> None:
     """After the last epoch, and after another."""
-    arguments: Any = {
-        "evaluation": rx.Evaluation(EXAMPLES[:12], predict_fn=predict_fn),
-        "num_epochs": num_epochs,
-    }
+    evaluation = rx.Evaluation(EXAMPLES[:12], predict_fn=tiny.predict_fn)
+    run = functools.partial(counted, num_epochs=num_epochs, evaluation=evaluation)
     whole, cut = Rows(), Rows()
-    counted(linear_state(), tmp_path / "whole", loggers=[whole], **arguments)
+    run(None, tmp_path / "whole", loggers=[whole])
     # Two rehearsing calls, five of training, and three for each of the two.
     spy = Collate(2 + 5 + (2 if during == "evaluation" else 5))
-    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
-        counted(linear_state(), tmp_path / "cut", loggers=[cut], collate_fn=spy, **arguments)
-    assert caught.value.step == 5
-    assert caught.value.checkpoint == tmp_path / "cut" / "5"
+    error = interrupted(None, tmp_path / "cut", run, loggers=[cut], collate_fn=spy)
+    assert (error.step, error.checkpoint) == (5, tmp_path / "cut" / "5")
     assert spy.num_calls <= 2 + 5 + 6  # it did not go on to the end
-    assert [row for _, row in cut.with_prefix("eval/")] == []
-    (_, info) = rx.list_checkpoints(tmp_path / "cut")[-2:]
+    assert cut.with_prefix("eval/") == []
+    info = rx.list_checkpoints(tmp_path / "cut")[-1]
     assert (info.step, info.metrics) == (5, {})
-    counted(linear_state(), tmp_path / "cut", loggers=[cut], **arguments)
-    assert without_times(cut.rows) == without_times(whole.rows)
-    assert [i.metrics for i in rx.list_checkpoints(tmp_path / "cut")[-2:]] == [
-        i.metrics for i in rx.list_checkpoints(tmp_path / "whole")[-2:]
-    ]
+    run(None, tmp_path / "cut", loggers=[cut])
+    assert tiny.without_times(cut.rows) == tiny.without_times(whole.rows)
+    metrics = [[i.metrics for i in rx.list_checkpoints(tmp_path / name)[-2:]] for name in ("cut", "whole")]
+    assert metrics[0] == metrics[1]
 
 
 # Signals
@@ -474,92 +386,71 @@ def test_an_evaluation_that_was_cut_short_is_made_again(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_at_the_next_step(number: Any, tmp_path: pathlib.Path) -> None:
     """And the run goes on exactly from the state of the interruption."""
-
-    def act() -> None:
-        os.kill(os.getpid(), number)
-
-    with pytest.raises(rx.errors.TrainingInterrupted, match=number.name) as caught:
-        counted(linear_state(), tmp_path, collate_fn=Collate(3, act))
-    error = caught.value
+    error = interrupted(None, tmp_path, collate_fn=Collate(3, number))
+    assert number.name in str(error)
     assert (error.signal, error.step, error.checkpoint) == (number, 3, tmp_path / "3")
     assert error.code == 128 + number
     assert_same(rx.restore(tmp_path, linear_state()), error.state)
     spy = Collate()
-    assert_counted(counted(error.state, tmp_path, collate_fn=spy), 12, linear_state())
+    assert_counted(counted(error.state, tmp_path, collate_fn=spy), 12)
     assert len(spy.ids) == 4 * 9
 
 
 CHILD = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from fit_helpers import *
-def act():
-    for _ in range(int(sys.argv[3])):
-        os.kill(os.getpid(), signal.SIGTERM)
-fit(linear_state(), make_examples(20), collate_fn=Collate(3, act), optimizer=COUNTING, num_steps=9, prefetch=0,
-    checkpoints=sys.argv[2], loggers=None)
+import os, pathlib, signal, sys
+from fit_helpers import Collate, counted
+act = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(int(sys.argv[2]))]
+counted(None, pathlib.Path(sys.argv[1]), collate_fn=Collate(3, act), num_steps=9, loggers=None)
 """
 
 
 def test_the_exit_tells_what_it_was(tmp_path: pathlib.Path) -> None:
     """One signal saves, and two kill at once."""
-    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(pathlib.Path(__file__).parents[1])]
-    children = [
-        subprocess.Popen([*command, str(tmp_path / times), times], stderr=subprocess.PIPE, text=True)
-        for times in ("1", "2")
-    ]
+    children = [tiny.python(CHILD, tmp_path / times, times) for times in ("1", "2")]
     said = [child.communicate()[1] for child in children]
     assert [child.returncode for child in children] == [128 + signal.SIGTERM, -signal.SIGTERM], said
-    assert [steps_in(tmp_path / times) for times in ("1", "2")] == [[3], []]
+    assert steps_in(tmp_path / "1")[-1] == 3
+    assert 3 not in steps_in(tmp_path / "2")
 
 
 # Faults
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(rx.errors.TrainingInterrupted):
-        counted(linear_state(), tmp_path, collate_fn=Collate(7))
+    interrupted(None, tmp_path, collate_fn=Collate(7))
     assert steps_in(tmp_path) == [6, 7]
     for path in (tmp_path / "7").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-20])
     with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The checkpoint before it is used"):
-        found = counted(linear_state(), tmp_path)
-    assert_counted(found, 12, linear_state())
+        found = counted(None, tmp_path)
+    assert_counted(found, 12)
     assert sorted(os.listdir(tmp_path)) == ["10", "12", "7.damaged", "begun.json", "history.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:.*The checkpoint before it is used")
 @pytest.mark.parametrize("which", ["record/record.json", "arrays/manifest.ocdbt"])
 def test_when_all_are_damaged_nothing_begins_anew(which: str, tmp_path: pathlib.Path) -> None:
-    counted(linear_state(), tmp_path)
+    counted(None, tmp_path)
     for step in (10, 12):
         (tmp_path / str(step) / which).write_bytes(b"")
-    spy = Collate()
+    spy, message = Collate(), "12 is damaged" if "record" in which else "damaged"
     for _ in range(2):  # nor at the next try
-        with pytest.raises(
-            rx.errors.CheckpointError, match="12 is damaged" if "record" in which else "damaged"
-        ):
-            counted(linear_state(), tmp_path, collate_fn=spy)
+        with pytest.raises(rx.errors.CheckpointError, match=message):
+            counted(None, tmp_path, collate_fn=spy)
     assert spy.num_calls == 0
 
 
 @pytest.mark.parametrize("log_every", [50, 1])
 def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path: pathlib.Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
-
-    try:
+    with contextlib.ExitStack() as stack:
+        spy = Collate(7, lambda: stack.enter_context(tiny.full_disk()))
         with pytest.raises(rx.errors.CheckpointError, match="could not be written") as caught:
-            counted(linear_state(), tmp_path, collate_fn=Collate(7, fill), log_every=log_every)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            counted(None, tmp_path, collate_fn=spy, log_every=log_every)
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
-    assert_counted(state, int(state.step), linear_state())
+    assert_counted(state, int(state.step))
     assert 7 <= int(state.step) <= 10  # told of the save of 6 or of 8, by 10 at the latest
     assert steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
-    assert_counted(counted(linear_state(), tmp_path), 12, linear_state())
+    assert_counted(counted(None, tmp_path), 12)
 
 
 def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path) -> None:
@@ -575,11 +466,10 @@ def test_a_directory_that_cannot_be_written_is_told_first(tmp_path: pathlib.Path
 
 def test_an_error_of_the_user_does_not_lose_the_state(tmp_path: pathlib.Path) -> None:
     with pytest.raises(LookupError, match="mine") as caught:
-        counted(linear_state(), tmp_path, collate_fn=Collate(6, fail))
-    state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
-    assert_counted(state, 5, linear_state())
+        counted(None, tmp_path, collate_fn=Collate(6, tiny.fail))
+    assert_counted(caught.value.state, 5)  # pyright: ignore[reportAttributeAccessIssue]
     assert any(f"saved as {tmp_path / '5'}" in note for note in caught.value.__notes__)
-    assert_counted(counted(linear_state(), tmp_path), 12, linear_state())
+    assert_counted(counted(None, tmp_path), 12)
 
 
 def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
@@ -591,10 +481,10 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     limit = float(linear_state().params["bias"][0]) + 4.5  # which the sixth step has before it
 
     def infinite(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.where(model.bias[0] > limit, jnp.inf, jnp.mean(errors_of(model, batch)))
+        return jnp.where(model.bias[0] > limit, jnp.inf, jnp.mean(tiny.errors_of(model, batch)))
 
     with pytest.raises(rx.errors.NonFiniteError) as caught:
-        counted(linear_state(), tmp_path / "loss", loss_fn=infinite)
+        counted(None, tmp_path / "loss", loss_fn=infinite)
     assert caught.value.step == 5
     assert steps_in(tmp_path / "loss") == [2, 4]
-    assert_counted(caught.value.state, 5, linear_state())
+    assert_counted(caught.value.state, 5)

@@ -1,0 +1,274 @@
+"""Runs that end early: by Ctrl-C at the next step, by a step that is not finite at the last good state."""
+
+import functools
+import itertools
+import math
+import os
+import pathlib
+import pickle
+import signal
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import equinox as eqx
+import fit_helpers as tiny
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import EXAMPLES, MESHES, SGD, Collate, Rows, assert_counted, assert_same, counted, fit
+
+import redco_eqx as rx
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_ends_at_the_next_step_with_the_state() -> None:
+    rows = Rows()
+
+    def logger(step: int, row: Any) -> None:
+        rows(step, row)
+        if step == 2:
+            interrupt()
+
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
+        fit(num_epochs=9, log_every=1, loggers=[logger])
+    # The row of step 2 is there when step 6 is on its way, whose boundary is the next one.
+    error = caught.value
+    assert isinstance(error, KeyboardInterrupt)
+    assert int(error.state.step) == error.step == 6
+    assert [step for step, _ in rows.rows] == list(range(1, 7))  # no row is lost
+    expected = tiny.state_after(6)
+    assert_same(error.state, expected)
+    copy = pickle.loads(pickle.dumps(error))  # as it goes from one process to another
+    assert (type(copy), str(copy), copy.signal) == (type(error), str(error), signal.SIGINT)
+    assert_same(copy.state, expected)
+    assert_same(fit(error.state, num_steps=3), tiny.state_after(3, expected))  # and it can be used
+
+
+def test_an_interrupt_at_the_last_evaluation_is_not_lost() -> None:
+    calls = itertools.count()
+
+    def metric_fn(examples: Any, predictions: Any) -> Any:
+        if next(calls) == 1:
+            interrupt()
+        return {}
+
+    evaluation = rx.Evaluation(EXAMPLES, predict_fn=tiny.predict_fn, metric_fn=metric_fn)
+    with pytest.raises(rx.errors.TrainingInterrupted) as caught:
+        counted(num_steps=2, evaluation=evaluation)
+    assert_counted(caught.value.state, 2)
+
+
+def test_a_second_interrupt_leaves_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        counted(collate_fn=Collate(3, lambda: (interrupt(), interrupt())))
+    assert type(caught.value) is KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_last_good_state_waits() -> None:
+    examples, step = tiny.spoiled(np.nan)
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
+        fit(None, examples, collate_fn=Collate(step + 2, signal.SIGINT), num_steps=99, prefetch=0)
+    assert caught.value.step == step
+
+
+def test_the_programs_own_handler_stays() -> None:
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    try:
+        found = counted(num_steps=3, collate_fn=Collate(2, signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [True]
+    assert_counted(found, 3)
+
+
+def test_outside_the_main_thread_no_handler_is_needed() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        assert_counted(thread.submit(counted, num_steps=3).result(), 3)
+
+
+SCRIPT = """
+import os, sys
+os.open(sys.argv[1], os.O_RDWR)  # now the terminal that Ctrl-C is typed on is this program's
+from fit_helpers import counted, make_examples
+import redco_eqx as rx
+
+console = rx.ConsoleLogger(open(os.devnull, "w"), progress=True)
+say = lambda step, row: print("step", step, flush=True)
+try:
+    counted(examples=make_examples(20), num_epochs=10**6, log_every=500, loggers=[say, console], prefetch=2)
+except rx.errors.TrainingInterrupted as error:
+    print("went on", int(counted(error.state, num_steps=5).step) - error.step)
+"""
+
+
+def test_a_real_ctrl_c(tmp_path: pathlib.Path) -> None:
+    ours, theirs = os.openpty()
+    with (tmp_path / "errors").open("w") as errors:
+        options: Any = {"stdin": theirs, "stderr": errors, "start_new_session": True}
+        child = tiny.python(SCRIPT, os.ttyname(theirs), **options)
+    deadline = threading.Timer(120, child.kill)
+    deadline.start()
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("step 500")
+        os.write(ours, b"\x03")
+        out, _ = child.communicate(timeout=60)
+    finally:
+        deadline.cancel()
+        child.kill()
+        child.wait()
+        os.close(theirs)
+        os.close(ours)
+    assert out.splitlines()[-1] == "went on 5"
+    assert child.returncode == 0
+
+
+# Steps that are not finite
+
+
+def infinite_gradient(model: Any, batch: Any, key: Any) -> Any:
+    """The value of the loss is always finite, but at a flag of 0 the gradient is infinite."""
+    zero = jnp.sum(model.bias) - jax.lax.stop_gradient(jnp.sum(model.bias))
+    return jnp.mean(tiny.errors_of(model, batch)) + jnp.mean(jnp.sqrt(batch["flag"] + zero))
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "log_every"),
+    [(tiny.loss_fn, np.nan, 1), (tiny.loss_fn, np.inf, 100), (infinite_gradient, 0, 100)],
+)
+def test_a_nonfinite_step_ends_the_run_with_the_state_before_it(loss: Any, value: Any, log_every: int) -> None:
+    """And is found before an evaluation after it."""
+    examples, step = tiny.spoiled(value)
+    assert step > 0
+    for evaluation in (None, rx.Evaluation(EXAMPLES[:4], every_steps=step + 1)):
+        rows = Rows()
+        arguments: Any = {"num_epochs": 2, "loss_fn": loss, "evaluation": evaluation, "loggers": [rows]}
+        with pytest.raises(rx.errors.NonFiniteError, match=f"not finite at step {step} ") as caught:
+            fit(None, examples, log_every=log_every, **arguments)
+        assert caught.value.step == step
+        assert_same(caught.value.state, tiny.state_after(step, examples=examples, loss_fn=loss))
+        assert all(math.isfinite(x) for _, row in rows.rows for x in row.values())
+        assert [at for at, _ in rows.rows] == (list(range(1, step + 1)) if log_every == 1 else [])
+
+
+@pytest.mark.parametrize(("loss", "value"), [(tiny.loss_fn, np.nan), (infinite_gradient, 0)])
+def test_skipping_leaves_out_exactly_the_step(loss: Any, value: Any) -> None:
+    examples, step = tiny.spoiled(value)
+    hand: Any = {"loss_fn": loss, "optimizer": optax.adam(1e-2)}
+    state = tiny.linear_state(hand["optimizer"])
+    steps = list(itertools.islice(tiny.hand_loop(state, examples, skip=step, **hand), 5))
+    guarded = rx.jit_step(rx.skip_nonfinite(functools.partial(rx.train_step, **hand)))
+    for i, (_, metrics, batch) in enumerate(steps):
+        state, reported = guarded(state, batch)
+        assert float(reported["skipped"]) == (i == step)
+        if i != step:
+            assert float(reported["loss"]) == float(metrics["loss"])
+    # Parameters, moments and counts are kept at that step, only its number counts; and training goes on.
+    assert_same(state, steps[-1][0])
+    assert int(state.step) == 5
+
+
+def test_a_guarded_step_is_a_step() -> None:
+    """It takes the same steps where all is finite, also under a scan."""
+    step = functools.partial(rx.train_step, loss_fn=tiny.loss_fn, optimizer=SGD)
+    batches = [tiny.collate(EXAMPLES[i : i + 4]) for i in range(0, 20, 4)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    (expected, _), (found, metrics) = (
+        jax.jit(functools.partial(jax.lax.scan, f))(tiny.linear_state(), stacked)
+        for f in (step, rx.skip_nonfinite(step))
+    )
+    assert_same(found, expected)
+    np.testing.assert_array_equal(metrics["skipped"].total, np.zeros(5))
+
+
+# Where: the index that is outside, and under `jax_debug_nans` the line
+
+WIDE = tiny.make_examples(16, dim=8)
+
+
+def risky_part(flag: Any) -> Any:
+    return jnp.log(flag)
+
+
+def poisoned_loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(tiny.errors_of(model, batch) + risky_part(batch["flag"]))
+
+
+def overflowing(model: Any, batch: Any, key: Any) -> Any:
+    """A finite loss whose gradient is not."""
+    small = jnp.sum(model.layers[0].bias * 0.0)
+    return jnp.mean(tiny.errors_of(model, batch)) + jnp.sqrt(jnp.maximum(small, 0.0)) * jnp.min(batch["flag"])
+
+
+def test_a_nan_raises_from_its_line_with_the_last_good_state() -> None:
+    poisoned = [{**example, "flag": np.float32(-1.0 if i == 3 else 1.0)} for i, example in enumerate(WIDE)]
+    run = functools.partial(fit, tiny.mlp_state(), poisoned, loss_fn=poisoned_loss, num_epochs=1, donate=False)
+    with pytest.raises(rx.errors.NonFiniteError, match=r"jax_debug_nans") as plain:
+        run()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in log") as caught:
+        run()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "risky_part" in frames
+    assert_same(caught.value.state, plain.value.state)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_without_a_place_the_first_parameter_is_named_and_a_finite_run_is_as_without() -> None:
+    state = tiny.mlp_state(SGD, rx.make_mesh(data=1))
+    with jax.debug_infs(True), pytest.raises((FloatingPointError, rx.errors.NonFiniteError)) as caught:
+        fit(state, WIDE, loss_fn=overflowing, num_steps=2, donate=False)
+    assert "inf" in str(caught.value) or "layers.0.bias" in str(caught.value)
+    with jax.debug_nans(True):
+        found = fit(state, WIDE, num_steps=3, donate=False)
+    assert_same(found, fit(state, WIDE, num_steps=3))
+
+
+class Lookup(eqx.Module):
+    table: jax.Array
+
+    def __init__(self, key: Any):
+        self.table = jax.random.normal(key, (16, 8))
+
+
+def by_layers(model: Any, batch: Any, key: Any) -> Any:
+    hidden = rx.layers.embed(model.table, batch["ids"])
+    return rx.layers.cross_entropy(hidden, model.table, batch["labels"], num_chunks=2)
+
+
+def by_optax(model: Any, batch: Any, key: Any) -> Any:
+    hidden = jax.checkpoint(lambda table, ids: jnp.take(table, ids, axis=0))(model.table, batch["ids"])
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ model.table.T, batch["labels"]).mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "loss", "name", "value"),
+    [
+        ("mixed", by_layers, "ids", 99),
+        ("mixed", by_layers, "labels", -7),
+        ("one", by_optax, "ids", -17),
+        ("one", by_optax, "labels", 16),
+    ],
+)
+def test_an_index_outside_is_named(mesh: str, loss: Any, name: str, value: int) -> None:
+    """However late the metrics are read, and in a stream too."""
+    rng = np.random.default_rng(0)
+    examples = [{x: rng.integers(0, 16, 4).astype(np.int32) for x in ("ids", "labels")} for _ in range(80)]
+    examples[18][name][2] = value  # row 2 of step 2
+    model = rx.init_model(lambda key: Lookup(key), rx.make_mesh(**MESHES[mesh]), key=jax.random.key(0))
+    state = rx.init_state(model, SGD, key=jax.random.key(1))
+    # The first line that is not JAX's or this library's: else optax's, or of what checks annotations here.
+    line = r"test_ended_early.py:\d+ \(" if loss is by_optax and name == "ids" else ""
+    expected = (
+        rf"at step 2 .*: the batch's {name} has {value} in row 2, an index outside a dim of 16 at .*{line}"
+    )
+    for given in (rx.Data(examples, shuffle=False), rx.Stream(iter(examples))):
+        with pytest.raises(rx.errors.NonFiniteError, match=expected) as caught:
+            fit(state, given, loss_fn=loss, num_steps=10, batch_size=8, donate=False)
+        assert int(caught.value.state.step) == caught.value.step == 2

@@ -1,0 +1,352 @@
+"""The rows that `fit` logs, its history, and the loggers: JSON lines, TensorBoard, the terminal."""
+
+import io
+import itertools
+import json
+import math
+import os
+import pathlib
+import pickle
+import re
+import sys
+import types
+from typing import Any
+
+import fit_helpers as tiny
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fit_helpers import EXAMPLES, Collate, Rows, assert_same, counted, fit, fit_with_history, linear_state
+from helpers import events
+
+import redco_eqx as rx
+from redco_eqx._base.protocols import Logger
+from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
+from redco_eqx._training.run import Training
+
+# Rows
+
+
+def test_a_row_is_the_exact_mean_of_its_steps() -> None:
+    rows = Rows()
+    begin = fit(num_steps=2)
+    metrics = [metrics for _, metrics, _ in itertools.islice(tiny.hand_loop(begin, EXAMPLES), 7)]
+    fit(begin, num_steps=7, log_every=3, loggers=[rows])
+    assert [step for step, _ in rows.rows] == [5, 8, 9]
+    windows = [metrics[0:3], metrics[3:6], metrics[6:7]]
+    for (_, row), window, done in zip(rows.rows, windows, (3, 6, 7)):
+        for name in window[0]:
+            total = sum(float(m[name].total) for m in window)
+            weight = sum(float(m[name].weight) for m in window)
+            # The window adds in float32.
+            np.testing.assert_allclose(row[f"train/{name}"], total / weight, rtol=1e-6)
+        assert row["train/epoch"] == pytest.approx(done / 5, rel=1e-12)
+        assert set(row) >= {"train/loss", "train/plain", "train/grad_norm", "train/examples_per_second"}
+        assert next(iter(row)) == "train/loss"
+    of_first = [float(m["loss"].value) for m in windows[0]]
+    assert rows.rows[0][1]["train/loss"] != pytest.approx(np.mean(of_first), rel=1e-3)  # no mean of means
+
+
+def test_the_learning_rate_is_in_the_row() -> None:
+    rows, optimizer = Rows(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+    fit(linear_state(optimizer), num_steps=2, optimizer=optimizer, loggers=[rows])
+    assert rows.rows[0][1]["train/learning_rate"] == 0.25
+
+
+def per_token(model: Any, batch: Any, key: Any) -> Any:
+    weight = jnp.sum(batch["weight"])  # more than one for each example
+    return rx.Mean(weight * jnp.mean(tiny.errors_of(model, batch)), weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "log_every", "eval_every_steps"), [(per_token, 10, 15), (tiny.scalar_loss, 100, 3)]
+)
+def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a batch moves on by one second, the first one (which compiles) by a minute, and an
+    evaluation by an hour."""
+    now = 0.0
+
+    def timed_collate(examples: Any) -> Any:
+        nonlocal now
+        if len(examples) == 4:
+            now += 60.0 if now == 0 else 1.0
+        return tiny.collate(examples)
+
+    def metric_fn(examples: Any, predictions: Any) -> Any:
+        nonlocal now
+        now += 3600.0 if now else 0.0
+        return {}
+
+    catch_up = Training._catch_up
+
+    def catch_up_when_done(self: Any, num_ahead: int = 0) -> None:
+        jax.block_until_ready([step.window for step in self._ahead])
+        catch_up(self, num_ahead)
+
+    # Devices that are always done with a window when the next step is dispatched.
+    monkeypatch.setattr(Training, "_catch_up", catch_up_when_done)
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    for module in ("run", "loggers"):
+        monkeypatch.setattr(f"redco_eqx._training.{module}.time", clock)
+    rows = Rows()
+    examples = [{**example, "weight": np.float32(3)} for example in tiny.make_examples(100)]
+    functions: Any = {"predict_fn": tiny.predict_fn, "metric_fn": metric_fn}
+    evaluation = rx.Evaluation(examples[:3], batch_size=3, every_steps=eval_every_steps, **functions)
+    arguments: Any = {"collate_fn": timed_collate, "loss_fn": loss, "evaluation": evaluation}
+    fit(None, examples, prefetch=0, num_steps=40, log_every=log_every, loggers=[rows], **arguments)
+    train = rows.with_prefix("train/")
+    assert [step for step, _ in train] == [
+        step for step in range(1, 41) if step % log_every == 0 or step % eval_every_steps == 0 or step == 40
+    ]
+    steps = np.diff([1, *(step for step, _ in train)])  # without the first, which compiles
+    rates = np.array([row["train/examples_per_second"] for _, row in train])
+    # The end of a window is seen at the next step, so that one in five may count for its neighbour,
+    np.testing.assert_allclose(rates, 4.0, rtol=0.2501)
+    # but in all no time is lost, and none counted twice.
+    assert np.sum(steps * 4 / rates) == pytest.approx(39, rel=1e-9)
+    for _, row in train:
+        assert ("train/tokens_per_second" in row) == (loss is per_token)
+        if loss is per_token:
+            ratio = row["train/tokens_per_second"] / row["train/examples_per_second"]
+            assert ratio == pytest.approx(3.0, rel=1e-6)
+
+
+# History
+
+
+def test_it_has_what_the_loggers_got_without_rates() -> None:
+    rows = Rows()
+    evaluation = rx.Evaluation(EXAMPLES, every_steps=4)
+    _, history = fit_with_history(num_steps=11, log_every=3, evaluation=evaluation, loggers=[rows])
+    assert [row["step"] for row in history.rows] == [3, 4, 6, 8, 9, 11]
+    assert [row["step"] for row in history.evaluations] == [4, 8, 11]
+    expected = [{"step": step, **row} for step, row in tiny.without_times(rows.rows)]
+    assert [row for row in expected if "eval/loss" not in row] == list(history.rows)
+    assert [row for row in expected if "eval/loss" in row] == list(history.evaluations)
+    assert history["eval/loss"] == [row["eval/loss"] for row in history.evaluations]
+    assert history["train/loss"] == [row["train/loss"] for row in history.rows]
+    with pytest.raises(KeyError, match=r"eval/los' is in no row .* train/loss, .*eval/loss"):
+        history["eval/los"]
+    assert rx.types.History() == rx.types.History((), ())
+    with pytest.raises(KeyError, match="none"):
+        rx.types.History()["train/loss"]
+
+
+def test_an_error_comes_with_the_rows_of_all_steps_before_it() -> None:
+    """Also with those that were handed to the devices and not looked at."""
+    rows = Rows()
+    with pytest.raises(LookupError) as error:
+        fit(prefetch=0, collate_fn=Collate(8, tiny.fail), num_steps=9, log_every=1, loggers=[rows])
+    raised: Any = error.value
+    assert int(raised.state.step) == len(raised.history.rows) == len(rows.rows) == 7
+
+
+def test_runs_in_one_directory_have_their_own_rows(tmp_path: pathlib.Path) -> None:
+    arguments: Any = {"optimizer": tiny.COUNTING, "checkpoints": tmp_path, "log_every": 1}
+    state, first = fit_with_history(num_steps=3, **arguments)
+    _, second = fit_with_history(state, num_steps=2, **arguments)
+    assert [row["step"] for row in first.rows] == [1, 2, 3]
+    assert [row["step"] for row in second.rows] == [4, 5]
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        value = jnp.mean(tiny.errors_of(model, batch))
+        return value, {"odd": value * jnp.nan, "large": value + jnp.inf}
+
+    for _ in range(2):
+        _, history = fit_with_history(num_steps=2, log_every=1, checkpoints=tmp_path, loss_fn=loss)
+        assert np.isnan(history["train/odd"]).all()
+        assert history["train/large"] == [np.inf, np.inf]
+
+
+def test_checkpoints_do_not_grow_by_rows(tmp_path: pathlib.Path) -> None:
+    counted(None, rx.Checkpoints(tmp_path, every_steps=20, keep_last=None), num_steps=60, log_every=1)
+    records = [tmp_path / f"{step}" / "record" / "record.json" for step in (20, 60)]
+    first, last = (len(record.read_bytes()) for record in records)
+    assert last <= first + 10
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 60
+
+
+def test_errors_carry_it_from_one_process_to_another() -> None:
+    examples, step = tiny.spoiled(np.nan)
+    with pytest.raises(rx.errors.NonFiniteError) as caught:
+        fit(None, examples, num_epochs=2, log_every=1)
+    assert [row["step"] for row in caught.value.history.rows] == list(range(1, step + 1))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.step, again.history) == (str(caught.value), step, caught.value.history)
+    assert_same(again.state, caught.value.state)
+    error = rx.errors.TrainingInterrupted(None, 3, history=caught.value.history)
+    assert pickle.loads(pickle.dumps(error)).history == caught.value.history
+
+
+# Loggers
+
+
+def read_lines(path: pathlib.Path) -> list[Any]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_all_are_loggers_that_close(tmp_path: pathlib.Path) -> None:
+    for logger in (ConsoleLogger(io.StringIO()), JSONLLogger(tmp_path / "a"), TensorBoardLogger(tmp_path)):
+        assert isinstance(logger, Logger)
+        with logger as entered:
+            assert entered is logger
+        logger.close()
+    assert list(tmp_path.iterdir()) == []  # nothing is written before the first row
+
+
+def test_jsonl_rows(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "runs" / "first" / "log.jsonl"
+    numbers = {"nan": math.nan, "up": math.inf, "down": -math.inf, "tiny": 5e-324, "third": 1 / 3}
+    with JSONLLogger(path) as logger:
+        logger(1, {"train/loss": 2.5, "train/examples_per_second": 10.0})
+        assert len(read_lines(path)) == 1  # there before anything is closed
+        logger(2, {})
+    with JSONLLogger(str(path)) as logger:
+        logger(3, numbers)
+    first, second, third = read_lines(path)
+    assert abs(first.pop("time") - third.pop("time")) < 60
+    assert first == {"step": 1, "train/loss": 2.5, "train/examples_per_second": 10.0}
+    assert second.keys() == {"step", "time"}
+    assert third["nan"] == "NaN"
+    np.testing.assert_equal({name: float(x) for name, x in third.items()}, {"step": 3, **numbers})
+
+
+def test_jsonl_goes_on_after_half_a_line(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    with JSONLLogger(path) as logger:
+        logger(2, {})
+        logger(3, {})
+    lines = path.read_text().splitlines()
+    assert lines[:2] == ['{"step": 1}', '{"st']
+    assert [json.loads(line)["step"] for line in lines[2:]] == [2, 3]
+
+
+def test_jsonl_refuses_what_is_no_number(tmp_path: pathlib.Path) -> None:
+    wrong: Any = {"loss": np.zeros(2)}
+    with pytest.raises(TypeError):
+        JSONLLogger(tmp_path / "log.jsonl")(0, wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_jsonl_log_is_rewound(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log.jsonl"
+    logger = JSONLLogger(path)
+    logger.rewind(3)  # there is none yet
+    assert not path.exists()
+    for step in (1, 2, 3, 3, 4, 9):
+        logger(step, {"a": float(step)})
+    with path.open("a") as file:
+        file.write('{"step": 2, "a"')  # a machine that went down
+    logger.rewind(3)
+    logger(4, {"a": 40.0})
+    logger.close()
+    assert tiny.read_log(path) == [*((step, {"a": float(step)}) for step in (1, 2, 3, 3)), (4, {"a": 40.0})]
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+
+
+def test_tensorboard_scalars(tmp_path: pathlib.Path) -> None:
+    with TensorBoardLogger(tmp_path / "run") as logger:
+        logger(3, {"train/loss": 2.5, "eval/loss": 1.5})
+        logger(4, {"train/loss": math.nan})
+    scalars = [(e.step, v.tag, v.simple_value) for e in events(tmp_path / "run") for v in e.summary.value]
+    np.testing.assert_equal(
+        scalars, [(3, "train/loss", 2.5), (3, "eval/loss", 1.5), (4, "train/loss", math.nan)]
+    )
+
+
+def test_tensorboard_is_told_once_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger(5, {"a": 1.0})
+    logger.rewind(3)
+    for step in (4, 8):
+        logger(step, {"a": 2.0})
+        logger.close()
+        assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [4]
+    assert [v.simple_value for e in events(tmp_path) for v in e.summary.value] == [1.0, 2.0, 2.0]
+
+
+def test_tensorboard_loggers_of_one_second_keep_their_files(tmp_path: pathlib.Path) -> None:
+    for step in range(3):
+        with TensorBoardLogger(tmp_path) as logger:
+            logger(step, {"a": 1.0})
+    assert sorted(e.step for e in events(tmp_path) if e.summary.value) == [0, 1, 2]
+
+
+def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r'pip install "redco_eqx\[log\]"'):
+        TensorBoardLogger(tmp_path)
+
+
+# Terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_console_lines_are_aligned() -> None:
+    stream = io.StringIO()
+    logger = ConsoleLogger(stream)
+    logger(1, {"train/loss": 2.3456789, "train/grad_norm": 1e-7})
+    logger(1000, {"train/loss": 12345.678, "train/grad_norm": math.nan})
+    first, second = stream.getvalue().splitlines()
+    assert first.split() == ["step", "1", "train/loss", "2.346", "train/grad_norm", "1e-07"]
+    assert second.split() == ["step", "1000", "train/loss", "1.235e+04", "train/grad_norm", "nan"]
+    assert first.index("train/grad_norm") == second.index("train/grad_norm")
+
+
+def test_console_does_not_tear_the_bar() -> None:
+    stream = Terminal()
+    with progress_bar(10, stream=stream) as bar:
+        bar.update()
+        ConsoleLogger(stream)(1, {"loss": 1.0})
+    # The bar is cleared before the line, which ends on its own.
+    before, _, after = stream.getvalue().partition("step        1")
+    assert before.endswith("\r")
+    assert after.split("\r")[0].rstrip(" ").endswith("\n")
+
+
+def test_progress_shows_on_terminals_only_unless_asked() -> None:
+    for stream, show, shown in (
+        (Terminal(), None, True),
+        (Terminal(), False, False),
+        (io.StringIO(), None, False),
+        (io.StringIO(), True, True),
+        (io.StringIO(), False, False),
+    ):
+        with progress_bar(20, initial=5, show=show, stream=stream) as bar:
+            bar.update(15)
+        for words in ("5/20", "20/20", "train:"):
+            assert (words in stream.getvalue()) == shown, (stream, show)
+    with progress_bar(None, show=True, stream=(stream := io.StringIO())) as bar:
+        bar.update(3)
+    assert "3it" in stream.getvalue()
+
+
+def test_what_fit_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing without loggers, no bar where there is no terminal, and a bar where it is asked for."""
+    counted(num_steps=3, log_every=1, evaluation=rx.Evaluation(EXAMPLES[:5]))
+    assert capfd.readouterr() == ("", "")
+    counted(num_steps=3, log_every=1, loggers=None)
+    out, err = capfd.readouterr()
+    assert out == ""
+    first, cost, *rest = err.splitlines()
+    assert first == "fit: 22 examples, 5 steps of 4 per epoch, 2 dropped from each"
+    sizes = r"([\d.]+) KiB of each device, ([\d.]+) KiB of it while it runs"
+    found = re.fullmatch(f"fit: a step takes {sizes}, and sends nothing", cost)
+    assert found, cost
+    assert float(found[2]) < float(found[1])
+    assert [line.split()[:3] for line in rest] == [["step", str(i), "train/loss"] for i in (1, 2, 3)]
+    assert "\r" not in err
+    assert "it/s" not in err
+    counted(num_epochs=1, loggers=[ConsoleLogger(progress=True)])
+    err = capfd.readouterr().err
+    for words in ("train: 100%", "loss ", "5/5"):
+        assert words in err
