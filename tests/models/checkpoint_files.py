@@ -65,6 +65,13 @@ def write(directory, family, arrays, *, num_files: int = 1, **entries: Any):
     return directory
 
 
+def edit_json(file, **entries):
+    """Gives a file other entries; returns what it was."""
+    text = file.read_text()
+    file.write_text(json.dumps({**json.loads(text), **entries}))
+    return text
+
+
 def in_file_form(model):
     """A model's arrays as files have them: a layer of a stack by itself, fused matrices as one."""
     (stack,) = model.stacks

@@ -8,17 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import INDEX, SINGLE, SIZE, make_arrays, write
+from checkpoint_files import INDEX, SINGLE, SIZE, edit_json, make_arrays, write
 from jax.sharding import PartitionSpec as P
 
 from redco_eqx.models import load_pretrained
 from redco_eqx.models._files.safetensors import Stored
 
 # Each takes the directory of a whole GPT-2 in one file, and its arrays, and damages them.
-
-
-def edit_json(file, **entries):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 def text(name, content):
@@ -37,24 +33,16 @@ def removed(name):
     return lambda directory, arrays: (directory / name).unlink()
 
 
-def elsewhere(directory, arrays):
-    shutil.rmtree(directory)
+def of_bytes(change):
+    return lambda directory, arrays: (directory / SINGLE).write_bytes(change((directory / SINGLE).read_bytes()))
 
 
-def empty(directory, arrays):
-    (directory / SINGLE).write_bytes(b"")
-
-
-def only_table(directory, arrays):
-    write(directory, "gpt2", {"transformer.wte.weight": arrays["transformer.wte.weight"]})
-
-
-def too_many_labels(directory, arrays):
-    edit_json(directory / "config.json", model_type="vit", num_labels=10**9)
+def of_arrays(change):
+    return lambda directory, arrays: write(directory, "gpt2", change(arrays))
 
 
 def arrays_with(**changes):
-    return lambda directory, arrays: write(directory, "gpt2", {**arrays, **changes})
+    return of_arrays(lambda arrays: {**arrays, **changes})
 
 
 def only_index(content):
@@ -65,50 +53,31 @@ def only_index(content):
     return apply
 
 
-def without_two_keys(directory, arrays):
-    del arrays["transformer.wpe.weight"], arrays["transformer.h.1.attn.c_attn.bias"]
-    write(directory, "gpt2", arrays)
+def in_three(change):
+    """As three files, of which the second is given, and the index."""
+
+    def apply(directory, arrays):
+        write(directory, "gpt2", arrays, num_files=3)
+        (directory / SINGLE).unlink()
+        change(directory / "model-00002-of-00003.safetensors", directory / INDEX)
+
+    return apply
 
 
-def one_key(directory, arrays):
-    write(directory, "gpt2", {"transformer.h.1.ln_1.bias": arrays["transformer.h.1.ln_1.bias"]})
+def table_in(file, index):
+    weight_map = json.loads(index.read_text())["weight_map"]
+    assert weight_map[TABLE] == "model-00001-of-00003.safetensors"
+    edit_json(index, weight_map={**weight_map, TABLE: file.name})
 
 
-def position_table_twice(directory, arrays):
-    write(directory, "gpt2", {**arrays, "wpe.weight": arrays["transformer.wpe.weight"]})
-
-
-def another_head(directory, arrays):
-    head = arrays["transformer.wte.weight"].copy()
+def another_head(arrays):
+    head = arrays[TABLE].copy()
     head[-1, -1] += 1
-    write(directory, "gpt2", {**arrays, "lm_head.weight": head})
+    return {**arrays, "lm_head.weight": head}
 
 
-def cut_short(directory, arrays):
-    (directory / SINGLE).write_bytes((directory / SINGLE).read_bytes()[:-100])
-
-
-def corrupted_header(directory, arrays):
-    whole = bytearray((directory / SINGLE).read_bytes())
-    whole[20:40] = b"\xff" * 20
-    (directory / SINGLE).write_bytes(whole)
-
-
-def absent_file(directory, arrays):
-    write(directory, "gpt2", arrays, num_files=3)
-    (directory / SINGLE).unlink()
-    (directory / "model-00002-of-00003.safetensors").unlink()
-
-
-def key_in_another_file(directory, arrays):
-    write(directory, "gpt2", arrays, num_files=3)
-    (directory / SINGLE).unlink()
-    weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
-    assert weight_map["transformer.wte.weight"] == "model-00001-of-00003.safetensors"
-    weight_map["transformer.wte.weight"] = "model-00002-of-00003.safetensors"
-    edit_json(directory / INDEX, weight_map=weight_map)
-
-
+TABLE, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
+TWO = {POSITIONS, "transformer.h.1.attn.c_attn.bias"}
 LAYERS = r"config\.json in .* it has {} layers at transformer\.h, the files have {}"
 INDEX_OUTSIDE = json.dumps({"weight_map": {"a": "../b.safetensors"}})
 DAMAGES: list[tuple[Any, str]] = [
@@ -128,13 +97,16 @@ DAMAGES: list[tuple[Any, str]] = [
     (entries(n_layer=1), LAYERS.format(1, 2) + r"\. Take both from"),
     (entries(n_layer=3), LAYERS.format(3, 2)),
     (entries(n_layer=10**9), LAYERS.format(10**9, 2)),
-    (only_table, LAYERS.format(2, 0)),
+    (of_arrays(lambda arrays: {TABLE: arrays[TABLE]}), LAYERS.format(2, 0)),
     (
         entries(vocab_size=10**12),
         r"vocab_size=10*, but it must be positive, and less than 2\*\*30",
     ),
     (entries(n_embd=2**29), r"c_attn\.bias \[192\] instead of \[1610612736\]"),
-    (too_many_labels, r"num_labels=1000000000, but it must be an integer from 1 to 2\*\*20"),
+    (
+        entries(model_type="vit", num_labels=10**9),
+        r"num_labels=1000000000, but it must be an integer from 1 to 2\*\*20",
+    ),
     (
         text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
         r"generation_config\.json: eos_token_id=\['</s>'\], but it must be: int or list of int or null",
@@ -142,10 +114,10 @@ DAMAGES: list[tuple[Any, str]] = [
     # The files.
     (renamed("pytorch_model.bin"), r"only as a pickle, pytorch_model\.bin.*could run any code"),
     (renamed("gpt2.Q4_K_M.gguf"), r"only as gpt2\.Q4_K_M\.gguf, a format of llama\.cpp"),
-    (cut_short, r"model\.safetensors is not a whole safetensors file, \d+ bytes"),
-    (empty, r"model\.safetensors is not a whole safetensors file, 0 bytes"),
-    (corrupted_header, r"model\.safetensors is not a whole safetensors file"),
-    (key_in_another_file, r"without them: transformer\.wte\.weight \(model-00002-of-00003\.safetensors\)"),
+    (of_bytes(lambda x: x[:-100]), r"model\.safetensors is not a whole safetensors file, \d+ bytes"),
+    (of_bytes(lambda x: b""), r"model\.safetensors is not a whole safetensors file, 0 bytes"),
+    (of_bytes(lambda x: x[:20] + b"\xff" * 20 + x[40:]), r"model\.safetensors is not a whole safetensors file"),
+    (in_three(table_in), r"without them: transformer\.wte\.weight \(model-00002-of-00003\.safetensors\)"),
     (
         only_index(INDEX_OUTSIDE),
         r"index\.json puts a into '\.\./b\.safetensors', which is not the name of",
@@ -155,11 +127,14 @@ DAMAGES: list[tuple[Any, str]] = [
     (only_index("[" * 100_000), r"index\.json is not JSON"),
     # The arrays.
     (
-        without_two_keys,
+        of_arrays(lambda arrays: {key: x for key, x in arrays.items() if key not in TWO}),
         r"GPT2LMHeadModel.*\n  2 missing: transformer\.wpe\.weight \[8, 64\], "
         r"transformer\.h\.1\.attn\.c_attn\.bias \[192\]$",
     ),
-    (one_key, r"\n  27 missing: ([\w.]+ \[[\d, ]+\], ){10}and 17 more$"),
+    (
+        of_arrays(lambda arrays: {key: arrays[key] for key in ("transformer.h.1.ln_1.bias",)}),
+        r"\n  27 missing: ([\w.]+ \[[\d, ]+\], ){10}and 17 more$",
+    ),
     (
         arrays_with(**{"adapter.weight": np.zeros((2, 3), np.float32)}),
         r"\n  1 unexpected: adapter\.weight \[2, 3\]$",
@@ -170,25 +145,28 @@ DAMAGES: list[tuple[Any, str]] = [
         r"of \[64, 192\] in model\.safetensors$",
     ),
     (
-        arrays_with(**{"transformer.wpe.weight": np.zeros((8, SIZE), np.int8)}),
+        arrays_with(**{POSITIONS: np.zeros((8, SIZE), np.int8)}),
         r"\n  1 of an unsupported dtype: transformer\.wpe\.weight I8$",
     ),
     (
-        arrays_with(**{"transformer.wpe.weight": np.zeros((8, SIZE))}),
+        arrays_with(**{POSITIONS: np.zeros((8, SIZE))}),
         r"transformer\.wpe\.weight is float64 in .*dtype=jnp\.float32",
     ),
     (
-        position_table_twice,
+        of_arrays(lambda arrays: {**arrays, "wpe.weight": arrays[POSITIONS]}),
         r"1 there twice: transformer\.wpe\.weight as (transformer\.)?wpe\.weight and as ",
     ),
-    (another_head, r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$"),
+    (of_arrays(another_head), r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$"),
 ]
 LACKING: list[tuple[Any, str]] = [
-    (elsewhere, "is not a directory here.*snapshot_download"),
+    (lambda directory, arrays: shutil.rmtree(directory), "is not a directory here.*snapshot_download"),
     (removed("config.json"), "has no config.json"),
     (removed(SINGLE), r"neither model\.safetensors nor model\.safetensors\.index\.json"),
     (renamed("model.fp16.safetensors"), r"but model\.fp16\.safetensors\. If .*rename it to model\.safetensors"),
-    (absent_file, r"index\.json names model-00002-of-00003\.safetensors, but there is no"),
+    (
+        in_three(lambda file, index: file.unlink()),
+        r"index\.json names model-00002-of-00003\.safetensors, but there is no",
+    ),
 ]
 
 

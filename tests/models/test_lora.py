@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import edit_json
 from helpers import assert_identical, assert_same_layout
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -123,9 +124,8 @@ def test_the_files_are_those_that_peft_writes(tmp_path):
     }.items()  # fmt: skip
     assert {file.name for file in tmp_path.iterdir()} == {CONFIG, WEIGHTS}
     # Entries that say nothing are no reason to refuse.
-    edit(
-        of_next_year=None, use_x=False, x_pattern={}, lora_dropout=0.1, revision="main", eva_config={"rho": 2}
-    )(tmp_path)
+    others = {"lora_dropout": 0.1, "revision": "main", "eva_config": {"rho": 2}}
+    edit_json(tmp_path / CONFIG, of_next_year=None, use_x=False, x_pattern={}, **others)
     assert_identical(rx.to_arrays(models.load_lora(llama(False), tmp_path)), rx.to_arrays(trained))
 
 
@@ -145,11 +145,7 @@ def test_branches_come_back_bit_for_bit_on_any_mesh(stacked, tmp_path):
 
 
 def edit(**entries):
-    def change(directory):
-        file = directory / CONFIG
-        file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
-
-    return change
+    return lambda directory: edit_json(directory / CONFIG, **entries)
 
 
 def rename(old, new):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import edit_json
 from helpers import assert_identical
 from tiny_models import LENGTH, abstract, make
 
@@ -124,13 +125,6 @@ def saved(tmp_path_factory):
     return directory
 
 
-def changed(file, **entries):
-    """A file with other entries; what it was."""
-    text = file.read_text()
-    file.write_text(json.dumps({**json.loads(text), **entries}))
-    return text
-
-
 def test_what_is_not_supported_is_refused_by_name(saved):
     for file, entries, message in (
         (INDEX, {"_class_name": "StableDiffusionXLPipeline"}, "_class_name='StableDiffusionXLPipeline'"),
@@ -138,7 +132,7 @@ def test_what_is_not_supported_is_refused_by_name(saved):
         (INDEX, {"scheduler": ["diffusers", "LMSDiscreteScheduler"]}, "scheduler='LMSDiscreteScheduler'"),
         ("scheduler/scheduler_config.json", {"thresholding": True}, "thresholding=True is not supported"),
     ):
-        text = changed(saved / file, **entries)
+        text = edit_json(saved / file, **entries)
         with pytest.raises(ValueError, match=message):
             models.load_stable_diffusion(saved)
         if "scheduler" in entries:
@@ -177,7 +171,7 @@ def test_folders_are_copied_without_what_lies_elsewhere(saved, tmp_path):
 
 def test_old_files_are_read_as_diffusers_reads_them(saved):
     file = saved / "scheduler" / "scheduler_config.json"
-    text = changed(file, steps_offset=0, clip_sample=True)
+    text = edit_json(file, steps_offset=0, clip_sample=True)
     scheduler = models.load_stable_diffusion(saved).scheduler
     file.write_text(text)
     assert isinstance(scheduler, models.DDIMScheduler)
