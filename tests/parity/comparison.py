@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import transformers
 from references import TEXT, VOCABULARY, Reference
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -105,6 +106,8 @@ def distance(got: np.ndarray, expected: np.ndarray, inputs: Inputs) -> float:
 
 def as_in_files(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors of a model of transformers by the keys of its files, which in memory it may call otherwise."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return tensors
     if model.config.model_type == "clip_text_model":  # as published; saved anew, some versions leave it out
         return {f"text_model.{key}": x for key, x in tensors.items()}
     return dict(revert_weight_conversion(model, tensors))
@@ -137,3 +140,19 @@ def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
                 joined = [found[key], np.asarray(x)] if key in found else [np.asarray(x)]
                 found[key] = joined[0] if len(joined) == 1 else np.concatenate(joined)
     return found
+
+
+def assert_same_gradients(
+    model: Any, gradients: Any, there: Any, *, tolerance: float = TOLERANCE, rounding: float = 0.0
+) -> None:
+    """Compares with the gradients of torch, where what nothing reads has none."""
+    read = {key: p.grad for key, p in there.named_parameters() if p.grad is not None}
+    expected = {key: x.numpy() for key, x in as_in_files(there, read).items()}
+    for key, g in by_key(model, gradients).items():
+        if key not in getattr(model, "buffers", ()):
+            x = expected.pop(key, np.zeros(g.shape, g.dtype))
+            # A bias of the keys shifts all scores of a query: its gradient is zero, or rounding.
+            floor = 2e-6 if key.endswith(("k_proj.bias", "key.bias")) else rounding
+            error = np.linalg.norm(g.reshape(x.shape) - x)
+            assert error <= tolerance * np.linalg.norm(x) + floor, (key, error, np.linalg.norm(x))
+    assert not expected

@@ -271,3 +271,40 @@ ENCODERS = {
     ),
 }
 REFERENCES: dict[str, Reference] = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}
+
+_UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (16, 32),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "norm_eps": 1e-2,  # large enough to matter
+    "cross_attention_dim": 24,
+    "attention_head_dim": 2,
+}
+UNETS: dict[str, dict[str, Any]] = {
+    "sd1": _UNET,  # one number of heads, projections that are convolutions
+    "sd2": {**_UNET, "attention_head_dim": (4, 8), "use_linear_projection": True},
+    "other": {  # what neither of the two has
+        **_UNET,
+        "layers_per_block": 2,
+        "transformer_layers_per_block": 2,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+    },
+}
+_VAE: dict[str, Any] = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 16,
+}
+VAES: dict[str, dict[str, Any]] = {
+    "vae": _VAE,
+    "vae_bare": {
+        **_VAE, "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False,
+    },
+}  # fmt: skip

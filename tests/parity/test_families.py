@@ -8,9 +8,8 @@ import pytest
 import torch
 from comparison import (
     TOLERANCE,
-    as_in_files,
     assert_bit_equal,
-    by_key,
+    assert_same_gradients,
     call,
     distance,
     inputs_of,
@@ -77,17 +76,7 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
     expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), torch.tensor(labels).flatten())
     expected.backward()
     assert abs(float(value) / float(expected.detach()) - 1) <= TOLERANCE
-    found = by_key(model, gradients)
-    # What nothing reads (a pooler) has no gradient there.
-    read_there = {key: p.grad for key, p in there.named_parameters() if p.grad is not None}
-    theirs = {key: g.numpy() for key, g in as_in_files(there, read_there).items()}
-    trained = {key: g for key, g in found.items() if key not in model.buffers}
-    assert trained.keys() == theirs.keys()
-    for key, g in trained.items():
-        # A bias of the keys shifts all scores of a query: its gradient is zero, and rounding is all there is.
-        rounding = 2e-6 if key.endswith(("k_proj.bias", "key.bias")) else 0
-        error = np.linalg.norm(g.reshape(theirs[key].shape) - theirs[key])
-        assert error <= TOLERANCE * np.linalg.norm(theirs[key]) + rounding, key
+    assert_same_gradients(model, gradients, there)
 
 
 @pytest.mark.parametrize(
