@@ -4,17 +4,19 @@ import pathlib
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit_helpers import Compilations
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array
 
-from redco_eqx import Mean, explain, make_mesh, shard_rules
+from redco_eqx import Mean, batch_sharding, explain, init_state, make_mesh, shard_rules, train_step
 from redco_eqx.types import Decision
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -71,6 +73,24 @@ def place(model: Any, mesh: Mesh) -> tuple[Any, Any]:
         lambda x, s: jax.device_put(jnp.copy(x), s) if isinstance(x, jax.Array) else x, model, shardings
     )
     return placed, shardings
+
+
+class Stepped(NamedTuple):
+    before: Any
+    state: Any
+    metrics: Any
+    compiled: Any
+
+
+def stepped(model: Any, batch: Any, mesh: Mesh, loss_fn: Any, optimizer: Any, **options: Any) -> Stepped:
+    """One `train_step` of a model on a mesh, in the layout of the rules, or in `shardings`."""
+    options = {"shardings": shard_rules(model, mesh), **options}
+    before = init_state(eqx.filter_shard(model, options["shardings"]), optimizer, key=jax.random.key(1))
+    step = partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options)
+    rows = jax.device_put(batch, batch_sharding(mesh))
+    compiled = jax.jit(step).lower(before, rows).compile()
+    state, metrics = compiled(before, rows)
+    return Stepped(before, state, metrics, compiled)
 
 
 def layout_of(tree: Any) -> list[Any]:
@@ -196,23 +216,11 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mea
     return Mean(-jnp.sum(weight * picked), count), {"hits": Mean(jnp.sum(weight * hits), count)}
 
 
-_compilations: list[str] = []
-
-
-def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compilations.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
 @contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """Collects one item for each program that the backend compiles inside."""
-    before, counted = len(_compilations), []
-    yield counted
-    counted += _compilations[before:]
+    """Collects the name of each program that the backend compiles inside."""
+    with Compilations() as found:
+        yield found.names
 
 
 def events(directory: pathlib.Path) -> list[Any]:

@@ -23,9 +23,7 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 CORE = [path for path in TEXTS if path.parts[0] != "models"]
 # What only re-exports, by name.
-FACES = [pathlib.Path(name) for name in (
-    "__init__.py", "errors.py", "layers.py", "types.py", "models/__init__.py",
-)]  # fmt: skip
+FACES = [pathlib.Path(f"{name}.py") for name in ("__init__", "errors", "layers", "types", "models/__init__")]
 INSIDE = [path for path in TEXTS if path not in FACES]
 
 PURE = ("_base", "_dataflow", "_sharding", "_parallel", "_step")

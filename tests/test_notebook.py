@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -46,9 +47,9 @@ def shown(cell: Any, mime: str) -> str:
 
 
 def test_an_interrupt_in_a_notebook() -> None:
-    nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel are of the group `tests`")
     nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are of the group `tests`")
-    v4 = nbformat.v4
+    from nbformat import v4
+
     notebook = v4.new_notebook(cells=[v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
     first, interrupted, recovered, further, explained = notebook.cells
@@ -68,12 +69,10 @@ def test_an_interrupt_in_a_notebook() -> None:
 def test_what_is_shown_of_a_state_and_of_its_layout_is_short() -> None:
     mesh = rx.make_mesh(tensor=4)
     state = mlp_state(optax.adam(1e-3), mesh)
-    expected = (
-        "TrainState(step 0, 4 parameters of 1.1 KiB, 9 arrays of the optimizer, data=2 x fsdp=1 x tensor=4)"
-    )
-    assert repr(state) == expected
+    size, on = "4 parameters of 1.1 KiB", "data=2 x fsdp=1 x tensor=4"
+    assert repr(state) == f"TrainState(step 0, {size}, 9 arrays of the optimizer, {on})"
     abstract = jax.eval_shape(lambda: state)
-    assert repr(abstract).startswith("TrainState(abstract, 4 parameters of 1.1 KiB")
+    assert repr(abstract).startswith(f"TrainState(abstract, {size}")
     seen = []
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
     assert seen[0].startswith("TrainState(abstract, ")
@@ -82,19 +81,15 @@ def test_what_is_shown_of_a_state_and_of_its_layout_is_short() -> None:
     assert repr(state).startswith("TrainState(deleted, ")
 
     explanation = rx.explain(abstract.model, mesh)
-    assert repr(explanation) == (
-        "Explanation(304 B per device, 4 arrays on data=2 x fsdp=1 x tensor=4; print it for the table)"
-    )
+    assert repr(explanation) == f"Explanation(304 B per device, 4 arrays on {on}; print it for the table)"
     for path, d in explanation.decisions.items():
         assert path in str(explanation)
         assert d.reason in str(explanation)
 
 
 def test_a_metric_reads_as_a_number() -> None:
-    def step() -> Any:
-        return {"loss": rx.Mean(jnp.float32(5.0), jnp.float32(2.0)), "empty": rx.Mean(0.0, 0.0)}
-
-    for metrics in (step(), jax.jit(step)()):
+    made = {"loss": rx.Mean(jnp.float32(5.0), jnp.float32(2.0)), "empty": rx.Mean(0.0, 0.0)}
+    for metrics in (made, jax.jit(lambda: made)()):
         assert f"{metrics['loss']:.3f} {metrics['empty']:.1f}" == "2.500 0.0"
         assert f"{metrics['loss']}" == "2.5"
         assert json.loads(json.dumps(metrics, default=float)) == {"loss": 2.5, "empty": 0.0}
@@ -126,13 +121,12 @@ def test_masks_and_labels_over_the_model_are_those_by_path() -> None:
         rx.by_path({"layers": [{"weight": True}]})(params)
 
     both: Any = {"head": optax.adam(1.0), "body": SGD}
-    for over_model, by_hand in (
-        (optax.masked(optax.sgd(1.0), rx.by_path(matrices(model))), optax.masked(optax.sgd(1.0), flat)),
-        (optax.partition(both, rx.by_path(labels)), optax.partition(both, expected)),
-    ):
-        states = [jax.jit(tx.init)(params) for tx in (over_model, by_hand)]
+    masked, partition = partial(optax.masked, optax.sgd(1.0)), partial(optax.partition, both)
+    for make, over_model, by_hand in ((masked, matrices(model), flat), (partition, labels, expected)):
+        optimizers = make(rx.by_path(over_model)), make(by_hand)
+        states = [jax.jit(tx.init)(params) for tx in optimizers]
         assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-        updates = [jax.jit(tx.update)(params, x, params)[0] for tx, x in zip((over_model, by_hand), states)]
+        updates = [jax.jit(tx.update)(params, x, params)[0] for tx, x in zip(optimizers, states)]
         helpers.assert_identical(updates[0], updates[1])
     for mask in (matrices(model), {"layers": [{"weight": True}]}):
         with pytest.raises((TypeError, ValueError)) as caught:

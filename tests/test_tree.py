@@ -42,37 +42,24 @@ def make_block() -> Block:
 
 
 def test_paths_spell_how_a_leaf_is_reached():
-    paths = [
-        "layers.0.weight",
-        "layers.0.bias",
-        "layers.1.weight",
-        "table.nested.0.key",
-        "table.nested.1.left",
-        "table.rope",
-    ]
+    layers = ["layers.0.weight", "layers.0.bias", "layers.1.weight"]
+    paths = [*layers, "table.nested.0.key", "table.nested.1.left", "table.rope"]
     assert list(to_arrays(make_block())) == list(to_arrays(eqx.filter_eval_shape(make_block))) == paths
     assert list(to_arrays(jnp.ones(2))) == [""]
 
 
-class Normed(eqx.Module):
-    stem: eqx.nn.BatchNorm
-    blocks: list[eqx.nn.BatchNorm]
-
-    def __init__(self):
-        self.stem = eqx.nn.BatchNorm(2, "batch", mode="ema")
-        self.blocks = [eqx.nn.BatchNorm(3, "batch", mode="ema") for _ in range(2)]
+def make_normed():
+    norms = [eqx.nn.BatchNorm(size, "batch", mode="ema") for size in (2, 3, 3)]
+    return {"blocks": norms[1:], "stem": norms[0]}
 
 
 def test_entries_of_a_state_are_named_after_the_layer_that_owns_them_and_can_be_replaced():
-    model, state = eqx.nn.make_with_state(Normed)()
-    names = [
-        f"{layer}.{entry}"
-        for layer in ("stem", "blocks.0", "blocks.1")
-        for entry in ("ema_first_time_index", "ema_state_index.0", "ema_state_index.1")
-    ]
+    model, state = eqx.nn.make_with_state(make_normed)()
+    entries = ("ema_first_time_index", "ema_state_index.0", "ema_state_index.1")
+    names = [f"{layer}.{entry}" for layer in ("blocks.0", "blocks.1", "stem") for entry in entries]
     assert list(to_arrays(state)) == names
     shapes = {path: x.shape for path, x in to_arrays(state).items() if "state_index.0" in path}
-    assert list(shapes.values()) == [(2,), (3,), (3,)]
+    assert list(shapes.values()) == [(3,), (3,), (2,)]
     leaves, found = jax.tree.leaves(state), leaves_with_paths(state)
     assert all(x is y for (_, x), y in zip(found, leaves, strict=True))  # in the order of its leaves
     # Within a larger tree: the same names behind the path of the state.
@@ -81,7 +68,7 @@ def test_entries_of_a_state_are_named_after_the_layer_that_owns_them_and_can_be_
 
     changed = {path: x if x.dtype == bool else x + 1 for path, x in arrays.items()}
     new_model, new_state = from_arrays((model, state), changed)
-    np.testing.assert_array_equal(new_model.stem.weight, 2)  # which begins as ones
+    np.testing.assert_array_equal(new_model["stem"].weight, 2)  # which begins as ones
     assert isinstance(new_state, eqx.nn.State)
     helpers.assert_identical(jax.tree.leaves(new_state), [x for path, x in changed.items() if path[0] == "1"])
 
@@ -169,29 +156,17 @@ def test_from_arrays_names_every_misfit():
 
 
 def test_predicates():
-    for x, array, trainable in (
-        (jnp.ones(2, jnp.bfloat16), True, True),
-        (jnp.ones(2, jnp.complex64), True, True),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), True, True),
-        (jnp.arange(2), True, False),
-        (jnp.ones(2, bool), True, False),
-        (KEY, True, False),
-        (jax.ShapeDtypeStruct((2,), jnp.int32), True, False),
-        (np.ones(2, np.float32), True, False),
-        (np.float32(1), True, False),
-        (1.0, False, False),
-        (None, False, False),
-        (jnp.sin, False, False),
-    ):
-        assert (is_array(x), is_trainable(x)) == (array, trainable), x
+    trainable = (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.complex64), jax.ShapeDtypeStruct((2,), jnp.float32))
+    constants = (jnp.arange(2), jnp.ones(2, bool), KEY, jax.ShapeDtypeStruct((2,), jnp.int32))
+    of_numpy = (np.ones(2, np.float32), np.float32(1))
+    assert all(is_array(x) and is_trainable(x) for x in trainable)
+    assert all(is_array(x) and not is_trainable(x) for x in (*constants, *of_numpy))
+    assert not any(is_array(x) or is_trainable(x) for x in (1.0, None, jnp.sin))
     seen = []
-
-    def f(x, i):
-        seen.extend([is_array(x), is_trainable(x), is_array(i), is_trainable(i)])
-        return x
-
-    jax.eval_shape(f, jnp.ones(2), jnp.arange(2))
-    assert seen == [True, True, True, False]
+    jax.eval_shape(
+        lambda *xs: seen.extend((is_array(x), is_trainable(x)) for x in xs), jnp.ones(2), jnp.arange(2)
+    )
+    assert seen == [(True, True), (True, False)]
 
 
 # Cast.

@@ -5,25 +5,16 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import equinox as eqx
-import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from helpers import abstract, abstract_mesh
+from jax.sharding import PartitionSpec
 from sharding.zoo import BY_NAME, Entry
 from solves_and_groups import ENTRIES
 
 import redco_eqx as rx
 from redco_eqx.types import Explanation
 
-TENSOR, ROWS = 4, 8
+MESH, ROWS = abstract_mesh(data=2, tensor=4), 8
 PROGRAMS = {**BY_NAME, **ENTRIES}
-
-
-def abstract_mesh(data: int = 2, fsdp: int = 1, tensor: int = TENSOR) -> AbstractMesh:
-    return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-
-
-def abstract(make: Any) -> Any:
-    return eqx.filter_eval_shape(make, jax.random.key(0))
 
 
 def loss_of(entry: Entry) -> Any:
@@ -32,10 +23,9 @@ def loss_of(entry: Entry) -> Any:
 
 @cache
 def explained(name: str, rows: int = ROWS) -> Explanation:
-    """A program on data 2 x tensor 4."""
+    """A program on `MESH`."""
     entry = PROGRAMS[name]
-    model, batch = abstract(entry.make), entry.inputs(rows)
-    return rx.explain(model, abstract_mesh(), loss_fn=loss_of(entry), batch=batch)
+    return rx.explain(abstract(entry.make), MESH, loss_fn=loss_of(entry), batch=entry.inputs(rows))
 
 
 def specs_of(explanation: Explanation) -> dict[str, PartitionSpec]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, filled, in_long, mesh_of
+from helpers import Stepped, Transformer, abstract, assert_close, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
@@ -34,26 +34,6 @@ def tokens(model: Any, x: Any) -> Any:
     for layer in model:
         x = x + jax.vmap(layer)(x)
     return x
-
-
-class Attention(eqx.Module):
-    """A block of `eqx.nn`, which knows nothing of this library."""
-
-    table: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key: Any):
-        a, b, c = jax.random.split(key, 3)
-        self.table = eqx.nn.Embedding(64, 32, key=a)
-        self.attention = eqx.nn.MultiheadAttention(8, 32, key=b)
-        self.norm, self.head = eqx.nn.LayerNorm(32), eqx.nn.Linear(32, 64, key=c)
-
-    def __call__(self, ids: Any) -> Any:
-        x = jax.vmap(self.table)(ids)
-        x = jax.vmap(self.norm)(x + self.attention(x, x, x))
-        return jax.vmap(self.head)(x)
 
 
 def recurrent(model: Any, x: Any) -> Any:
@@ -137,7 +117,11 @@ RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(8, 16, 16)).astype(np.float32)
 CASES: dict[str, Any] = {
     "tokens": (mlps(2), squares(tokens), RNG.normal(size=(8, 256, 16)).astype(np.float32)),
-    "attention": (Attention, next_token, RNG.integers(0, 64, (8, 65)).astype(np.int32)),
+    "attention": (
+        lambda key: Transformer(64, 32, key=key),
+        next_token,
+        RNG.integers(0, 64, (8, 65)).astype(np.int32),
+    ),
     "recurrent": (
         lambda key: {"cell": eqx.nn.LSTMCell(16, 32, key=key), "out": eqx.nn.Linear(32, 16, key=key)},
         squares(recurrent),
@@ -155,22 +139,21 @@ CASES: dict[str, Any] = {
 }
 
 
-def stepped(case: str, mesh: Any, loss_fn: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The state after a step, its metrics, and the compiled step."""
-    make, _, batch = CASES[case]
-    model = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0)
+def model_of(case: str) -> Any:
+    return filled(abstract(CASES[case][0]), jnp.float32, 0)
+
+
+def step_of(case: str, mesh: Any, loss_fn: Any, **options: Any) -> Stepped:
+    model, batch = model_of(case), CASES[case][2]
     shardings = rx.shard_rules(model, mesh, loss_fn=loss_fn, batch=batch)
-    state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings, **options)
-    compiled = jax.jit(step).lower(state, jax.device_put(batch, rx.batch_sharding(mesh))).compile()
-    return *compiled(state, jax.device_put(batch, rx.batch_sharding(mesh))), compiled
+    return stepped(model, batch, mesh, loss_fn, SGD, shardings=shardings, **options)
 
 
 @cache
-def on(case: str, mesh: str) -> tuple[Any, Any, Any]:
+def on(case: str, mesh: str) -> Stepped:
     """A step with activations that are laid out, or on one device."""
     loss_fn = CASES[case][1]
-    return stepped(case, mesh_of(mesh), loss_fn if mesh == "one" else rx.split_activations(loss_fn))
+    return step_of(case, mesh_of(mesh), loss_fn if mesh == "one" else rx.split_activations(loss_fn))
 
 
 @pytest.mark.parametrize(
@@ -183,29 +166,27 @@ def on(case: str, mesh: str) -> tuple[Any, Any, Any]:
     ],
 )
 def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
-    one, of_one, _ = on(case, "one")
-    state, metrics, _ = on(case, mesh)
-    assert_close(state.params, one.params, **OF_PARAMETERS)
-    assert_close({x: metrics[x].value for x in metrics}, {x: of_one[x].value for x in of_one}, **OF_SUMS)
+    expected, found = on(case, "one"), on(case, mesh)
+    assert_close(found.state.params, expected.state.params, **OF_PARAMETERS)
+    values = [{name: x.value for name, x in step.metrics.items()} for step in (found, expected)]
+    assert_close(*values, **OF_SUMS)
 
 
 @pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", None), ("recurrent", 0.6)])
 def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -> None:
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
-    found = rx.explain(model, mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
-    split = rx.communication(on(case, "data2xtensor4")[2], mesh).total.sent_bytes
+    found = rx.explain(abstract(make), mesh, loss_fn=rx.split_activations(loss_fn), batch=batch).communication
+    split = rx.communication(on(case, "data2xtensor4").compiled, mesh).total.sent_bytes
     # Besides the loss and its gradient, a step sums the norm of the gradients, and the metrics.
     assert found is not None
     assert found.num_bytes == pytest.approx(split, rel=0.02, abs=200)
     if at_most is not None:
-        plain = rx.communication(stepped(case, mesh, loss_fn)[2], mesh).total.sent_bytes
+        plain = rx.communication(step_of(case, mesh, loss_fn).compiled, mesh).total.sent_bytes
         assert split <= at_most * plain
 
 
 def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
-    make, _, batch = CASES["tokens"]
-    model, seen, found = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0), [], []
+    model, batch, seen, found = model_of("tokens"), CASES["tokens"][2], [], []
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         x = jax.vmap(partial(tokens, model))(batch["rows"])
@@ -224,9 +205,8 @@ def test_a_scalar_in_the_batch_and_a_callback_of_the_loss() -> None:
 
 def test_an_override_that_no_activation_can_follow_stands() -> None:
     mesh = mesh_of("data2xtensor4")
-    stack = eqx.filter_eval_shape(
-        eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key)), jax.random.split(jax.random.key(0), 4)
-    )
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
+    stack = abstract(lambda key: make(jax.random.split(key, 4)))
 
     def loss_fn(stack: Any, batch: Any, key: Any) -> Any:
         arrays, static = eqx.partition(stack, lambda x: x is not None and hasattr(x, "shape"))
@@ -243,9 +223,8 @@ def test_an_override_that_no_activation_can_follow_stands() -> None:
 
 def test_microbatches_evaluations_and_predictions() -> None:
     mesh, (_, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["attention"]
-    one, _, _ = on("attention", "one")
-    split = rx.split_activations(loss_fn)
-    state, _, _ = stepped("attention", mesh, split, num_microbatches=2)
+    one, split = on("attention", "one").state, rx.split_activations(loss_fn)
+    state = step_of("attention", mesh, split, num_microbatches=2).state
     assert_close(state.params, one.params, **OF_PARAMETERS)
 
     def predict(model: Any, batch: Any, key: Any) -> Any:
@@ -263,16 +242,14 @@ def test_microbatches_evaluations_and_predictions() -> None:
 
 def test_under_scan_and_vmap() -> None:
     """The step is a function like any other; `vmap` may be over an axis of the mesh."""
-    mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
+    mesh, (_, loss_fn, batch), model = mesh_of("data2xtensor4"), CASES["tokens"], model_of("tokens")
     two, results = np.stack([batch[:, :32], batch[:, 32:64]]), []
     for where, loss in ((mesh_of("one"), loss_fn), (mesh, rx.split_activations(loss_fn))):
-        model = filled(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float32, 0)
         shardings = rx.shard_rules(model, where, loss_fn=loss, batch=two[0])
         state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
         step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
-        mapped = [
-            jax.vmap(step, in_axes=(None, 0), spmd_axis_name=axis) for axis in (None, "data")[: where.size]
-        ]
+        axes = (None, "data")[: where.size]
+        mapped = [jax.vmap(step, in_axes=(None, 0), spmd_axis_name=axis) for axis in axes]
 
         @jax.jit
         def run(state: Any, two: Any, step: Any = step, mapped: Any = mapped) -> Any:
@@ -323,7 +300,7 @@ def test_every_process_decides_the_same() -> None:
 def test_what_was_decided_stays() -> None:
     """An override of a parameter, a budget of memory, a constraint in the loss."""
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES["tokens"]
-    model, split = eqx.filter_eval_shape(make, jax.random.key(0)), rx.split_activations(loss_fn)
+    model, split = abstract(make), rx.split_activations(loss_fn)
     path = "0.layers.0.weight"
     found = rx.explain(model, mesh, loss_fn=split, batch=batch, overrides=[(path, P(None, "tensor"))])
     assert found.decisions[path].spec == P(None, "tensor")
@@ -348,15 +325,10 @@ def test_without_a_tensor_axis_or_a_layout_the_program_is_the_same() -> None:
         model = rx.init_model(make, mesh, key=jax.random.key(0))
         shardings = rx.shard_rules(model, mesh) if is_given else None
         state = rx.init_state(model, SGD, key=jax.random.key(1))
-        programs = [
-            str(
-                jax.make_jaxpr(partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings))(
-                    state, batch
-                )
-            )
-            for loss in (loss_fn, rx.split_activations(loss_fn))
-        ]
-        assert programs[0] == programs[1]
+        step = partial(rx.train_step, optimizer=SGD, shardings=shardings)
+        losses = (loss_fn, rx.split_activations(loss_fn))
+        plain, split = (str(jax.make_jaxpr(partial(step, loss_fn=loss))(state, batch)) for loss in losses)
+        assert plain == split
 
 
 def test_a_search_without_an_answer_leaves_it_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,10 +337,9 @@ def test_a_search_without_an_answer_leaves_it_to_the_compiler(monkeypatch: pytes
 
     monkeypatch.setattr(constraints, "solve", solve)
     mesh, (_, loss_fn, _) = mesh_of("data2xtensor4"), CASES["tokens"]
-    one, _, _ = on("tokens", "one")
     with pytest.warns(rx.errors.ShardingWarning, match="left to the compiler: no layout fits"):
-        state, _, _ = stepped("tokens", mesh, rx.split_activations(loss_fn))
-    assert_close(state.params, one.params, **OF_PARAMETERS)
+        found = step_of("tokens", mesh, rx.split_activations(loss_fn))
+    assert_close(found.state.params, on("tokens", "one").state.params, **OF_PARAMETERS)
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -1,6 +1,5 @@
 """Compiled programs in the layout that they decide: the gradients of one device, and the bytes predicted."""
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 import workloads
-from cases import PROGRAMS, ROWS, abstract, abstract_mesh, explained, loss_of, sent, specs_of
-from helpers import decide, filled, in_long, mesh_of
+from cases import MESH, PROGRAMS, ROWS, explained, loss_of, sent, specs_of
+from helpers import abstract, decide, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes, family_cases
 from solves_and_groups import ENTRIES as SOLVES_AND_GROUPS
@@ -44,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_name):
     """In float64, by plain JAX, and by a step whose optimizer keeps the gradient: a trace of decay 0."""
-    entry, mesh, optimizer = PROGRAMS[name], mesh_of(mesh_name), optax.trace(0.0)
+    entry, mesh = PROGRAMS[name], mesh_of(mesh_name)
     with jax.enable_x64(True):
         model = filled(abstract(entry.make), jnp.float64, 0)
         batch = jax.tree.map(
@@ -53,16 +52,10 @@ def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_
         loss, gradients = eqx.filter_jit(eqx.filter_value_and_grad(entry.loss))(model, batch)
         expected = {"loss": loss, **rx.to_arrays(gradients)}
         explanation = rx.explain(model, mesh, loss_fn=loss_of(entry), batch=batch)
-        placed = eqx.filter_shard(model, explanation.shardings)
-        state = rx.init_state(placed, optimizer, key=jax.random.key(1))
-        step = partial(
-            rx.train_step, loss_fn=loss_of(entry), optimizer=optimizer, shardings=explanation.shardings
-        )
-        rows = jax.device_put(batch, rx.batch_sharding(mesh))
-        compiled = jax.jit(step).lower(state, rows).compile()
-        new, metrics = compiled(state, rows)
-        found = jax.device_get({"loss": metrics["loss"].value, **new.opt_state.trace})
-    assert any(not x.is_fully_replicated for x in state.params.values())
+        options = {"shardings": explanation.shardings}
+        step = stepped(model, batch, mesh, loss_of(entry), optax.trace(0.0), **options)
+        found = jax.device_get({"loss": step.metrics["loss"].value, **step.state.opt_state.trace})
+    assert any(not x.is_fully_replicated for x in step.state.params.values())
     largest = max(1.0, *(float(np.abs(x).max()) for x in expected.values()))
     for path, x in found.items():
         # Sums of some thousand terms in another order: rounding of float64.
@@ -70,7 +63,7 @@ def test_gradients_are_those_of_one_device_and_bytes_those_predicted(name, mesh_
     if name in SOLVES_AND_GROUPS:  # whose step sends more than the loss and its gradient, which are below
         return
     # Besides, a step sends the norm of the gradients, and the metrics.
-    total = rx.communication(compiled, mesh).total.sent_bytes
+    total = rx.communication(step.compiled, mesh).total.sent_bytes
     assert sent(explanation).num_bytes_unmerged == pytest.approx(total, rel=0.03, abs=200)
     assert sent(explanation).at_least <= total
 
@@ -133,7 +126,7 @@ def mean_square(model: Any, batch: Any, key: Any) -> Any:
 
 def test_one_index_along_both_dims_of_a_weight_is_predicted():
     model, batch = abstract(Iterated), jax.ShapeDtypeStruct((ROWS, 16, 32), jnp.float32)
-    explanation = rx.explain(model, abstract_mesh(), loss_fn=mean_square, batch=batch)
+    explanation = rx.explain(model, MESH, loss_fn=mean_square, batch=batch)
     specs = specs_of(explanation)
     assert specs["a.weight"] == specs["b.weight"] == COLUMNS
     compiled = compiled_bytes(model, mean_square, batch, specs, mesh_of("data2xtensor4"))

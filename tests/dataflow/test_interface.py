@@ -1,18 +1,16 @@
 """`shard_rules`, `explain` and `init_model` with a program: what they take, and what they refuse."""
 
 import equinox as eqx
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import abstract, abstract_mesh
-from helpers import assert_same_layout, cross_entropy, decide, make_transformer, token_batch
-from jax.sharding import PartitionSpec
+from cases import MESH
+from helpers import abstract, decide
+from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
-
-P = PartitionSpec
-MESH = abstract_mesh()
 
 
 def mlp(width=64):
@@ -39,7 +37,7 @@ def test_overrides_win_and_the_others_go_along():
 
 
 def test_fsdp_splits_the_largest_dim_that_is_left():
-    mesh = abstract_mesh(data=1, fsdp=2, tensor=4)
+    mesh = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
     result = rx.shard_rules(mlp(256), mesh, loss_fn=squared, batch=rows())
     assert result.layers[0].weight.spec == P("tensor", "fsdp")
     assert result.layers[1].weight.spec == P("fsdp", "tensor")
@@ -54,7 +52,7 @@ def test_a_model_is_born_in_the_layout_of_the_program():
     born = rx.init_model(make, mesh, key=jax.random.key(0), loss_fn=squared, batch=rows())
     shardings = rx.shard_rules(mlp(), mesh, loss_fn=squared, batch=rows())
     placed = eqx.filter_shard(make(jax.random.key(0)), shardings)
-    assert_same_layout(*(eqx.filter(model, eqx.is_array) for model in (born, placed)))
+    helpers.assert_same_layout(*(eqx.filter(model, eqx.is_array) for model in (born, placed)))
 
 
 def with_state(key):
@@ -115,11 +113,11 @@ def test_a_predict_function_and_a_loss_with_metrics_will_do():
 
 
 def test_concrete_and_abstract_arguments_are_alike():
-    model, batch = make_transformer(), token_batch(0)
+    model, batch = helpers.make_transformer(), helpers.token_batch(0)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    abstract_model = abstract(lambda key: make_transformer())
-    assert decide(model, MESH, (), cross_entropy, batch) == decide(
-        abstract_model, MESH, (), cross_entropy, shapes
+    abstract_model = abstract(lambda key: helpers.make_transformer())
+    assert decide(model, MESH, (), helpers.cross_entropy, batch) == decide(
+        abstract_model, MESH, (), helpers.cross_entropy, shapes
     )
 
 
@@ -179,7 +177,7 @@ def test_a_budget_is_kept_or_refused():
 
 def test_a_budget_counts_what_a_device_holds():
     """An array that is stored split, and whole only for use, counts by its part: a budget does not split it."""
-    mesh = abstract_mesh(data=1, fsdp=2, tensor=4)
+    mesh = helpers.abstract_mesh(data=1, fsdp=2, tensor=4)
     model = abstract(lambda key: eqx.nn.Linear(63, 2**15, use_bias=False, key=key))
     batch = {"x": jax.ShapeDtypeStruct((4096, 63), jnp.float32)}
     free = rx.explain(model, mesh, loss_fn=whole, batch=batch)

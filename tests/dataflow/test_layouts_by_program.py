@@ -6,8 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import PROGRAMS, ROWS, abstract, abstract_mesh, explained, loss_of, sent, specs_of
-from helpers import decide, in_long
+from cases import MESH, PROGRAMS, ROWS, explained, loss_of, sent, specs_of
+from helpers import abstract, abstract_mesh, decide, in_long
 from jax.sharding import PartitionSpec as P
 from sharding.zoo import goldens, strip
 
@@ -57,13 +57,8 @@ def test_what_overrides_leave_goes_along_with_them():
     """A table that is split along its features: the stream is, too, which sends less than to gather it."""
     entry, chosen = PROGRAMS["llama_gqa_refused"], P(None, "tensor")
     overrides = [("embed_tokens.weight", chosen)]
-    steered = rx.explain(
-        abstract(entry.make),
-        abstract_mesh(),
-        overrides=overrides,
-        loss_fn=loss_of(entry),
-        batch=entry.inputs(ROWS),
-    )
+    program = {"loss_fn": loss_of(entry), "batch": entry.inputs(ROWS)}
+    steered = rx.explain(abstract(entry.make), MESH, overrides=overrides, **program)
     assert steered.decisions["embed_tokens.weight"].spec == chosen
     overwritten = {**specs_of(explained("llama_gqa_refused")), "embed_tokens.weight": chosen}
     ours, theirs = sent(steered), sent(explained("llama_gqa_refused"), overwritten)
@@ -75,37 +70,27 @@ def test_layout_does_not_depend_on_the_batch(name):
     assert specs_of(explained(name)) == specs_of(explained(name, 64))
 
 
-class Scrambled(eqx.Module):
-    """The arrays of a model under names that say nothing, in another order; `rebuild` knows the way back."""
+def scrambled(model: Any) -> tuple[Any, Any]:
+    """The arrays of a model under names that say nothing, in another order, and the way back."""
+    arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    leaves, treedef = jax.tree.flatten(arrays)
+    half = len(leaves) // 2
+    names = [f"z{len(leaves) - i}" for i in range(half)]
 
-    b: list
-    a: dict
-    rebuild: Any = eqx.field(static=True)
+    def rebuild(tree: Any) -> Any:
+        every = [*(tree["a"][name] for name in names), *tree["b"][::-1]]
+        return eqx.combine(jax.tree.unflatten(treedef, every), static)
 
-    def __init__(self, model):
-        leaves, treedef = jax.tree.flatten(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
-        static = eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct), inverse=True)
-        half = len(leaves) // 2
-        self.a = {f"z{len(leaves) - i}": x for i, x in enumerate(leaves[:half])}
-        self.b = leaves[half:][::-1]
-        names = list(self.a)
-        self.rebuild = lambda me: eqx.combine(
-            jax.tree.unflatten(treedef, [*(me.a[n] for n in names), *me.b[::-1]]), static
-        )
+    return {"b": leaves[half:][::-1], "a": dict(zip(names, leaves))}, rebuild
 
 
 @pytest.mark.parametrize("name", ["moe_mixtral", "conv_depthwise", *in_long("llama", "gpt2", "lora")])
 def test_names_and_order_change_nothing(name):
     entry = PROGRAMS[name]
-    model = Scrambled(abstract(entry.make))
-    decisions = decide(
-        model, abstract_mesh(), loss_fn=lambda m, b, k: entry.loss(m.rebuild(m), b), batch=entry.inputs(ROWS)
-    )
-    specs = {path: d.spec for path, d in decisions.items()}
-    found = jax.tree.leaves(
-        model.rebuild(jax.tree.unflatten(jax.tree.structure(model), list(specs.values()))),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    model, rebuild = scrambled(abstract(entry.make))
+    decisions = decide(model, MESH, (), lambda m, b, k: entry.loss(rebuild(m), b), entry.inputs(ROWS))
+    specs = jax.tree.unflatten(jax.tree.structure(model), [d.spec for d in decisions.values()])
+    found = jax.tree.leaves(rebuild(specs), is_leaf=lambda x: isinstance(x, P))
     assert [x for x in found if isinstance(x, P)] == list(specs_of(explained(name)).values())
 
 
@@ -134,7 +119,7 @@ def test_nothing_is_told_apart_by_its_size():
         square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         model = Square(jax.ShapeDtypeStruct((rows, 8), jnp.float32), square, square)
         batch = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
-        decisions = decide(model, abstract_mesh(), (), lambda m, b, k: jnp.mean(jax.vmap(m)(b) ** 2), batch)
+        decisions = decide(model, MESH, (), lambda m, b, k: jnp.mean(jax.vmap(m)(b) ** 2), batch)
         return [(d.spec, d.role) for d in decisions.values()]
 
     assert specs(8, 8, 8) == specs(16, 12, 40) == specs(6, 8, 8)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import abstract_mesh, sent, specs_of
+from cases import MESH, sent, specs_of
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes
 
@@ -88,7 +88,7 @@ BY_COLUMNS = {"down": P("tensor"), "up": P(None, "tensor")}
 
 
 def explained(operation):
-    found = rx.explain(MODEL, abstract_mesh(), loss_fn=partial(loss, operation), batch=BATCH)
+    found = rx.explain(MODEL, MESH, loss_fn=partial(loss, operation), batch=BATCH)
     assert not sent(found).opaque
     return found
 
@@ -143,7 +143,7 @@ def test_what_is_gathered_is_kept_for_the_gradient_of_a_wide_layer(times, is_fir
         return jnp.mean(jnp.tanh(out) ** 2)
 
     specs = {"scale": P("tensor"), "up": P(None, "tensor") if is_first else P("tensor")}
-    found = rx.explain(model, abstract_mesh(), loss_fn=loss, batch=batch)
+    found = rx.explain(model, MESH, loss_fn=loss, batch=batch)
     compiled = compiled_bytes(model, loss, batch, specs, rx.make_mesh(tensor=4))
     assert sent(found, specs).num_bytes_unmerged == pytest.approx(compiled, rel=0.01)
 
@@ -154,6 +154,6 @@ def test_a_shard_map_is_left_to_itself():
     def doubled(x):
         return jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(), out_specs=P())(x)
 
-    found = rx.explain(MODEL, abstract_mesh(), loss_fn=partial(loss, doubled), batch=BATCH)
+    found = rx.explain(MODEL, MESH, loss_fn=partial(loss, doubled), batch=BATCH)
     assert [text.partition(" ")[0] for text in sent(found).opaque] == ["shard_map"]
     assert sent(found, BY_COLUMNS).num_bytes_unmerged > LEAST + 64

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from fit_helpers import SGD, fit, make_examples, mlp_state, scalar_loss
-from helpers import filled, mesh_of
+from helpers import abstract, assert_close, filled, mesh_of, stepped
 from jax.sharding import NamedSharding, PartitionSpec
 
 import redco_eqx as rx
@@ -104,8 +103,7 @@ def test_branches_loops_and_calls_get_it_whole():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 64)), jnp.float32)
     expected = jax.jit(jax.value_and_grad(loss))(w, x)
     found = jax.jit(jax.value_and_grad(program))(jax.device_put(w, SPLIT), jax.device_put(x, X.sharding))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)  # float32, summed in another order
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)  # float32, summed in another order
 
 
 def test_nothing_split_is_nothing_changed():
@@ -152,20 +150,14 @@ def trained(mesh: Any, *, overrides: Any = (), **options: Any) -> tuple[rx.Train
         hidden, _ = model.hidden_states(batch[:, :-1], key=key)
         return rx.layers.cross_entropy(hidden, model.head, batch[:, 1:])
 
-    abstract = eqx.filter_eval_shape(
-        lambda key: models.LlamaForCausalLM(ODD, stacked=True, key=key, **options), jax.random.key(0)
-    )
-    shardings = rx.shard_rules(abstract, mesh, overrides=overrides)
-    model = eqx.filter_shard(filled(abstract, jnp.float32, 0), shardings)
-    state = rx.init_state(model, OPTIMIZER, key=jax.random.key(1))
-    assert layout_of(state) == {path: x.sharding for path, x in rx.to_arrays(model).items()}
+    make = lambda key: models.LlamaForCausalLM(ODD, stacked=True, key=key, **options)  # noqa: E731
+    model = filled(abstract(make), jnp.float32, 0)
+    shardings = rx.shard_rules(model, mesh, overrides=overrides)
     rows = np.random.default_rng(0).integers(0, 97, (16, 9)).astype(np.int32)
-    batch = jax.device_put(rows, rx.batch_sharding(mesh))
-    step = partial(rx.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER, shardings=shardings, num_microbatches=2)
-    compiled = jax.jit(step).lower(state, batch).compile()
-    for _ in range(2):
-        state, _ = compiled(state, batch)
-    return state, communication(compiled, mesh)
+    found = stepped(model, rows, mesh, loss_fn, OPTIMIZER, shardings=shardings, num_microbatches=2)
+    assert layout_of(found.before) == {path: x.sharding for path, x in rx.to_arrays(found.before.model).items()}
+    state, _ = found.compiled(found.state, jax.device_put(rows, rx.batch_sharding(mesh)))
+    return state, communication(found.compiled, mesh)
 
 
 def test_an_override_reaches_every_block():
@@ -186,9 +178,7 @@ def test_what_tensor_cannot_split_is_stored_split_at_the_cost_of_its_gathers_and
         state, found = trained(there, **options)
         projections = {path for path in state.params if "self_attn" in path}
         assert set(state.stored) == projections | {"model.embed_tokens.weight", "lm_head.weight"}
-        for path, x in state.params.items():
-            # float32, summed in another order
-            np.testing.assert_allclose(x, expected.params[path], rtol=1e-4, atol=1e-5, err_msg=path)
+        assert_close(state.params, expected.params, rtol=1e-4, atol=1e-5)  # float32, summed in another order
         if there is mesh:
             stored = sum(state.params[path].size * 4 for path in state.stored)
             gathered = sum(c.total_bytes for c in found if (c.kind, c.axes) == ("all-gather", ("tensor",)))
@@ -256,5 +246,4 @@ def test_frozen_arrays_that_are_stored_split_change_no_number():
         assert bool(state.stored) == (sharding is OVER_BOTH)
         step = partial(rx.train_step, loss_fn=adapted, optimizer=SGD, shardings=layout_of(state))
         params.append(jax.jit(step)(state, batch)[0].params)
-    for path, x in params[0].items():
-        np.testing.assert_allclose(x, params[1][path], rtol=1e-5, atol=1e-6, err_msg=path)
+    assert_close(*params, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ import optax
 import pytest
 from gradients.golden import GOLDEN
 from gradients.steps import check
-from helpers import assert_close, filled, mesh_of
+from helpers import abstract, assert_close, filled, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
@@ -205,17 +205,15 @@ def test_rows_that_are_looked_up_in_bfloat16_have_the_gradient_of_one_device():
         for name, spec in specs.items()
     }
     zeros = jax.tree.map(lambda _: np.zeros((16, 8), jnp.bfloat16), shardings)
-    state = rx.init_state(jax.device_put(zeros, shardings), SGD, key=jax.random.key(0))
-    step = partial(rx.train_step, loss_fn=loss, optimizer=SGD, shardings=shardings)
-    new, _ = jax.jit(step)(state, jax.device_put((ids, signs), rx.batch_sharding(mesh)))
-    for path, x in new.params.items():
+    new = stepped(jax.device_put(zeros, shardings), (ids, signs), mesh, loss, SGD, shardings=shardings)
+    for path, x in new.state.params.items():
         times = 2 if "index" in path else 1
         np.testing.assert_array_equal(-np.asarray(x).astype(np.float32), times * expected, err_msg=path)
 
 
 def test_complex_products_train():
     linear = partial(eqx.nn.Linear, dtype=jnp.complex64, key=jax.random.key(0))
-    shape = eqx.filter_eval_shape(lambda: [linear(64, 128), linear(128, 64)])
+    shape = abstract(lambda _: [linear(64, 128), linear(128, 64)])
     phases = np.exp(1j * np.arange(64 * 128)).astype(np.complex64)
     model = jax.tree.map(lambda x: x * phases[: x.size].reshape(x.shape), filled(shape, jnp.complex64, 0))
 
@@ -228,11 +226,7 @@ def test_complex_products_train():
         return jnp.mean(jnp.abs(jax.vmap(model[1])(jax.vmap(model[0])(x))) ** 2)
 
     def gradient(name: str) -> dict[str, np.ndarray]:
-        mesh = mesh_of(name)
-        shardings = rx.shard_rules(model, mesh)
-        state = rx.init_state(eqx.filter_shard(model, shardings), SGD, key=jax.random.key(1))
-        batch = jax.device_put(np.ones((16, 64), np.complex64), rx.batch_sharding(mesh))
-        step = partial(rx.train_step, loss_fn=loss_fn, optimizer=SGD, shardings=shardings)
-        return lost(state, jax.jit(step)(state, batch)[0])
+        found = stepped(model, np.ones((16, 64), np.complex64), mesh_of(name), loss_fn, SGD)
+        return lost(found.before, found.state)
 
     assert_close(gradient("fsdp8"), gradient("one"), **CLOSE)
