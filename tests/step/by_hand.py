@@ -1,4 +1,4 @@
-"""Steps written by hand, which `train_step` is compared with, how the tests compile it, and a model."""
+"""How the tests compile a step, their references for it, and a model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import helpers
 import jax
-import optax
 
 from redco_eqx import train_step
 
@@ -33,29 +32,10 @@ def compiled_step(loss_fn: Any, optimizer: Any, **options: Any) -> Any:
     return jax.jit(step, compiler_options=helpers.QUICK_COMPILE)
 
 
-def by_path(model: Any) -> dict[str, Any]:
-    """The floating JAX arrays of a model by the path that JAX spells."""
-    pairs = jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array))
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves by the path that JAX spells."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
-
-
-def by_hand(model: Any, optimizer: Any, loss: Any, batches: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """Plain optax and `eqx.partition` on one device: the model, and losses and gradients of each step."""
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    opt_state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(lambda p: loss(eqx.combine(p, static), batch))(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, grads
-
-    losses, gradients = [], []
-    for batch in batches:
-        params, opt_state, value, grads = step(params, opt_state, batch)
-        losses.append(value)
-        gradients.append(grads)
-    return eqx.combine(params, static), losses, gradients
 
 
 def ratio(loss_fn: Any, name: str | None = None) -> Callable[[Any, Any], Any]:

@@ -1,4 +1,4 @@
-"""Means, what a loss may return, what a step reports, and parameters that a loss does not use."""
+"""Means, what a loss may return, what a step reports, and microbatches: accumulated equals whole."""
 
 import warnings
 from functools import partial
@@ -11,13 +11,22 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, compiled_step
-from helpers import cross_entropy, token_batch
+from helpers import cross_entropy, mlp_batch, squared_error, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redco_eqx import Mean, eval_step, init_state, train_step
+from redco_eqx import Mean, batch_sharding, eval_step, init_state, make_mesh, train_step
 
 SGD = optax.sgd(1.0)
+
+
+def stepped(loss_fn: Any, w: Any, batch: Any, **options: Any) -> Any:
+    """The new `w`, and the metrics, of one step."""
+    state = init_state({"w": jnp.asarray(w)}, SGD, key=KEY)
+    state, metrics = compiled_step(loss_fn, SGD, **options)(state, batch)
+    return state.params["w"], metrics
+
+
 NUMBERS = st.floats(-100, 100, width=32)
 
 
@@ -46,9 +55,8 @@ def test_gradients_do_not_flow_through_the_weight():
         return Mean(jnp.sum(model["w"] * batch), jnp.sum(model["w"] ** 2))
 
     w = np.array([2.0, 1.0], np.float32)
-    state = init_state({"w": jnp.asarray(w)}, SGD, key=KEY)
-    state, metrics = compiled_step(loss_fn, SGD)(state, x)
-    np.testing.assert_allclose(state.params["w"], w - x / 5, rtol=1e-6)
+    new, metrics = stepped(loss_fn, w, x)
+    np.testing.assert_allclose(new, w - x / 5, rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"].value, 4 / 5, rtol=1e-6)
 
 
@@ -60,8 +68,8 @@ def test_metrics_come_in_float32():
         return jnp.sum(model["w"]), {**metrics, "three": 3}
 
     state = init_state({"w": jnp.ones(2)}, SGD, key=KEY)
-    trained = compiled_step(loss_fn, SGD)(state, np.ones(4))[1]
-    for metrics in (trained, jax.jit(partial(eval_step, loss_fn=loss_fn))(state, np.ones(4))):
+    evaluated = jax.jit(partial(eval_step, loss_fn=loss_fn))(state, np.ones(4))
+    for metrics in (stepped(loss_fn, jnp.ones(2), np.ones(4))[1], evaluated):
         assert {x.dtype for x in jax.tree.leaves(metrics)} == {jnp.dtype("float32")}
         assert [metrics[str(dtype)].value for dtype in dtypes] == [1] * 4
         assert metrics["three"].value == 3
@@ -109,33 +117,19 @@ def test_the_learning_rate_is_reported_where_it_can_be_seen():
     assert sorted(jax.eval_shape(compiled_step(loss_fn, hidden), state, np.ones(4))[1]) == ["grad_norm", "loss"]
 
 
-# What the loss does not use.
-
-
 def test_parameters_that_the_loss_cannot_depend_on_are_named():
-    model = {
-        "used": jnp.ones(2),
-        "unused": jnp.ones(2),
-        "stopped": jnp.ones(()),
-        "times_zero": jnp.ones(()),
-        "in_a_jit": jnp.ones(2),
-        "only_shape": jnp.ones(3),
-    }
+    names = ("used", "unused", "stopped", "times_zero", "in_a_jit", "only_shape")
 
     @jax.jit
     def inner(model, x):
-        return jnp.sum(x * model["in_a_jit"]) + model["only_shape"].size
+        return jnp.sum(x) * model["in_a_jit"] + model["only_shape"].size
 
     def loss_fn(model, batch, key):
         zero = batch[0, 0] - batch[0, 0]
-        return (
-            jnp.mean(batch @ model["used"])
-            + jax.lax.stop_gradient(model["stopped"])
-            + zero * model["times_zero"]
-            + inner(model, batch[0])
-        )
+        used = jnp.mean(batch * model["used"]) + zero * model["times_zero"]
+        return used + jax.lax.stop_gradient(model["stopped"]) + inner(model, batch[0])
 
-    state = init_state(model, SGD, key=KEY)
+    state = init_state({name: jnp.asarray(float(i)) for i, name in enumerate(names)}, SGD, key=KEY)
     step = partial(train_step, loss_fn=loss_fn, optimizer=SGD)
     message = "does not depend on 3 trainable arrays.*: only_shape, stopped, unused"
     with pytest.warns(UserWarning, match=message):
@@ -147,3 +141,115 @@ def test_every_parameter_of_a_transformer_is_used():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.eval_shape(partial(train_step, loss_fn=cross_entropy, optimizer=SGD), state, token_batch(0))
+
+
+# Microbatches
+
+
+def linear_loss(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mean]]:
+    """Linear in `w`, so that every sum can be written down."""
+    weight = batch["weight"]
+    total = jnp.sum(weight * (batch["x"] @ model["w"]))
+    return Mean(total, jnp.sum(weight)), {"x": Mean(jnp.sum(batch["x"][:, 0]), weight.shape[0])}
+
+
+WEIGHTS = {
+    "unequal": [1, 5, 0, 2, 7, 1, 1, 3],
+    "every second is zero": [0, 2, 0, 1, 0, 3, 0, 1],
+    "the first half is zero": [0, 0, 0, 0, 1, 2, 3, 4],
+    "all but one are zero": [0, 0, 0, 0, 0, 3, 0, 0],
+    "all are zero": [0, 0, 0, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+def test_accumulated_equals_whole(num_microbatches):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    w = np.array([1.0, -2.0, 0.5], np.float32)
+    state = init_state({"w": jnp.asarray(w)}, SGD, key=KEY)
+    step = compiled_step(linear_loss, SGD, num_microbatches=num_microbatches)
+    for name, weights in WEIGHTS.items():
+        weight = np.array(weights, np.float32)
+        new, metrics = step(state, {"x": x, "weight": weight})
+        gradient = (weight @ x) / max(weight.sum(), 1)
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=name)  # a sum of 8 products
+        close(new.params["w"], w - gradient)
+        close(metrics["loss"].value, gradient @ w)
+        close(metrics["grad_norm"].value, np.linalg.norm(gradient))
+        close(metrics["x"].value, x[:, 0].mean())
+        assert metrics["loss"].weight == weight.sum()
+        assert metrics["x"].weight == 8
+        assert weight.any() or np.array_equal(new.params["w"], w)
+
+
+def test_a_bare_scalar_counts_once_per_microbatch():
+    """The mean of the maxima, not the maximum: what a loss that is no mean can be over parts."""
+    x = np.array([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0], np.float32)
+
+    def loss_fn(model, batch, key):
+        return model["w"] * jnp.max(batch["x"]), {"sum": jnp.sum(batch["x"])}
+
+    new, metrics = stepped(loss_fn, 2.0, {"x": x}, num_microbatches=4)
+    expected = x.reshape(-1, 4).max(axis=0).mean()  # example i is in microbatch i % number
+    np.testing.assert_allclose(metrics["loss"].value, 2 * expected, rtol=1e-6)
+    np.testing.assert_allclose(new, 2 - expected, rtol=1e-6)
+    np.testing.assert_allclose(metrics["sum"].value, x.sum() / 4, rtol=1e-6)
+    assert metrics["loss"].weight == 4
+
+
+def test_gradients_of_bfloat16_parameters_accumulate_in_float32():
+    # 512 gradients of 1 each: a bfloat16 sum would stop at 256.
+    def loss_fn(model, batch, key):
+        return jnp.sum(model["w"].astype(jnp.float32) * batch)
+
+    w, metrics = stepped(loss_fn, jnp.zeros((), jnp.bfloat16), np.ones(512, np.float32), num_microbatches=512)
+    assert metrics["grad_norm"].value == 1
+    assert (w, w.dtype) == (-1, jnp.bfloat16)
+
+
+def test_each_microbatch_has_a_key_of_its_own():
+    def loss_fn(model, batch, key):
+        u = jax.random.uniform(key)
+        return model["w"] * u, {"square": u**2}
+
+    state = init_state({"w": jnp.array(0.0)}, SGD, key=KEY)
+    step = compiled_step(loss_fn, SGD, num_microbatches=8)
+    new, metrics = step(state, np.ones(8))
+    mean, square = float(metrics["grad_norm"].value), float(metrics["square"].value)
+    assert square - mean**2 > 0.01  # a spread: uniform numbers have 1/12
+    np.testing.assert_allclose(new.params["w"], -mean, rtol=1e-6)
+    # And another step draws others.
+    _, later = step(new, np.ones(8))
+    assert later["grad_norm"].value != mean
+
+
+def test_microbatches_cost_no_more_arithmetic():
+    """On data=8, each device works on a part of each microbatch."""
+    mesh = make_mesh()
+    model, shardings = helpers.place(helpers.make_mlp(), mesh)
+    state = init_state(model, SGD, key=KEY)
+    batch = jax.device_put(mlp_batch(0, size=1024), batch_sharding(mesh))
+
+    def flops(num_microbatches):
+        step = compiled_step(squared_error, SGD, shardings=shardings, num_microbatches=num_microbatches)
+        cost: Any = step.lower(state, batch).compile().cost_analysis()
+        return cost["flops"]
+
+    # The cost of a loop is that of one round. What each round adds to the accumulator, and the update of the
+    # parameters, count 4 times here: about 4 operations per parameter against 6 for each of 128 examples.
+    assert flops(4) * 4 == pytest.approx(flops(1), rel=0.08)
+
+
+def test_a_number_of_microbatches_that_does_not_divide_is_refused():
+    mesh = make_mesh()
+    model, shardings = helpers.place({"w": jnp.ones(3)}, mesh)
+    state = init_state(model, SGD, key=KEY)
+    batch = {"x": np.ones((8, 3), np.float32), "weight": np.ones(8, np.float32)}
+    on_eight = "weight has 8 rows, which do not divide into 2 microbatches on 8"
+    step = partial(train_step, loss_fn=linear_loss, optimizer=SGD)
+    for number, layout, message in (
+        *((number, None, f"num_microbatches={number}") for number in (0, -1, 3, 16)),
+        (2, shardings, on_eight),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(state, batch, num_microbatches=number, shardings=layout)

@@ -1,6 +1,6 @@
-"""Optimizers on a mesh: equal to plain optax on one device, in the layout of their parameters.
+"""Steps on a mesh equal plain optax on one device, in the layout of their parameters.
 
-tests/training/test_every_optimizer.py trains with each optimizer of optax.
+tests/training/test_every_optimizer.py trains with each optimizer of optax; tests/gradients has more programs.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import by_path, compiled_step
-from helpers import mlp_batch, squared_error
+from by_hand import KEY, by_path, compiled_step, ratio
+from helpers import cross_entropy, mlp_batch, squared_error, token_batch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redco_eqx import batch_sharding, init_state, train_step
+from redco_eqx import batch_sharding, eval_step, init_state, predict_step, shard_rules, train_step
 from redco_eqx._step.optimizer import like_params
-
-KEY = jax.random.key(0)
 
 
 def matrices(params: Any) -> Any:
@@ -36,6 +34,7 @@ def sharpness_aware() -> Any:
 
 # One for each form that a state has, and for each argument that an update takes.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(1.0),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "masked in multi steps": lambda: optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(0.1), optax.masked(optax.adamw(1e-2), matrices)), 2
@@ -56,79 +55,110 @@ MORE: dict[str, Callable[[], Any]] = {
     "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-2),
     "low-precision momentum": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
 }
-DATA = [mlp_batch(seed, dtype=np.float64) for seed in range(3)]
+SUBJECTS: dict[str, Any] = {
+    "mlp": (helpers.make_mlp, mlp_batch, squared_error, "absolute"),
+    "transformer": (helpers.make_transformer, token_batch, cross_entropy, "hits"),
+}
 
 
-def loss_of(model: Any, batch: Any) -> Any:
-    mean, _ = squared_error(model, batch, None)
-    return mean.total / mean.weight
-
-
-def plain(name: str) -> dict[str, Any]:
-    """The parameters after a loop of optax alone on one device, over the model as a tree."""
+def by_hand(model: Any, name: str, loss_fn: Any, metric: str, batches: list[Any]) -> tuple[Any, list[Any]]:
+    """A loop of optax alone on one device, over the model as a tree: the parameters, and loss, metric and
+    gradient norm of each step."""
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
-    params, static = eqx.partition(helpers.make_mlp(jnp.float64), eqx.is_inexact_array)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
 
     @partial(jax.jit, compiler_options=helpers.QUICK_COMPILE)
     def step(params, opt_state, batch):
-        def loss(p):
-            return loss_of(eqx.combine(p, static), batch)
+        def loss(p, *_):
+            return ratio(loss_fn)(eqx.combine(p, static), batch)
 
         value, grads = jax.value_and_grad(loss)(params)
-        if "sam" in name:
-            extra = {"grad_fn": jax.grad(lambda p, _: loss(p))}
-        else:
-            extra = {"value": value, "grad": grads, "value_fn": loss}
+        usual = {"value": value, "grad": grads, "value_fn": loss}
+        extra: Any = {"grad_fn": jax.grad(loss)} if "sam" in name else usual
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-        return optax.apply_updates(params, updates), opt_state
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
+        measured = ratio(loss_fn, metric)(eqx.combine(params, static), batch)
+        return (
+            optax.apply_updates(params, updates),
+            opt_state,
+            {"loss": value, "grad_norm": norm, metric: measured},
+        )
 
     opt_state: Any = jax.jit(optimizer.init)(params)
-    for batch in DATA:
-        params, opt_state = step(params, opt_state, batch)
+    reports = []
+    for batch in batches:
+        params, opt_state, report = step(params, opt_state, batch)
+        reports.append(report)
     if name == "plateau":
         assert opt_state[1].scale < 1  # so the loss has come through
-    return by_path(params)
-
-
-def moments(opt_state: Any, params: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arrays of an optimizer state that belong to a parameter, with its path."""
-    found = []
-    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
-        owners = [entry.key for entry in path if getattr(entry, "key", None) in params]
-        found += [(owner, x) for owner in owners]
-    return found
+    return by_path(params), reports
 
 
 def num_split(opt_state: Any, params: dict[str, Any]) -> int:
     """Counts the moments that are split; those of a parameter's shape must be split as the parameter is."""
-    found = moments(opt_state, params)
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        assert x.sharding.mesh.devices.size == 8
+        found += [(entry.key, x) for entry in path if getattr(entry, "key", None) in params]
     for path, x in found:
         if x.shape == params[path].shape:
             assert x.sharding.is_equivalent_to(params[path].sharding, x.ndim), path
-    assert all(x.sharding.mesh.devices.size == 8 for x in jax.tree.leaves(opt_state))
     return sum(not x.is_fully_replicated for _, x in found)
 
 
-# Float64 throughout: Adam divides by a root of squared gradients, which lets the rounding of float32 decide.
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equal_to_plain_optax_and_laid_out_like_its_parameters(name):
+# In float64 the order of summation alone differs between meshes, which three steps let grow: Adam divides by a
+# root of squared gradients, where the rounding of float32 would decide.
+@pytest.mark.parametrize(
+    ("subject", "mesh_name", "num_microbatches", "laid_out", "name"),
+    [
+        ("transformer", "2x2x2", 1, True, "sgd"),
+        ("mlp", "fsdp8", 2, True, "sgd"),
+        ("mlp", "2x2x2", 1, False, "sgd"),
+        *(("mlp", "2x2x2", 1, True, name) for name in OPTIMIZERS if name != "sgd"),
+    ],
+)
+def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
+    subject, mesh_name, num_microbatches, laid_out, name
+):
+    make, make_batch, loss_fn, metric = SUBJECTS[subject]
+    close: Any = {"rtol": 1e-10, "atol": 1e-12} if name == "sgd" else {"rtol": 1e-8, "atol": 1e-10}
     with jax.enable_x64(True):
-        mesh = helpers.mesh_of("2x2x2")
-        model, shardings = helpers.place(helpers.make_mlp(jnp.float64), mesh)
-        optimizer = OPTIMIZERS[name]()
-        state = init_state(model, optimizer, key=jax.random.key(1))
-        assert bool(num_split(state.opt_state, state.params)) == (name != "opaque sam")
-        layout = jax.tree.map(lambda x: x.sharding, state)
-        step = compiled_step(squared_error, optimizer, shardings=shardings)
-        batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in DATA]
+        data = [make_batch(seed, dtype=np.float64) for seed in range(3)]
+        expected, reports = by_hand(make(jnp.float64), name, loss_fn, metric, data)
+        mesh, optimizer = helpers.mesh_of(mesh_name), OPTIMIZERS[name]()
+        model, shardings = helpers.place(make(jnp.float64), mesh)
+        state = before = init_state(model, optimizer, key=KEY)
+        assert any(not x.is_fully_replicated for x in state.params.values())
+        assert bool(num_split(state.opt_state, state.params)) == (name not in ("sgd", "opaque sam"))
+        options: Any = {"shardings": shardings if laid_out else None, "num_microbatches": num_microbatches}
+        step = compiled_step(loss_fn, optimizer, **options)
+        batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in data]
+        measured = []
         with helpers.count_compilations() as compiled:
             for batch in batches:
-                state, _ = step(state, batch)
-        assert len(compiled) == 1
-        for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(layout), strict=True):
-            assert x.sharding.is_equivalent_to(sharding, x.ndim)
-        # Rounding, grown by three steps.
-        helpers.assert_close(state.params, plain(name), rtol=1e-8, atol=1e-10)
+                state, metrics = step(state, batch)
+                measured.append(metrics)
+        for metrics, report in zip(measured, reports, strict=True):
+            for key, x in report.items():
+                np.testing.assert_allclose(metrics[key].value, x, **close)
+        helpers.assert_close(state.params, expected, **close)
+        assert state.step == 3
+        if laid_out:  # otherwise the compiler may choose another
+            assert len(compiled) == 1
+            helpers.assert_same_layout(state, before)
+
+
+def test_shardings_of_another_model_are_refused():
+    model, _ = helpers.place(helpers.make_mlp(), helpers.mesh_of("2x2x2"))
+    other = shard_rules({"mlp": model}, helpers.mesh_of("2x2x2"))
+    state = init_state(model, optax.sgd(1.0), key=KEY)
+    for step in (
+        partial(train_step, optimizer=optax.sgd(1.0), loss_fn=squared_error),
+        partial(eval_step, loss_fn=squared_error),
+        partial(predict_step, predict_fn=lambda model, batch, key: batch),
+    ):
+        with pytest.raises(ValueError, match=r"shardings has no NamedSharding for layers\.0\.weight"):
+            step(state, mlp_batch(0), shardings=other)
 
 
 def test_the_state_of_an_optimizer_comes_out_as_it_went_in():
