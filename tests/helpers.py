@@ -1,7 +1,10 @@
 """Code that the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
 
+import os
 import pathlib
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -61,11 +64,6 @@ def decide(
     return explain(model, mesh, overrides=overrides, loss_fn=loss_fn, batch=batch).decisions
 
 
-def fresh(tree: Any) -> Any:
-    """The same tree on buffers of its own, to be donated."""
-    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
-
-
 def place(model: Any, mesh: Mesh) -> tuple[Any, Any]:
     """`model` on `mesh` by the rules, on buffers of its own, and its layout. NumPy constants stay such."""
     shardings = shard_rules(model, mesh)
@@ -91,10 +89,6 @@ def stepped(model: Any, batch: Any, mesh: Mesh, loss_fn: Any, optimizer: Any, **
     compiled = jax.jit(step).lower(before, rows).compile()
     state, metrics = compiled(before, rows)
     return Stepped(before, state, metrics, compiled)
-
-
-def layout_of(tree: Any) -> list[Any]:
-    return [x.sharding for x in jax.tree.leaves(tree)]
 
 
 def assert_same_layout(tree: Any, other: Any) -> None:
@@ -235,3 +229,18 @@ def events(directory: pathlib.Path) -> list[Any]:
             found.append(Event.FromString(data[at + 12 : at + 12 + length]))
             at += 16 + length
     return found
+
+
+def printed(program: str, *arguments: str, without: tuple[str, ...] = (), **environment: str) -> str:
+    """The output of a program in another process, which has no variables `without`; fails with its errors."""
+    variables = {name: value for name, value in os.environ.items() if name not in without}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**variables, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -4,14 +4,12 @@ import ast
 import graphlib
 import inspect
 import io
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tokenize
 from collections import defaultdict
 
+from helpers import printed
 from house import rooms
 
 import redco_eqx as rx
@@ -104,14 +102,7 @@ LOADED = 4_500
 
 def loaded_by(program: str) -> list[str]:
     """The modules of the package that a process has after this program."""
-    done = subprocess.run(
-        [sys.executable, "-c", START + program + PRINT],
-        check=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.split()
+    return printed(START + program + PRINT).split()
 
 
 def test_import_touches_no_device_and_loads_nothing_but_the_names():

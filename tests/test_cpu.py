@@ -1,16 +1,15 @@
 """Virtual devices of a CPU have threads for collectives that wait at the same time."""
 
 import os
-import subprocess
-import sys
+from functools import partial
 
+import helpers
 import pytest
 
 START = """
 import pathlib
 from functools import partial
 import jax, jax.numpy as jnp, optax
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 import redco_eqx as rx
 mesh = rx.make_mesh(fsdp=8)
@@ -40,26 +39,14 @@ print("trained")
 """
 
 
-def run(program: str, **environment: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    done = subprocess.run(
-        [sys.executable, "-c", START + program],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted as Linux lists them")
 def test_three_threads_for_each_device_unless_the_environment_says_how_many():
-    assert int(run(THREADS)) - int(run(THREADS, PJRT_NPROC="8")) >= 16
+    started = partial(helpers.printed, START + THREADS, without=("PJRT_NPROC", "XLA_FLAGS"))
+    assert int(started()) - int(started(PJRT_NPROC="8")) >= 16
 
 
 @pytest.mark.long
 def test_collectives_that_do_not_wait_for_one_another_do_not_hang():
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds=10"
-    assert run(TRAINING, XLA_FLAGS=flag) == "trained"
+    found = helpers.printed(START + TRAINING, without=("PJRT_NPROC",), XLA_FLAGS=flag)
+    assert found.strip() == "trained"

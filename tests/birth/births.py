@@ -1,9 +1,5 @@
-"""Models to be born, for the tests of `init_model`; and a program, one of two processes that create some.
+"""Models to be born, for the tests of `init_model`; and a program, one of two processes that create some."""
 
-The arguments of the program are the port and the number of the process.
-"""
-
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from redco_eqx import init_model, make_mesh, to_arrays
+from redco_eqx import init_model, initialize_distributed, make_mesh, to_arrays
 from redco_eqx._sharding.mesh import one_device_mesh
 
 LAYERS = 3
@@ -140,9 +136,8 @@ def bits(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def main(port: str, process: str) -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+def main() -> None:
+    initialize_distributed()
     assert len(jax.devices()) == 4
     mesh, alone = make_mesh(tensor=2, fsdp=2), one_device_mesh(jax.local_devices()[0])
     for maker in (make, make_and_print):
@@ -155,4 +150,4 @@ def main(port: str, process: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hosts import harness
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -206,4 +207,7 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
 
 
 def test_two_processes(tmp_path):
-    helpers.run_two_processes(pathlib.Path(births.__file__), tmp_path)
+    processes = harness.start_loopback(
+        tmp_path, program=pathlib.Path(births.__file__), num_devices=2, JAX_ENABLE_X64=0
+    )
+    assert processes.leave(120)[0] == [0, 0], processes.text()

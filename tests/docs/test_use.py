@@ -1,8 +1,6 @@
 """The exported program of the page runs where neither this library nor Equinox can be imported."""
 
-import subprocess
-import sys
-
+import helpers
 import pages
 
 BLOCKED = "import sys; sys.modules['redco_eqx'] = sys.modules['equinox'] = None\n"
@@ -16,13 +14,8 @@ def test_an_exported_program_needs_only_jax(tmp_path, monkeypatch, capfd):
     for code in blocks[: blocks.index(reader)]:
         exec(compile(code, "page", "exec"), namespace)
     capfd.readouterr()
-    done = subprocess.run(
-        [sys.executable, "-c", f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    there = helpers.printed(f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())")
     np = namespace["np"]
     row = np.frombuffer(b"ArgumentParser(description=text)"[:32], np.uint8) / 128 - 1
     here = namespace["predict"](row[None].astype(np.float32))
-    assert done.stdout.split() == ["(1,)", str(here.item())]
+    assert there.split() == ["(1,)", str(here.item())]

@@ -24,6 +24,8 @@ NUM_SHARES = int(os.environ.get("GRADIENTS_SHARES", "1"))
 SEED = int(os.environ.get("GRADIENTS_SEED", "0"))
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("GRADIENTS_SHRINK") == "1" else (Phase.generate,)
 
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
 
 @pytest.fixture(autouse=True)
 def no_programs_of_other_tests() -> Iterator[None]:
@@ -51,11 +53,7 @@ def test_gradients_of_generated_programs(family: str, share: int) -> None:
         print_blob=False,
         report_multiple_bugs=False,
         phases=PHASES,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.data_too_large,
-            HealthCheck.large_base_example,
-        ],
+        suppress_health_check=SLOW,
     )
     @given(programs(family))
     def run(spec: Spec) -> None:

@@ -1,23 +1,18 @@
-"""One of the two processes of `test_save_pretrained.py`; arguments: port, process, directory."""
+"""One of the two processes of `test_save_pretrained.py`; its argument is a directory."""
 
 import json
-import os
 import pathlib
 import sys
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+from redco_eqx import initialize_distributed, make_mesh
+from redco_eqx._base.tree import to_arrays
+from redco_eqx.models import load_pretrained, save_pretrained
+from redco_eqx.models._files.safetensors import Stored
 
-from redco_eqx import make_mesh  # noqa: E402
-from redco_eqx._base.tree import to_arrays  # noqa: E402
-from redco_eqx.models import load_pretrained, save_pretrained  # noqa: E402
-from redco_eqx.models._files.safetensors import Stored  # noqa: E402
-
-process, directory = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+initialize_distributed()
+process, directory = jax.process_index(), pathlib.Path(sys.argv[1])
 read, log = Stored.read, []
 
 

@@ -27,7 +27,8 @@ from checkpoint_files import (
     shapes_of,
     write,
 )
-from helpers import assert_identical, in_long, run_two_processes
+from helpers import assert_identical, in_long
+from hosts import harness
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, IMAGES, make
@@ -408,7 +409,9 @@ def test_neither_loading_nor_saving_holds_the_model(tmp_path):
 def test_two_processes(tmp_path):
     arrays = make_arrays("gpt2")
     write(tmp_path / "old", "gpt2", arrays, num_files=2)
-    run_two_processes(pathlib.Path(__file__).with_name("_two_process_pretrained.py"), tmp_path, str(tmp_path))
+    program = pathlib.Path(__file__).with_name("_two_process_pretrained.py")
+    processes = harness.start_loopback(tmp_path, program=program, num_devices=2, JAX_ENABLE_X64=0)
+    assert processes.leave(120)[0] == [0, 0], processes.text()
     for form in ("list", "stacked"):
         assert_same(load_file(tmp_path / form / SINGLE), arrays)
         results = [json.loads((tmp_path / f"{form}{i}.json").read_text()) for i in range(2)]

@@ -22,17 +22,9 @@ WIDTH = one_of(1, 2, 4, 8)
 
 
 def convolve(
-    x: Any,
-    kernel: Any,
-    *,
-    groups: int = 1,
-    batch_groups: int = 1,
-    stride: int = 1,
-    padding: str = "same",
-    lhs_dilation: int = 1,
-    rhs_dilation: int = 1,
-    channels_first: bool = False,
-) -> Any:
+    x, kernel, *, groups=1, batch_groups=1, stride=1, padding="same", lhs_dilation=1, rhs_dilation=1,
+    channels_first=False,
+):  # fmt: skip
     """`x` `(batch, *spatial, in)` with `kernel` `(*window, in / groups, out)`."""
     rank = x.ndim - 2
     letters = "HW"[:rank]
@@ -46,17 +38,8 @@ def convolve(
     if channels_first:
         x, kernel = jnp.moveaxis(x, -1, 1), jnp.moveaxis(kernel, (-1, -2), (0, 1))
         numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
-    y = jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        (stride,) * rank,
-        spaces,
-        (lhs_dilation,) * rank,
-        (rhs_dilation,) * rank,
-        numbers,
-        feature_group_count=groups,
-        batch_group_count=batch_groups,
-    )
+    strides, lhs, rhs = ((n,) * rank for n in (stride, lhs_dilation, rhs_dilation))
+    y = jax.lax.conv_general_dilated(x, kernel, strides, spaces, lhs, rhs, numbers, groups, batch_groups)
     return jnp.moveaxis(y, 1, -1) if channels_first else y
 
 
