@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 import time
+import types
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +24,7 @@ from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
 from redco_eqx._data.data import Place
 from redco_eqx._sharding.mesh import replicated
+from redco_eqx._training import run as training
 
 rx.initialize_distributed()
 streams.PROOF = 4  # so that the states of short epochs are used
@@ -125,9 +127,9 @@ def run(mesh, examples, **arguments):
     model = rx.init_model(lambda key: eqx.nn.Linear(4, 4, key=key), mesh, key=jax.random.key(0))
     model = jax.tree.map(jnp.zeros_like, model)
     return rx.fit(
-        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), examples, collate_fn=as_floats,
+        rx.init_state(model, OPTIMIZER, key=jax.random.key(1)), examples,
         loss_fn=lambda model, batch, key: jnp.mean(batch) + 0 * jnp.sum(model.weight + model.bias),
-        optimizer=OPTIMIZER, batch_size=8, loggers=(), **arguments,
+        optimizer=OPTIMIZER, batch_size=8, **{"collate_fn": as_floats, "loggers": (), **arguments},
     )[0]  # fmt: skip
 
 
@@ -149,8 +151,27 @@ def deciding(run, row, state):
     return rx.Change(stop=ends, state=dataclasses.replace(state, params=doubled))
 
 
-examples = [np.float32(i) for i in range(80)]
-state = run(MESHES["mixed"], examples, hook=deciding, num_steps=10, log_every=2, checkpoints=directory / "run")
+now = 0.0
+
+
+def slow(examples):
+    """Takes a second on process 0, and three on process 1, by a clock of its own."""
+    global now
+    now += 1.0 + 2.0 * process
+    return as_floats(examples)
+
+
+def clocks(step, row):
+    names = ("data_wait_seconds", "slowest_process", "slowest_by_seconds")
+    results["clocks"].append([step, *(row[f"train/{name}"] for name in names)])
+
+
+vars(training)["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
+examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
+state = run(
+    MESHES["mixed"], examples, hook=deciding, num_steps=10, log_every=2, checkpoints=directory / "run",
+    collate_fn=slow, loggers=[clocks],
+)  # fmt: skip
 params = jnp.stack([jnp.mean(x) for x in jax.tree.leaves(state.params)])
 results["ended"], results["calls"] = [int(state.step), np.asarray(params).tolist()], calls
 

@@ -24,7 +24,7 @@ from helpers import events
 import redco_eqx as rx
 from redco_eqx._base.protocols import Logger
 from redco_eqx._training.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger, progress_bar
-from redco_eqx._training.run import Training
+from redco_eqx._training.run import Training, peak_seconds
 
 # Rows
 
@@ -44,6 +44,7 @@ def test_a_row_is_the_exact_mean_of_its_steps() -> None:
             np.testing.assert_allclose(row[f"train/{name}"], total / weight, rtol=1e-6)
         assert row["train/epoch"] == pytest.approx(done / 5, rel=1e-12)
         assert set(row) >= {"train/loss", "train/plain", "train/grad_norm", "train/examples_per_second"}
+        assert row.keys() & {"train/mfu", "train/slowest_process"} == set()  # one process, of no known peak
         assert next(iter(row)) == "train/loss"
     of_first = [float(m["loss"].value) for m in windows[0]]
     assert rows.rows[0][1]["train/loss"] != pytest.approx(np.mean(of_first), rel=1e-3)  # no mean of means
@@ -90,6 +91,9 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
     clock = types.SimpleNamespace(perf_counter=lambda: now)
     for module in ("run", "loggers"):
         monkeypatch.setattr(f"redco_eqx._training.{module}.time", clock)
+    # As if the device were one that has a peak.
+    chip = np.array([types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")])
+    monkeypatch.setattr("redco_eqx._training.run.peak_seconds", lambda program, _: peak_seconds(program, chip))
     rows = Rows()
     examples = [{**example, "weight": np.float32(3)} for example in tiny.make_examples(100)]
     functions: Any = {"predict_fn": tiny.predict_fn, "metric_fn": metric_fn}
@@ -111,6 +115,12 @@ def test_rates(loss: Any, log_every: int, eval_every_steps: int, monkeypatch: py
         if loss is per_token:
             ratio = row["train/tokens_per_second"] / row["train/examples_per_second"]
             assert ratio == pytest.approx(3.0, rel=1e-6)
+            # The model has a matrix of 2 x 2, used once forward and once backward: the batch has no gradient.
+            num_flops = row["train/examples_per_second"] * 2 * (2 * 2 * 2)
+            assert row["train/mfu"] == pytest.approx(num_flops / 989e12, rel=1e-6)
+    waited = np.array([row["train/data_wait_seconds"] for _, row in train])
+    np.testing.assert_array_equal(waited, np.diff([0, *(step for step, _ in train)]) + 59 * (waited > 59))
+    assert waited.sum() == 60 + 39
 
 
 # History

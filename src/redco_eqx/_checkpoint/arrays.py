@@ -147,13 +147,14 @@ def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays dev
 
 
 def _begin(
-    of_piece: OfPiece, arrays: Mapping[str, AnyArray]
+    of_piece: OfPiece, arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Begins to compute `of_piece` on each device. A collective call on several processes, which does not wait.
 
     Returns a function that waits. It returns for each array the numbers of all devices, and those of the first
     device of each piece, by the axes of the mesh. The mesh is that of the first array that has one; an array
-    that does not lie on it is put there, whole.
+    that does not lie on it is put there, whole. The numbers `own` of each process, as many as `of_piece` has,
+    come back under the name `""`.
     """
     if not arrays:
         return dict
@@ -167,6 +168,10 @@ def _begin(
         sharding: Any = x.sharding
         specs[name] = sharding.spec
         rows.append(_per_device(of_piece, mesh, sharding.spec, x.shape)(x))
+    if own is not None:
+        specs[""] = PartitionSpec(tuple(mesh.axis_names))
+        shape, by_device = (mesh.size, own.size), NamedSharding(mesh, specs[""])
+        rows.append(jax.make_array_from_callback(shape, by_device, lambda _: own[None]))
     table = _everywhere(mesh)(rows)
 
     def wait() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -196,10 +201,19 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
     return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows) if nonfinite]
 
 
-def unlike_replicas(arrays: Mapping[str, AnyArray]) -> Callable[[], list[str]]:
+def unlike_replicas(
+    arrays: Mapping[str, AnyArray], seconds: float = 0.0
+) -> Callable[[], tuple[list[str], list[list[float]]]]:
     """Begins to compare the copies of each array on all devices. A collective call, which does not wait.
 
-    Returns a function that waits for the comparison, and returns the names of the arrays whose copies differ.
+    Returns a function that waits for the comparison. It returns the names of the arrays whose copies differ,
+    and for each device the `seconds` that its process passed, the number of that process, and 0.
     """
-    wait = _begin(digest, arrays)
-    return lambda: [name for name, (every, first) in wait().items() if np.any(every != first)]
+    wait = _begin(digest, arrays, np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32))
+
+    def unlike() -> tuple[list[str], list[list[float]]]:
+        found = wait()
+        names = [name for name, (every, first) in found.items() if np.any(every != first)]
+        return names, found[""][0].view(np.float32).reshape(-1, 3).tolist()
+
+    return unlike

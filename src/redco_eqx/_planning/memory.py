@@ -12,28 +12,34 @@ from jaxtyping import PyTree
 
 from redco_eqx._base.jaxprs import shape_of
 from redco_eqx._base.tree import is_array
+from redco_eqx._sharding.mesh import axis_size
 from redco_eqx._step.state import TrainState
 
 # The number of floating-point operations in a traced program.
 
 
-def num_flops(program: Jaxpr) -> float:
-    """Counts the floating-point operations of all products of matrices and convolutions: two for each pair of
-    numbers that is multiplied.
+def num_flops(program: Jaxpr, *, recomputed: bool = True) -> float:
+    """Counts the floating-point operations of all products of matrices and convolutions, on all devices: two
+    for each pair of numbers that is multiplied.
 
     The body of a scan counts as often as it runs, that of a `while` once; of a conditional, the branch with the
-    most operations counts. Elementwise work, solvers and kernels are not counted.
+    most operations counts. Elementwise work, solvers and kernels are not counted, and without `recomputed` no
+    operation that a `jax.checkpoint` repeats.
     """
-    return sum((_of(equation) for equation in program.eqns), 0.0)
+    return sum((_of(equation, recomputed) for equation in program.eqns), 0.0)
 
 
-def _of(equation: JaxprEqn) -> float:
+def _of(equation: JaxprEqn, recomputed: bool) -> float:
     name, params = equation.primitive.name, equation.params
-    inside = [num_flops(program) for program in jaxprs_in_params(params)]
+    if not recomputed and "rematted_computation" in str(equation.source_info.name_stack):
+        return 0.0
+    inside = [num_flops(program, recomputed=recomputed) for program in jaxprs_in_params(params)]
     if name == "cond":
         return max(inside)
     if name == "scan":
         return sum(inside) * params["length"]
+    if name == "shard_map":  # the body is what one device computes
+        return sum(inside) * axis_size(params["mesh"], sorted(params["newly_manual_axes"]))
     depth = _depth(equation)
     return sum(inside, 2.0 * math.prod(shape_of(equation.outvars[0])) * depth if depth else 0.0)
 

@@ -208,11 +208,15 @@ def _named(name: str, estimate: bool) -> Target:
     return Target(name, tuple(devices[:count]), (TPUS | GPUS)[kind], "cpu")
 
 
+def chip_of(device: Any) -> Chip | None:
+    """Finds the data sheet of a device of this machine; `None` if its kind is not known."""
+    known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
+    return known.get(device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e"))
+
+
 def _present(device: Any) -> Chip:
     """Describes a device of this machine."""
-    known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
-    kind = device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e")
-    named = known.get(kind, _UNKNOWN)
+    named = chip_of(device) or _UNKNOWN
     statistics = device.memory_stats() or {}
     return dataclasses.replace(named, memory=int(statistics.get("bytes_limit", named.memory)))
 

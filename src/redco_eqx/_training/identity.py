@@ -29,7 +29,7 @@ from redco_eqx._checkpoint.arrays import (
     to_names,
     unlike_replicas,
 )
-from redco_eqx._checkpoint.runs import Identity
+from redco_eqx._checkpoint.runs import Identity, Row
 from redco_eqx._data.streams import checksum
 from redco_eqx._distributed.consensus import Facts, agree, is_shared
 from redco_eqx._step.layout import on_arrays
@@ -119,20 +119,24 @@ def compare_states(state: TrainState, reason: str) -> None:
         compare_copies(storable(to_names(state)), reason)()
 
 
-def compare_copies(arrays: Mapping[str, Any], reason: str) -> Callable[[], None]:
+def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0) -> Callable[[], Row]:
     """Begins to compare the copies of arrays on all devices. A collective call, which does not wait.
 
-    Returns a function that waits, and raises `ValueError` if there are arrays whose copies differ.
+    Returns a function that waits, and raises `ValueError` if there are arrays whose copies differ. It returns
+    the process with the most `seconds`, and by how many these are more than the least, for the row of the log.
     """
-    unlike = unlike_replicas(arrays)
+    unlike = unlike_replicas(arrays, seconds)
 
-    def wait() -> None:
-        if names := unlike():
+    def wait() -> Row:
+        names, of_devices = unlike()
+        if names:
             raise ValueError(
                 f"fit: {first_few(names)} should be the same on the devices of all processes, but differ. "
                 f"{reason}. Give each process the same key, weights, examples and functions, and change the "
                 "state alike."
             )
+        (most, process, _), (least, *_) = max(of_devices), min(of_devices)
+        return {"train/slowest_process": process, "train/slowest_by_seconds": most - least}
 
     return wait
 

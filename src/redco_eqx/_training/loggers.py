@@ -225,7 +225,10 @@ class Reporter:
     - `metrics`: the metrics of the last of these rows, without rates.
     - `console`: the first console among the loggers, or `None`.
     - `bar`: the progress bar, which is hidden if there is no console.
+    - `peak_seconds`: that of the present [`TrainProgram`][].
     """
+
+    peak_seconds = 0.0
 
     def __init__(
         self,
@@ -283,9 +286,10 @@ class Reporter:
         yield
         self._since += time.perf_counter() - began
 
-    def report(self, step: int, epochs_done: float, window: Window, done_at: float) -> None:
-        """Makes the row of a fetched window, and reports it. `step` is the last step of the window, and
-        `done_at` the time of `time.perf_counter` at which the devices were done with it."""
+    def report(self, step: int, epochs_done: float, window: Window, done_at: float, clocks: Row) -> None:
+        """Makes the row of a fetched window, and reports it. `step` is the last step of the window, `done_at`
+        the time of `time.perf_counter` at which the devices were done with it, and `clocks` go to the loggers
+        alone."""
         elapsed, self._since = done_at - self._since, done_at
         num_timed, self._num_untimed = int(window.num_steps) - self._num_untimed, 0
         self.metrics, epoch, rates = window_row(window), {"train/epoch": epochs_done}, {}
@@ -302,7 +306,9 @@ class Reporter:
             num_steps, weight = int(window.num_steps), float(window.metrics["loss"].weight)
             if weight > num_steps * self._batch_size:  # a Mean over tokens, not over examples
                 rates["train/tokens_per_second"] = num_timed / elapsed * weight / num_steps
-        self.row(step, {**self.metrics, **rates, **epoch})
+            if self.peak_seconds:
+                rates["train/mfu"] = num_timed / elapsed * self.peak_seconds
+        self.row(step, {**self.metrics, **rates, **clocks, **epoch})
 
     def row(self, step: int, row: Mapping[str, float]) -> None:
         """Passes a row to every logger."""

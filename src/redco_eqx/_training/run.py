@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
-from redco_eqx._base.jaxprs import trace
+from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._base.protocols import Batch, LossFn
 from redco_eqx._base.tree import lack_of_value
-from redco_eqx._checkpoint.runs import CheckpointError, RunRecord
+from redco_eqx._checkpoint.runs import CheckpointError, Row, RunRecord
 from redco_eqx._data.data import Place
 from redco_eqx._distributed.consensus import Vote, agree, from_all, is_shared
 from redco_eqx._distributed.process_group import Watchdog
@@ -49,11 +50,13 @@ class TrainProgram(NamedTuple):
     - `window`: an empty window, on the devices.
     - `digest`: the digest of the program text before compilation, if there are other processes to compare it
         with; otherwise empty.
+    - `peak_seconds`: the time that its products would take on devices at their peak; 0 if that is not known.
     """
 
     compiled: jax.stages.Compiled
     window: Window
     digest: str
+    peak_seconds: float
 
 
 def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
@@ -73,7 +76,19 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     if jax.process_count() > 1:  # addresses in memory, which differ between processes, are removed
         text = re.sub(r"\b\d{12,}\b", "", lowered.as_text())
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return TrainProgram(lowered.compile(), window, digest)
+    return TrainProgram(lowered.compile(), window, digest, peak_seconds(program, state_mesh(state).devices))
+
+
+def peak_seconds(program: Program, devices: np.ndarray) -> float:
+    """Computes the time that the products of a program, without those that are computed again, would take on
+    devices at their peak; 0 if that is not known."""
+    if devices.flat[0].platform == "cpu":
+        return 0.0
+    from redco_eqx._planning.memory import num_flops  # imported only where there is a peak
+    from redco_eqx._planning.targets import chip_of
+
+    chip = chip_of(devices.flat[0])
+    return num_flops(program.closed.jaxpr, recomputed=False) / (chip.flops * devices.size) if chip else 0.0
 
 
 # The loop.
@@ -87,6 +102,8 @@ class _Step:
     - `window`: the window after the step.
     - `epochs_done`: if a row of the log ends with this step, the number of epochs so far, with the fraction of
         the present one; otherwise `None`.
+    - `waited`, `compared`: the seconds that passed while `fit` waited for the batches of this row, and a
+        function that returns the numbers of its comparison with the other processes.
     - `done_at`: the time at which the step was first seen to be done.
     """
 
@@ -94,6 +111,8 @@ class _Step:
     batch: Batch | None
     window: Window
     epochs_done: float | None = None
+    waited: float = 0.0
+    compared: Callable[[], Row] = dict
     done_at: float | None = None
 
 
@@ -132,7 +151,7 @@ class Training:
         self._ahead: deque[_Step] = deque()
         self._window: Window | None = None
         self._num_in_window = 0
-        self._compared: Callable[[], None] = lambda: None
+        self._waited = 0.0  # seconds for batches, since the last row
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -150,7 +169,9 @@ class Training:
         Raises `TrainingInterrupted` if a signal comes first.
         """
         stop, vote = 0, Vote(self._mesh)
+        began = time.perf_counter()
         for batch, place in places:
+            self._waited += time.perf_counter() - began
             if batch is not None:
                 self._step(batch, place)
             (stop,) = vote(self.interrupt.signal) or (0,)
@@ -170,6 +191,7 @@ class Training:
                 self.saver.check()
             if now.finish:
                 break
+            began = time.perf_counter()
         stop = stop or max(from_all(self.interrupt.signal))  # perhaps in the last evaluation
         path = self.saver and self.saver.wait()
         if stop:
@@ -184,7 +206,7 @@ class Training:
         is_first, shapes = self._program is None, signature(batch)
         program = self._programs.get(shapes) or self._compile(batch, shapes)
         if program is not self._program:
-            self._program = program
+            self._program, self.reporter.peak_seconds = program, program.peak_seconds
             if self._window is None or first_change(self._window, program.window):  # of another program
                 self._window, self._num_in_window = program.window, 0
         self.state, window = program.compiled(self.state, self._window, batch)
@@ -242,7 +264,8 @@ class Training:
             self._ahead.popleft()
             if step.epochs_done is not None:
                 window, done_at = jax.device_get(step.window), step.done_at or time.perf_counter()
-                self.reporter.report(step.number, step.epochs_done, window, done_at)
+                clocks = {"train/data_wait_seconds": step.waited, **step.compared()}
+                self.reporter.report(step.number, step.epochs_done, window, done_at, clocks)
 
     def _nonfinite(self, batch: Batch | None) -> NonFiniteError:
         from redco_eqx._step.nonfinite import find_nonfinite, find_outside
@@ -261,12 +284,13 @@ class Training:
             return
         if not self._ahead:
             self._ahead.append(_Step(self.run.step, None, self._window))
-        self._ahead[-1].epochs_done = place.epochs_done
+        last = self._ahead[-1]
+        last.epochs_done, last.waited, self._waited = place.epochs_done, self._waited, 0.0
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
-            self._compared()  # waits for the comparison that began at the last row
-            self._compared = compare_copies(self.state.params, f"That was so at step {self.run.step}")
+            when = f"That was so at step {self.run.step}"
+            last.compared = compare_copies(self.state.params, when, last.waited)
         program = self._program
         self._window = program and dataclasses.replace(program.window, ok=self._window.ok)
         self._num_in_window = 0
