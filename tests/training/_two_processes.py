@@ -166,7 +166,7 @@ def clocks(step, row):
     results["clocks"].append([step, *(row[f"train/{name}"] for name in names)])
 
 
-vars(training)["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
+training.__dict__["time"], results["clocks"] = types.SimpleNamespace(perf_counter=lambda: now), []
 examples = rx.Data([np.float32(i) for i in range(80)], prefetch=0)
 state = run(
     MESHES["mixed"], examples, hook=deciding, num_steps=10, log_every=2, checkpoints=directory / "run",
