@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from tiny_models import CONFIGS
 
@@ -58,25 +57,6 @@ def test_a_base_that_is_left_out_is_the_familys():
     assert (config.rope.theta, config.rope.partial_rotary_factor) == (500, 0.25)
     old, _ = read_family({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8}})
     assert (old.rope.full.theta, old.rope.full.factor, old.rope.near.theta) == (1_000_000, 8, 10_000)
-
-
-def test_scaled_frequencies():
-    plain = Rope().frequencies(64)
-    np.testing.assert_allclose(plain[[0, 16]], [1, 0.01])
-    np.testing.assert_allclose(Rope(rope_type="linear", factor=4.0).frequencies(64), plain / 4)
-    scaled = Rope.from_json(
-        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}
-    ).frequencies(64)
-    wavelength = 2 * np.pi / plain
-    short, long = wavelength < 16, wavelength > 64
-    assert short.any()
-    assert long.any()
-    assert (~short & ~long).any()
-    np.testing.assert_allclose(scaled[short], plain[short])
-    np.testing.assert_allclose(scaled[long], plain[long] / 8)
-    between = (scaled / plain)[~short & ~long]
-    assert ((between > 1 / 8) & (between < 1)).all()
-    assert (np.diff(scaled) < 0).all()
 
 
 def test_entries_under_their_other_names():

@@ -20,7 +20,6 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, IMAGES, abstract, inputs, l
 import redco_eqx as rx
 from redco_eqx import models, shard_rules, to_arrays
 from redco_eqx._base.tree import to_paths
-from redco_eqx.models._blocks.relative_bias import distance_buckets
 
 T5 = {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128}
 GEMMA_3_1B = {
@@ -211,14 +210,6 @@ def test_a_buffer_is_never_trained_and_part_of_the_head():
     x, bias = jnp.ones((1, 32)), np.asarray(model.final_logits_bias)
     without = eqx.tree_at(lambda m: m.final_logits_bias, model, 0 * bias)
     assert_close(model.head(x) - without.head(x), jnp.asarray(bias), rtol=1e-4, atol=1e-5)
-
-
-def test_buckets_hold_more_the_farther_away():
-    buckets = distance_buckets(32, 128)
-    assert buckets[:16].tolist() == list(range(16))
-    assert buckets[-1] == 31
-    assert (np.diff(buckets) >= 0).all()
-    assert set(buckets) == set(range(32))
 
 
 def test_labels_are_shifted_to_the_right():

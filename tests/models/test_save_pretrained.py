@@ -278,20 +278,15 @@ def test_projections_that_files_hold_as_one(tmp_path):
 def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     write(old, "gpt2", make_arrays("gpt2"), eos_token_id=3)
+    generation = {"eos_token_id": [5, 6], "temperature": 0.6}
     beside = {
         "tokenizer.json": "{}",
         "chat_template.jinja": "{{ x }}",
         "LICENSE": "mine",
-        "generation_config.json": '{"eos_token_id": [5, 6], "temperature": 0.6}',
+        "generation_config.json": json.dumps(generation),
     }
-    weights = (
-        "pytorch_model.bin",
-        "model.fp16.safetensors",
-        "x.gguf",
-        "pytorch_model.bin.index.json",
-        ".hidden",
-    )
-    for name, text in {**beside, **dict.fromkeys(weights, "stale")}.items():
+    stale = ("pytorch_model.bin", "model.fp16.safetensors", "x.gguf", "pytorch_model.bin.index.json", ".hidden")
+    for name, text in {**beside, **dict.fromkeys(stale, "stale")}.items():
         (old / name).write_text(text)
     (old / "onnx").mkdir()
     new.mkdir()
@@ -304,10 +299,7 @@ def test_what_lies_beside_the_weights_is_carried_over(tmp_path):
     save_pretrained(state.model, new)
     assert {file.name for file in new.iterdir()} == {*beside, SINGLE, "config.json"}
     assert (new / "LICENSE").read_text() == "another"
-    assert json.loads((new / "generation_config.json").read_text()) == {
-        "eos_token_id": [5, 6],
-        "temperature": 0.6,
-    }
+    assert json.loads((new / "generation_config.json").read_text()) == generation
     assert load_pretrained(new).config == model.config  # wherever they come from
     shutil.rmtree(old)
     save_pretrained(state.model, tmp_path / "newer")  # what is gone is not missed

@@ -1,5 +1,6 @@
 """Streams of Hugging Face, Grain and torch: trained on, left in the middle of an epoch, and gone on with."""
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -29,6 +30,24 @@ def part(begin: int, *, num: int = 20, buffer_size: int | None = 5) -> Any:
     return found if buffer_size is None else found.shuffle(seed=1, buffer_size=buffer_size)
 
 
+def interleaved_shuffled() -> Any:
+    return datasets.interleave_datasets([part(0), part(100)], probabilities=[0.3, 0.7], seed=3)
+
+
+def grain_dataset(epoch: int) -> Any:
+    return grain.MapDataset.range(NUM).shuffle(seed=epoch).to_iter_dataset()
+
+
+def grain_loader(epoch: int) -> Any:
+    sampler = grain.IndexSampler(NUM, grain.NoSharding(), shuffle=True, seed=epoch, num_epochs=1)
+    return grain.DataLoader(data_source=grain.RangeDataSource(0, NUM, 1), sampler=sampler, worker_count=0)
+
+
+def torch_loader(epoch: int, kind: Any = torch.utils.data.DataLoader) -> Any:
+    generator = torch.Generator().manual_seed(epoch)
+    return kind(range(NUM), batch_size=None, shuffle=True, generator=generator)
+
+
 def mapped_filtered() -> Any:
     found = part(0, num=40, buffer_size=None).map(lambda x: {"x": x["x"] + 1000})
     return found.filter(lambda x: x["x"] % 3)
@@ -38,59 +57,25 @@ def interleaved() -> Any:
     return datasets.interleave_datasets([part(0, buffer_size=None), part(100, buffer_size=None)])
 
 
-def interleaved_shuffled() -> Any:
-    return datasets.interleave_datasets([part(0), part(100)], probabilities=[0.3, 0.7], seed=3)
-
-
 def shuffled_in_shuffled() -> Any:
     return datasets.concatenate_datasets([interleaved_shuffled(), part(200)]).map(lambda x: x)
 
 
-def loader_of_shuffled() -> Any:
-    return lambda epoch: StatefulDataLoader(interleaved_shuffled(), batch_size=None)
-
-
-def grain_dataset() -> Any:
-    return lambda epoch: grain.MapDataset.range(NUM).shuffle(seed=epoch).to_iter_dataset()
-
-
-def grain_loader() -> Any:
-    def of_epoch(epoch: int) -> Any:
-        sampler = grain.IndexSampler(NUM, grain.NoSharding(), shuffle=True, seed=epoch, num_epochs=1)
-        return grain.DataLoader(data_source=grain.RangeDataSource(0, NUM, 1), sampler=sampler, worker_count=0)
-
-    return of_epoch
-
-
-def grain_iterator() -> Any:
-    return iter(grain_dataset()(0))
-
-
-def torch_loader(kind: Any = torch.utils.data.DataLoader) -> Any:
-    def of_epoch(epoch: int) -> Any:
-        generator = torch.Generator().manual_seed(epoch)
-        return kind(range(NUM), batch_size=None, shuffle=True, generator=generator)
-
-    return of_epoch
-
-
-def stateful_loader() -> Any:
-    return torch_loader(StatefulDataLoader)
-
-
 # Each with whether its own state takes it to a position.
-SOURCES = {
-    mapped_filtered: True,
-    interleaved: True,
-    interleaved_shuffled: False,
-    shuffled_in_shuffled: False,
-    loader_of_shuffled: False,
-    grain_dataset: True,
-    grain_loader: True,
-    grain_iterator: False,
-    torch_loader: False,
-    stateful_loader: True,
-}
+SOURCES: dict[str, tuple[Any, bool]] = {
+    "mapped and filtered": (mapped_filtered, True),
+    "interleaved": (interleaved, True),
+    "interleaved and shuffled": (interleaved_shuffled, False),
+    "shuffled within shuffled": (shuffled_in_shuffled, False),
+    "loader of shuffled": (
+        lambda: lambda epoch: StatefulDataLoader(interleaved_shuffled(), batch_size=None), False
+    ),
+    "grain dataset": (lambda: grain_dataset, True),
+    "grain loader": (lambda: grain_loader, True),
+    "grain iterator": (lambda: iter(grain_dataset(0)), False),
+    "loader": (lambda: torch_loader, False),
+    "stateful loader": (lambda: functools.partial(torch_loader, kind=StatefulDataLoader), True),
+}  # fmt: skip
 
 
 START = Place(0, 0, None)
@@ -111,10 +96,11 @@ def _proof_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PROOF", BATCH_SIZE)
 
 
-@pytest.mark.parametrize(("source", "has_state"), SOURCES.items(), ids=[f.__name__ for f in SOURCES])
-def test_it_goes_on_where_it_was_left(source: Any, has_state: bool) -> None:
+@pytest.mark.parametrize("name", SOURCES)
+def test_it_goes_on_where_it_was_left(name: str) -> None:
+    source, has_state = SOURCES[name]
     whole = taken(rx.Stream(source()), 12)
-    is_once = source is grain_iterator
+    is_once = name == "grain iterator"
     assert len(whole) == (7 if is_once else 12)
     length = next(i for i, (_, place) in enumerate(whole, 1) if place.batch == 0)
     assert len({x for batch, _ in whole[:length] for x in batch}) == 4 * length > 20
