@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import QUICK_COMPILE, assert_close, in_long, mesh_of, place
+from helpers import assert_close, in_long, mesh_of, place, stepped
 from tiny_models import LENGTH, abstract, inputs, loss_fn, make, restack
 
 import redco_eqx as rx
@@ -112,16 +112,12 @@ def test_attention_with_dropout_of_almost_nothing_equals_attention():
 @functools.cache
 def updated(name: str, mesh_name: str, sequence_parallel: bool = False) -> Any:
     """The new parameters after a step of SGD with rate 1, which show the gradient, and the loss."""
-    mesh, batch, optimizer = mesh_of(mesh_name), inputs(name, 8), optax.sgd(1.0)
     model = make(name)
     if name not in ("unet", "vae", "bart"):
         model = restack(model, sequence_parallel=sequence_parallel)
-    placed, shardings = place(model, mesh)
-    state = rx.init_state(placed, optimizer, key=jax.random.key(0))
-    step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
-    rows = jax.device_put(batch, rx.batch_sharding(mesh))
-    new, metrics = jax.jit(step).lower(state, rows).compile(compiler_options=QUICK_COMPILE)(state, rows)
-    return jax.device_get((to_arrays(new.model), metrics["loss"].value)), jax.device_get(to_arrays(model))
+    new = stepped(model, inputs(name, 8), mesh_of(mesh_name), loss_fn, optax.sgd(1.0))
+    params, loss = to_arrays(new.state.model), new.metrics["loss"].value
+    return jax.device_get((params, loss)), jax.device_get(to_arrays(model))
 
 
 @pytest.mark.parametrize(

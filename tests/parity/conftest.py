@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from references import REFERENCES
+from references import IMAGE_MODELS, REFERENCES
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[str], Any]:
-    """The model of transformers of this name."""
-    return cache(lambda name: REFERENCES[name].make())
+    """The model of transformers or diffusers of this name."""
+    return cache(lambda name: {**REFERENCES, **IMAGE_MODELS}[name].make())
 
 
 @pytest.fixture(scope="session")
 def directory(
     tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any]
 ) -> Callable[[str], Path]:
-    """Return the directory where transformers' `save_pretrained` has written the reference."""
+    """Return the directory where `save_pretrained` of transformers or diffusers has written the reference."""
 
     @cache
     def save(name: str) -> Path:

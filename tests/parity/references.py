@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import diffusers
 import torch
 import transformers
 
@@ -272,6 +273,23 @@ ENCODERS = {
 }
 REFERENCES: dict[str, Reference] = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}
 
+
+class ImageModel(Reference):
+    """A part of Stable Diffusion, by diffusers."""
+
+    def make(self) -> Any:
+        model = getattr(diffusers, self.family)(**self.options)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for key, p in sorted(model.named_parameters()):
+                noise = torch.randn(p.shape, generator=generator)
+                if p.ndim == 1:
+                    p.copy_(1 + 0.3 * noise if "norm" in key and key.endswith("weight") else 0.15 * noise)
+                else:
+                    p.copy_((3.0 if "to_q" in key else 1.0) * noise / p[0].numel() ** 0.5)
+        return model.eval()
+
+
 _UNET: dict[str, Any] = {
     "sample_size": 8,
     "block_out_channels": (16, 32),
@@ -283,17 +301,6 @@ _UNET: dict[str, Any] = {
     "cross_attention_dim": 24,
     "attention_head_dim": 2,
 }
-UNETS: dict[str, dict[str, Any]] = {
-    "sd1": _UNET,  # one number of heads, projections that are convolutions
-    "sd2": {**_UNET, "attention_head_dim": (4, 8), "use_linear_projection": True},
-    "other": {  # what neither of the two has
-        **_UNET,
-        "layers_per_block": 2,
-        "transformer_layers_per_block": 2,
-        "flip_sin_to_cos": False,
-        "freq_shift": 1,
-    },
-}
 _VAE: dict[str, Any] = {
     "block_out_channels": (16, 32),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -302,9 +309,19 @@ _VAE: dict[str, Any] = {
     "norm_num_groups": 4,
     "sample_size": 16,
 }
-VAES: dict[str, dict[str, Any]] = {
-    "vae": _VAE,
-    "vae_bare": {
-        **_VAE, "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False,
-    },
-}  # fmt: skip
+_OTHER = {  # what neither Stable Diffusion 1 nor 2 has
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 2,
+    "flip_sin_to_cos": False,
+    "freq_shift": 1,
+}
+_BARE = {"use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False}
+IMAGE_MODELS = {
+    "sd1": ImageModel("UNet2DConditionModel", _UNET),  # one number of heads, projections that are convolutions
+    "sd2": ImageModel(
+        "UNet2DConditionModel", {**_UNET, "attention_head_dim": (4, 8), "use_linear_projection": True}
+    ),
+    "other": ImageModel("UNet2DConditionModel", {**_UNET, **_OTHER}),
+    "vae": ImageModel("AutoencoderKL", _VAE),
+    "vae_bare": ImageModel("AutoencoderKL", {**_VAE, **_BARE}),
+}

@@ -1,9 +1,6 @@
 """The UNet and the autoencoder of Stable Diffusion: outputs, gradients and files equal those of diffusers."""
 
 import json
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -15,7 +12,7 @@ import pytest
 import torch
 from comparison import assert_bit_equal, assert_same_gradients, by_key, opened
 from helpers import assert_identical
-from references import UNETS, VAES
+from references import IMAGE_MODELS
 from safetensors.numpy import load_file, save_file
 
 from redco_eqx import to_arrays
@@ -26,52 +23,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 TOLERANCE = 1e-4  # of the standard deviation of what is compared
 
 
-@cache
-def reference(name: str) -> Any:
-    """The model of diffusers of this name, with weights such that each of them changes the output."""
-    model = (
-        diffusers.UNet2DConditionModel(**UNETS[name])
-        if name in UNETS
-        else diffusers.AutoencoderKL(**VAES[name])
-    )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, p in sorted(model.named_parameters()):
-            noise = torch.randn(p.shape, generator=generator)
-            if p.ndim == 1:
-                p.copy_(1 + 0.3 * noise if "norm" in key and key.endswith("weight") else 0.15 * noise)
-            else:
-                p.copy_((3.0 if "to_q" in key else 1.0) * noise / p[0].numel() ** 0.5)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the directory where diffusers has written the model."""
-
-    @cache
-    def save(name: str) -> Path:
-        path = tmp_path_factory.mktemp(name)
-        reference(name).save_pretrained(path)
-        return path
-
-    return save
-
-
-def noisy(height: int = 8) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Latents, times and texts."""
-    generator = np.random.default_rng(0)
-    sample = generator.normal(size=(2, 4, height, 8)).astype(np.float32)
-    texts = generator.normal(size=(2, 5, 24)).astype(np.float32)
-    return sample, np.asarray([3, 901], np.int32), texts
-
-
 def images() -> np.ndarray:
     return np.random.default_rng(1).uniform(-1, 1, (2, 3, 16, 12)).astype(np.float32)
-
-
-def torch_unet(name: str, *batch: np.ndarray) -> Any:
-    return reference(name)(*(torch.tensor(x) for x in batch)).sample
 
 
 def assert_near(found: Any, expected: Any) -> None:
@@ -82,12 +35,14 @@ def assert_near(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "height", "remat"), [("sd1", 8, "none"), ("sd2", 8, "full"), ("other", 7, "none")]
 )
-def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat, saved):
-    sample, times, texts = noisy(height)
+def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat, directory, reference):
+    generator = np.random.default_rng(0)
+    sample, texts = generator.normal(size=(2, 4, height, 8)), generator.normal(size=(2, 5, 24))
+    sample, times, texts = np.float32(sample), np.asarray([3, 901], np.int32), np.float32(texts)
     noise = np.random.default_rng(2).normal(size=sample.shape).astype(np.float32)
     there = reference(name)
     there.zero_grad()
-    expected = torch_unet(name, sample, times, texts)
+    expected = there(*map(torch.tensor, (sample, times, texts))).sample
     assert expected.std() > 0.3
     loss = torch.nn.functional.mse_loss(expected, torch.tensor(noise))
     loss.backward()
@@ -96,7 +51,7 @@ def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat,
         found = model(*map(jnp.asarray, (sample, times, texts)))
         return jnp.mean(jnp.square(found - noise)), found
 
-    model = load_pretrained(saved(name), remat=remat)
+    model = load_pretrained(directory(name), remat=remat)
     (value, found), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
     assert_near(found, expected.detach())
     np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
@@ -104,8 +59,8 @@ def test_predictions_and_gradients_equal_those_of_diffusers(name, height, remat,
     assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
 
 
-@pytest.mark.parametrize("name", VAES)
-def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, saved):
+@pytest.mark.parametrize("name", ["vae", "vae_bare"])
+def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffusers(name, directory, reference):
     there, pixels = reference(name), images()
     there.zero_grad()
     latents = there.encode(torch.tensor(pixels)).latent_dist
@@ -120,7 +75,7 @@ def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffuser
         loss = jnp.mean(jnp.square(decoded - pixels)) + 1e-2 * jnp.mean(kl)
         return loss, (mean, log_variance, decoded)
 
-    model = load_pretrained(saved(name))
+    model = load_pretrained(directory(name))
     (found, outputs), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn, has_aux=True))(model)
     for x, expected in zip(outputs, (latents.mean, latents.logvar, decoded)):
         assert_near(x, expected.detach().numpy())
@@ -129,12 +84,12 @@ def test_latents_images_and_gradients_of_the_autoencoder_equal_those_of_diffuser
     assert_same_gradients(model, gradient, there, tolerance=3e-4, rounding=1e-6)
 
 
-def test_the_variance_is_cut_as_in_diffusers(saved, tmp_path):
+def test_the_variance_is_cut_as_in_diffusers(directory, tmp_path):
     # Above what latents of real images have, so that both ends are met.
-    arrays = load_file(saved("vae") / WEIGHTS)
+    arrays = load_file(directory("vae") / WEIGHTS)
     arrays["quant_conv.weight"] = 60 * arrays["quant_conv.weight"]
     save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((saved("vae") / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((directory("vae") / "config.json").read_bytes())
     with torch.no_grad():
         encoded = diffusers.AutoencoderKL.from_pretrained(tmp_path).encode(torch.tensor(images()))
     expected = encoded.latent_dist.logvar.numpy()
@@ -143,26 +98,27 @@ def test_the_variance_is_cut_as_in_diffusers(saved, tmp_path):
     assert_near(found, expected)
 
 
-@pytest.mark.parametrize("name", [*UNETS, *VAES])
-def test_files_come_back_bit_for_bit_with_their_configuration(name, saved, tmp_path):
-    save_pretrained(load_pretrained(saved(name)), tmp_path)
-    before, after = load_file(saved(name) / WEIGHTS), load_file(tmp_path / WEIGHTS)
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_files_come_back_bit_for_bit_with_their_configuration(name, directory, tmp_path, reference):
+    save_pretrained(load_pretrained(directory(name)), tmp_path)
+    before, after = load_file(directory(name) / WEIGHTS), load_file(tmp_path / WEIGHTS)
     assert before.keys() == after.keys()
     assert all(x.tobytes() == after[key].tobytes() for key, x in before.items())
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
-        (saved(name) / "config.json").read_text()
+        (directory(name) / "config.json").read_text()
     )
     assert_bit_equal(opened(tmp_path, type(reference(name))), reference(name))
 
 
 @pytest.mark.parametrize("name", ["sd1", "vae"])
 def test_models_made_here_open_there(name, tmp_path):
-    config, kind = PARTS[type(reference(name)).__name__]
-    config = config(**{**UNETS, **VAES}[name])
+    family = IMAGE_MODELS[name].family
+    config, kind = PARTS[family]
+    config = config(**IMAGE_MODELS[name].options)
     model = eqx.filter_jit(lambda key: kind(config, key=key))(jax.random.key(0))
     save_pretrained(model, tmp_path, max_shard_bytes=2**14)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    there = opened(tmp_path, type(reference(name)))
+    there = opened(tmp_path, getattr(diffusers, family))
     assert {key: tuple(x.shape) for key, x in there.named_parameters()} == {
         key: x.shape for key, x in by_key(model, model).items()
     }
@@ -185,14 +141,14 @@ OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1)], ids=["matrices", "convolutions"])
-def test_old_files_of_autoencoders_are_read(shape, saved, tmp_path):
+def test_old_files_of_autoencoders_are_read(shape, directory, tmp_path):
     arrays = {}
-    for key, x in load_file(saved("vae") / WEIGHTS).items():
+    for key, x in load_file(directory("vae") / WEIGHTS).items():
         old = next((new for new in OLD if f".{new}." in key), None)
         if old is not None and key.endswith("weight"):
             x = x.reshape(*x.shape, *shape)
         arrays[key if old is None else key.replace(old, OLD[old])] = x
     assert any(".query." in key for key in arrays)
     save_file(arrays, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((saved("vae") / "config.json").read_bytes())
-    assert_identical(to_arrays(load_pretrained(tmp_path)), to_arrays(load_pretrained(saved("vae"))))
+    (tmp_path / "config.json").write_bytes((directory("vae") / "config.json").read_bytes())
+    assert_identical(to_arrays(load_pretrained(tmp_path)), to_arrays(load_pretrained(directory("vae"))))

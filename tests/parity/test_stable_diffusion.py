@@ -13,7 +13,7 @@ import torch
 import transformers
 from comparison import assert_bit_equal, assert_same_gradients
 from helpers import assert_identical
-from references import REFERENCES, TEXT, UNETS, VAES
+from references import IMAGE_MODELS, REFERENCES, TEXT
 
 from redco_eqx import models, to_arrays
 
@@ -42,8 +42,9 @@ def pipeline():
     """As in Stable Diffusion 1, but tiny: a pipeline of diffusers for each scheduler, of the same networks."""
     tokenizer = make_tokenizer()
     text = REFERENCES["clip_text"].make()
-    unet = diffusers.UNet2DConditionModel(**{**UNETS["sd1"], "cross_attention_dim": text.config.hidden_size})
-    vae = diffusers.AutoencoderKL(**VAES["vae"])
+    options = {**IMAGE_MODELS["sd1"].options, "cross_attention_dim": text.config.hidden_size}
+    unet = diffusers.UNet2DConditionModel(**options)
+    vae = diffusers.AutoencoderKL(**IMAGE_MODELS["vae"].options)
     for part in (unet, vae):
         torch.manual_seed(1)
         with torch.no_grad():
