@@ -26,7 +26,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -52,10 +52,10 @@ from redco_eqx._compiled.hlo import num_elements, shape_bytes
 
 
 def step_communication(
-    case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()
+    case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = (), **options: Any
 ) -> Communication:
-    """Returns the communication of a step, or of a forward pass if not `train`."""
-    lowered = lower_step(case, mesh, train=train, overrides=overrides)
+    """Returns the communication of a step with these options, or of a forward pass if not `train`."""
+    lowered = lower_step(case, mesh, train=train, overrides=overrides, **options)
     return rx.communication(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
 

@@ -197,15 +197,19 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[P
     return jax.tree.map(one, model, shardings), shardings
 
 
-def lower_step(case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = ()) -> jax.stages.Lowered:
-    """Lowers one `train_step` with AdamW, or, if not `train`, an `eval_step`, which is the forward pass."""
+def lower_step(
+    case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = (), **options: Any
+) -> jax.stages.Lowered:
+    """Lowers one `train_step` with AdamW and these options, or, if not `train`, an `eval_step`, which is the
+    forward pass."""
     model, shardings = abstract_model(case, mesh, overrides)
     optimizer = optax.adamw(1e-3)
     state = rx.init_state(model, optimizer, key=jax.random.key(0))
     rows = rx.batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
     if train:
-        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
+        options |= {"loss_fn": case.loss_fn, "optimizer": optimizer, "shardings": shardings}
+        step = functools.partial(rx.train_step, **options)
         return jax.jit(step, donate_argnums=0).lower(state, batch)
     step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
     return jax.jit(step).lower(state, batch)

@@ -30,6 +30,7 @@ def program(*operations: Spec, **other: Any) -> Spec:
         "objective": "loss",
         "mode": "step",
         "num_microbatches": 1,
+        "reshard_after_forward": True,
         "layouts": TWO,
     } | other
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 Spec = dict[str, Any]
 """What `programs` draws: `batch`, `spatial`, `channels`; `operations`, each with a `name`, a `wrapper` and
-its settings; `objective`; `mode`; `num_microbatches`; `layouts`, pairs of a mesh and a kind of layout. A golden
-one may ask for `collectives`."""
+its settings; `objective`; `mode`; `num_microbatches`; `reshard_after_forward`; `layouts`, pairs of a mesh and a
+kind of layout. A golden one may ask for `collectives`."""
 
 MESHES: dict[str, dict[str, Any]] = {
     "data2xtensor4": {"data": 2, "tensor": 4},
@@ -137,5 +137,6 @@ def programs(draw: Callable[..., Any], family: str) -> Spec:
         "objective": draw(one_of("loss", "loss", "loss", *OBJECTIVES)),
         "mode": draw(one_of("step", "step", "step", *MODES)),
         "num_microbatches": num_microbatches,
+        "reshard_after_forward": draw(one_of(None, True, False)),
         "layouts": layouts,
     }

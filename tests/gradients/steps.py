@@ -74,6 +74,7 @@ def through_train_step(
             loss_fn=loss_fn,
             optimizer=optimizer,
             num_microbatches=spec["num_microbatches"],
+            reshard_after_forward=spec["reshard_after_forward"],
             shardings=shardings,
         )
 

@@ -66,18 +66,27 @@ def test_a_stream_split_along_the_tokens_moves_the_bytes_of_one_that_is_whole(na
 
 
 @pytest.mark.parametrize(
-    ("mesh_name", "stacked", "remat"),
+    ("mesh_name", "stacked", "remat", "reshard"),
     [
-        ("fsdp8", True, "none"),
-        ("2x2x2", True, "full"),
-        ("2x2x2", False, "row_out"),
-        *in_long(("2x2x2", True, "none"), ("2x2x2", True, "row_out"), ("fsdp8", False, "full")),
+        ("fsdp8", True, "none", None),
+        ("2x2x2", True, "full", True),
+        ("2x2x2", False, "row_out", True),
+        ("2x2x2", False, "row_out", None),
+        ("fsdp8", True, "none", False),
+        *in_long(
+            ("2x2x2", True, "none", True),
+            ("2x2x2", True, "row_out", None),
+            ("fsdp8", False, "full", True),
+            ("2x2x2", True, "full", False),
+        ),
     ],
 )
-def test_fsdp_gathers_each_layer_forward_and_again_backward(mesh_name, stacked, remat):
+def test_fsdp_gathers_each_layer_forward_and_again_backward_unless_it_is_kept(
+    mesh_name, stacked, remat, reshard
+):
     mesh = mesh_of(mesh_name)
     case = workloads.family_case("LLaMA", TINY, stacked=stacked, remat=remat)
-    found = collectives.step_communication(case, mesh)
+    found = collectives.step_communication(case, mesh, reshard_after_forward=reshard)
     arrays = rx.to_arrays(workloads.abstract_model(case, mesh)[0])
     split = {path: x for path, x in arrays.items() if "fsdp" in x.sharding.spec}
 
@@ -85,10 +94,12 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward(mesh_name, stacked, 
         shards = [math.prod(x.sharding.shard_shape(x.shape)) for path, x in split.items() if part in path]
         return 4 * sum(shards) * mesh.shape["fsdp"]
 
-    # Whatever is kept of the activations, weights are not (ZeRO-3); the lookup and the head need theirs once.
+    # Whatever is kept of the activations, weights are not (ZeRO-3), unless the step is told to. By default those
+    # outside of scans are, on CPU. The lookup and the head need theirs once.
+    keeps = reshard is False or (reshard is None and not stacked)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",)}
-    assert sum(c.total_bytes for c in gathers) == whole("model.layers") + whole("")
+    assert sum(c.total_bytes for c in gathers) == (0 if keeps else whole("model.layers")) + whole("")
     # Gradients are summed over each axis once, whether scattered (as TPUs do) or not.
     sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter") and "fsdp" in c.axes]
     parts = sum(c.total_bytes * (mesh.shape["fsdp"] if c.kind == "reduce-scatter" else 1) for c in sums)

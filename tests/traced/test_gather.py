@@ -18,7 +18,7 @@ from redco_eqx import models
 from redco_eqx._base.jaxprs import trace
 from redco_eqx._compiled.communication import Collective, Communication, communication
 from redco_eqx._sharding.mesh import for_use, stored_axes
-from redco_eqx._step.gather import gather_where_used
+from redco_eqx._step.gather import KEPT, gather_where_used
 from redco_eqx._step.state import layout_of
 
 MESH = mesh_of("fsdp8")
@@ -34,12 +34,12 @@ WEIGHT = weight(SPLIT, 64, 64)
 X = weight(rx.batch_sharding(MESH), 16, 64)
 
 
-def gathers(function: Callable[..., Any], weight: Any) -> list[Collective]:
+def gathers(function: Callable[..., Any], weight: Any, *, reshard: bool | None = True) -> list[Collective]:
     """The all-gathers of the gradient of a function of a weight and a batch."""
     mesh = weight.sharding.mesh
     x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=rx.batch_sharding(mesh))
-    program, keeps = gather_where_used(trace(function, weight, x), [weight.sharding, None])
-    loss = jax.checkpoint(program, policy=lambda *_, **__: False) if keeps else program
+    program, policy = gather_where_used(trace(function, weight, x), [weight.sharding, None], reshard=reshard)
+    loss = program if policy is None else jax.checkpoint(program, policy=policy)
     whole = NamedSharding(mesh, PartitionSpec())
     gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(whole, weight.sharding))
     found = communication(gradient.lower(weight, x).compile(), mesh)
@@ -73,6 +73,42 @@ def test_a_stack_is_gathered_layer_by_layer_forward_and_backward(layers, shardin
     assert sum(c.count for c in found) in (7, 8)
 
 
+def layer(x: Any, w: Any) -> Any:
+    return jnp.sin(x @ w)
+
+
+def list_of_checkpoints(stack: Any, x: Any) -> Any:
+    for i in range(len(stack)):
+        x = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)(x, stack[i])
+    return jnp.mean(x**2)
+
+
+def scan_of_checkpoints(stack: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, stack)[0] ** 2)
+
+
+@pytest.mark.parametrize("function", [own_list, list_of_checkpoints, own_scan, scan_of_checkpoints])
+def test_gathered_weights_are_kept_where_the_step_says_so(function):
+    """For each of four layers one gather, and another one for the gradient where its weight is not kept."""
+    stack = weight(NamedSharding(MESH, PartitionSpec(None, "fsdp")), 4, 64, 64)
+    for reshard in (None, False):
+        is_kept = reshard is False or function in (own_list, list_of_checkpoints)
+        found = gathers(function, stack, reshard=reshard)
+        assert sum(c.count for c in found) in ((4,) if is_kept else (7, 8)), reshard
+
+
+def test_without_devices_nothing_is_kept_unless_the_step_says_so():
+    """The layout of a mesh that has no devices yet says nothing about the compiler."""
+    on = NamedSharding(MESH.abstract_mesh, PartitionSpec(None, "fsdp"))
+    stack = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    traced = trace(list_of_checkpoints, stack, jax.ShapeDtypeStruct((16, 64), jnp.float32))
+    texts = []
+    for reshard in (None, True, False):
+        program, _ = gather_where_used(traced, [on, None], reshard=reshard)
+        texts.append(str(jax.make_jaxpr(jax.grad(program))(*traced.closed.in_avals)).count(KEPT))
+    assert texts == [0, 0, 4]
+
+
 def test_a_weight_of_several_uses_is_gathered_once_each_way():
     for sharding in (SPLIT, NamedSharding(MESH, PartitionSpec(None, "fsdp"))):
         assert sum(c.count for c in gathers(shared, weight(sharding, 64, 64))) <= 2
@@ -97,8 +133,8 @@ def test_branches_loops_and_calls_get_it_whole():
         x = jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x, w)
         return shared(w, x)
 
-    program, keeps = gather_where_used(trace(loss, WEIGHT, X), [SPLIT, None])
-    assert keeps
+    program, policy = gather_where_used(trace(loss, WEIGHT, X), [SPLIT, None])
+    assert policy is not None
     w = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)) / 8, jnp.float32)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 64)), jnp.float32)
     expected = jax.jit(jax.value_and_grad(loss))(w, x)
@@ -120,8 +156,8 @@ def test_checkpoints_of_weights_that_are_whole_are_not_undone_for_a_gather_outsi
         return jnp.mean(x**2)
 
     program = trace(loss, weight(WHOLE, 4, 64, 64), WEIGHT, X)
-    _, keeps = gather_where_used(program, [WHOLE, SPLIT, None])
-    assert not keeps
+    _, policy = gather_where_used(program, [WHOLE, SPLIT, None])
+    assert policy is None
 
 
 def test_an_order_of_axes_says_what_is_for_storage_alone():

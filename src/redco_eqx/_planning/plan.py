@@ -272,6 +272,9 @@ def plan(
         )
     capacity = int(on.chip.memory * (1 - reserve))
     step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
+    if estimate and isinstance(target, str):
+        # Compiled for CPUs, it stands for the step of the target, which keeps no gathered weights.
+        step = functools.partial(step, reshard_after_forward=True)
 
     def compile(trial: Trial) -> Trial:
         if progress:

@@ -4,7 +4,8 @@ They are gathered over `fsdp`; and over both axes if the spec splits a dim by an
 
 If the first use is in the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a
 `shard_map`, the gather stands in that body. So at most one layer of a scan is whole, and a checkpoint gathers
-again for the gradient instead of keeping the gathered weights.
+again for the gradient instead of keeping the gathered weights. Gathered weights that are to be kept have the
+name `KEPT`, and checkpoints keep values of this name.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -27,6 +29,7 @@ from redco_eqx._base.jaxprs import (
     shape_of,
     type_of,
 )
+from redco_eqx._parallel.scan import Policy, keep_products, only_real
 from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored_axes
 
 # Gathering one parameter that is split where it is stored.
@@ -37,7 +40,14 @@ def is_split(sharding: NamedSharding) -> bool:
     return axis_size(sharding.mesh, stored_axes(sharding.spec)) > 1
 
 
-def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
+KEPT = "redco_eqx.gathered"
+"""The name of gathered weights that are kept from forward to backward."""
+
+_keep_gathered = only_real(jax.checkpoint_policies.save_only_these_names(KEPT))
+_keep_nothing = jax.checkpoint_policies.nothing_saveable
+
+
+def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> Array:
     """Gathers `x`, which is laid out by `sharding`, for use: one all-gather. Backward it is one reduce-scatter.
 
     A plain constraint would do for the forward pass, but it transposes to itself: the gradient would be summed
@@ -52,7 +62,7 @@ def gather_for_use(x: Array, sharding: NamedSharding) -> Array:
         return jax.lax.with_sharding_constraint(x, whole)
 
     def forward(x: Array) -> tuple[Array, None]:
-        return gathered(x), None
+        return checkpoint_name(gathered(x), KEPT) if keep else gathered(x), None
 
     def backward(residual: None, gradient: Array) -> tuple[Array]:
         # Along `tensor` each device has the same gradient, and keeps a part of it. Without the first constraint
@@ -68,24 +78,37 @@ Shardings: TypeAlias = Sequence[NamedSharding | None]
 """The layout in which each of some arrays is stored; `None` for an array that is no weight."""
 
 
-def gather_where_used(program: Program, layout: Shardings) -> tuple[Program, bool]:
+def gather_where_used(
+    program: Program, layout: Shardings, *, reshard: bool | None = True
+) -> tuple[Program, Policy | None]:
     """Gathers the inputs of `program` that `layout` splits where they are stored. No number changes.
 
     An operation that reads a weight number by number, such as a cast, reads it split. So does a sum to a
     scalar.
 
+    - `reshard`: the `reshard_after_forward` of `train_step`.
+
     **Returns:**
 
-    The new program, and a bool: true if the program would keep gathered weights for its gradient. It would if
-    no `jax.checkpoint` in it reads weights.
+    The new program, and the policy of a checkpoint to put around it; `None` if it needs none. It needs one if
+    no `jax.checkpoint` in it reads weights: then it would keep all gathered weights for its gradient.
     """
-    if not any(sharding is not None and is_split(sharding) for sharding in layout):
-        return program, False
+    mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
+    if mesh is None:
+        return program, None
     # For a weight that needs no gather it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
-    walk = _Walk()
+    # The compiler for CPU needs as much memory for the whole gradients of a list of layers, which it keeps.
+    on_cpu = isinstance(mesh, Mesh) and {x.platform for x in mesh.devices.flat} == {"cpu"}
+    walk = _Walk(keep=on_cpu if reshard is None else not reshard, keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights)
-    return program.replace(jaxpr), not walk.has_checkpoint
+    needs_none = walk.has_checkpoint or reshard is False
+    return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
+
+
+def _and_kept(policy: Policy | None) -> Policy:
+    """The policy of a checkpoint that also keeps gathered weights of the name `KEPT`."""
+    return jax.checkpoint_policies.save_from_both_policies(_keep_gathered, policy or _keep_nothing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +120,17 @@ class _Taken:
     outputs: Shardings = ()
 
 
+@dataclasses.dataclass
 class _Walk:
     """One walk through a program.
 
+    - `keep`, `keep_in_scans`: true to keep what is gathered here, and in the bodies of scans, for the gradient.
     - `has_checkpoint`: true once the walk has met a `jax.checkpoint` that reads weights.
     """
 
-    has_checkpoint = False
+    keep: bool
+    keep_in_scans: bool
+    has_checkpoint: bool = False
 
     def program(
         self, jaxpr: Jaxpr, weights: Shardings, *, whole_outputs: bool = False
@@ -125,7 +152,7 @@ class _Walk:
             if isinstance(atom, Literal) or sharding is None or not is_split(sharding):
                 return atom
             if atom not in gathered:
-                inner = _traced(lambda x: gather_for_use(x, sharding), type_of(atom))
+                inner = _traced(lambda x: gather_for_use(x, sharding, keep=self.keep), type_of(atom))
                 equations.append(inner.eqns[0].replace(invars=[atom]))
                 gathered[atom] = inner.outvars[0]
             return gathered[atom]
@@ -150,13 +177,15 @@ class _Walk:
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             self.has_checkpoint |= kind in CHECKPOINTS
             inside = _in_one_step(equation, inputs) if kind == "scan" else inputs
-            jaxpr, outputs = self.program(
+            walk = dataclasses.replace(self, keep=self.keep_in_scans) if kind == "scan" else self
+            jaxpr, outputs = walk.program(
                 body(equation.params["jaxpr"]), inside, whole_outputs=kind not in ("jit", "pjit")
             )
+            self.has_checkpoint |= walk.has_checkpoint
             taken = [i for i, sharding in enumerate(inside) if sharding is not None]
             return _Taken(_with_body(equation, jaxpr), taken, outputs)
         if kind == "shard_map":
-            return _take_in_shard_map(equation, inputs)
+            return _take_in_shard_map(equation, inputs, self.keep)
         return _THROUGH[kind](equation, inputs) if kind in _THROUGH else _Taken(equation)
 
 
@@ -164,8 +193,11 @@ def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
     old = equation.params["jaxpr"]
     if jaxpr is body(old):
         return equation
-    new = old.replace(jaxpr=jaxpr) if isinstance(old, ClosedJaxpr) else jaxpr
-    return equation.replace(params={**equation.params, "jaxpr": new})
+    params = dict(equation.params)
+    params["jaxpr"] = old.replace(jaxpr=jaxpr) if isinstance(old, ClosedJaxpr) else jaxpr
+    if equation.primitive.name in CHECKPOINTS:
+        params["policy"] = _and_kept(params["policy"])
+    return equation.replace(params=params)
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
@@ -215,7 +247,7 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
 # In the body of a shard_map a constraint would have no effect, so the gather is written out there.
 
 
-def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings) -> _Taken:
+def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
     """Takes operands of a `shard_map` split as they are, if the body first casts them to vary along `fsdp`.
 
     Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place of the cast gives the
@@ -232,7 +264,8 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings) -> _Taken:
         if split is None:
             continue
         (use,) = uses
-        inner = _traced_in(equation.params["mesh"], split, use.params["axes"], type_of(equation.invars[i]))
+        aval = type_of(equation.invars[i])
+        inner = _traced_in(equation.params["mesh"], split, use.params["axes"], aval, keep)
         at = equations.index(use)
         last = inner.eqns[-1].replace(outvars=use.outvars)
         equations[at : at + 1] = [*inner.eqns[:-1], last]
@@ -256,7 +289,9 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
     return None
 
 
-def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray) -> Jaxpr:
+def _traced_in(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray, keep: bool
+) -> Jaxpr:
     """The body of a `shard_map` that casts its operand to vary over `axes`, and then gathers it.
 
     The cast comes first, so that the gradient is summed over the other axes in parts.
@@ -266,7 +301,8 @@ def _traced_in(mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[st
 
     def whole(x: Array) -> Array:
         x = jax.lax.pcast(x, rest, to="varying") if rest else x
-        return jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+        x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+        return checkpoint_name(x, KEPT) if keep else x
 
     # Only the body of the mapped function is used, but `out_specs` must still name the axes along which it
     # varies.

@@ -16,7 +16,6 @@ from redco_eqx._base.jaxprs import Operand, Program, trace
 from redco_eqx._base.protocols import Batch, Key
 from redco_eqx._base.tree import first_few, leaves_with_paths, to_paths
 from redco_eqx._parallel.linear import batch_axes, traced_mesh
-from redco_eqx._parallel.scan import keep_products
 from redco_eqx._sharding.mesh import (
     ShardingWarning,
     axis_size,
@@ -152,11 +151,13 @@ def program_of(
     *,
     splits: bool,
     differentiates: bool = False,
+    reshard: bool | None = True,
 ) -> Program:
     """The program of a function of [`Inputs`][]. The function is traced once.
 
     - `splits`: lays out the activations over `tensor`.
     - `differentiates`: makes the program of `jax.value_and_grad(function, has_aux=True)` instead.
+    - `reshard`: the `reshard_after_forward` of `train_step`.
     """
     mesh = mesh_of(layout, inputs)
     known = layout or {}
@@ -167,9 +168,9 @@ def program_of(
     program = trace(function, *given)
     of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
     num_others = len(program.closed.jaxpr.invars) - len(of_arrays)
-    program, keeps_weights = gather_where_used(program, [*of_arrays, *[None] * num_others])
+    program, policy = gather_where_used(program, [*of_arrays, *[None] * num_others], reshard=reshard)
     if differentiates:
-        loss = jax.checkpoint(program, policy=keep_products) if keeps_weights else program
+        loss = program if policy is None else jax.checkpoint(program, policy=policy)
         program = trace(jax.value_and_grad(loss, has_aux=True), *inputs)
         _warn_unused(program, sorted(inputs[0]))
     if splits:

@@ -78,6 +78,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     num_microbatches: int = 1,
     shardings: PyTree | None = None,
+    reshard_after_forward: bool | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Updates the parameters once: pure, stateless, not jitted.
 
@@ -94,7 +95,8 @@ def train_step(
     [`scan_layers`][] makes) gathers again for the gradient: so at most one layer is whole (ZeRO-3). If no
     checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
     matrix products and of convolutions. If one does, weights that are read outside of it are gathered once, and
-    kept until the gradient is done. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    kept until the gradient is done. `reshard_after_forward` says which gathered weights are kept instead. The
+    gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. The step warns, once, of parameters on which the loss does not depend.
 
@@ -116,6 +118,11 @@ def train_step(
         float32 and weighted, so that the result is that of the whole batch. The number must divide the batch.
     - `shardings`: the tree of `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`. Parameters,
         gradients, optimizer state and new parameters are constrained to it. Without it the compiler decides.
+    - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`: gathered weights are split
+        again after use, and gathered again for the gradient. `False`: they are kept until the gradient is done,
+        also by checkpoints, and the loss does not become one; this sends a quarter less, and takes more memory
+        for layers in a scan. `None`: as `True`, but on a mesh of CPUs, weights that are gathered outside of
+        scans are kept, because the compiler for CPU needs the same memory either way.
 
     **Returns:**
 
@@ -147,7 +154,8 @@ def train_step(
     first = batch if parts is None else jax.tree.map(lambda x: x[0], parts)
     inputs = (params, frozen, state.model_state, first, key)
     splits = isinstance(loss_fn, SplitActivations)
-    gradient = program_of(on_arrays(state, loss_of), inputs, layout, splits=splits, differentiates=True)
+    options = {"splits": splits, "differentiates": True, "reshard": reshard_after_forward}
+    gradient = program_of(on_arrays(state, loss_of), inputs, layout, **options)
 
     def differentiate(params: dict[str, Array]) -> tuple[Mean, Metrics, dict[str, Array], dict[str, Array]]:
         """The loss of the whole batch, the metrics, the new model state, and the gradients."""
