@@ -94,8 +94,8 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward_unless_it_is_kept(
         shards = [math.prod(x.sharding.shard_shape(x.shape)) for path, x in split.items() if part in path]
         return 4 * sum(shards) * mesh.shape["fsdp"]
 
-    # Whatever is kept of the activations, weights are not (ZeRO-3), unless the step is told to. By default those
-    # outside of scans are, on CPU. The lookup and the head need theirs once.
+    # Whatever is kept of the activations, weights are not (ZeRO-3), unless the step is told to. On CPUs, those
+    # outside of scans are by default. The lookup and the head need theirs once.
     keeps = reshard is False or (reshard is None and not stacked)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",)}
