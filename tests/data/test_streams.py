@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import no_threads_left
+from fit_helpers import MESHES, no_threads_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_sources import (
@@ -28,16 +28,10 @@ from stream_sources import (
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
-from redco_eqx._data.data import Place, Position
+from redco_eqx._data.data import Place
 from redco_eqx._data.streams import checksum, state_from_text, state_to_text
 from redco_eqx._sharding.mesh import num_batch_shards
 
-MESHES: dict[str, dict[str, Any]] = {
-    "one": {"data": 1},
-    "data": {},
-    "tensor": {"tensor": 8},
-    "mixed": {"tensor": 4},
-}
 BATCH_SIZE = 8
 NUM = 29  # three batches of 8, and 5 dropped
 
@@ -128,18 +122,16 @@ def resumed(make: Any, at: int = 2, **options: Any) -> Any:
 
 
 class Bare:
-    """An iterator that says nothing of itself: only `for` knows what to do with it."""
+    """Its iterator says nothing of itself: only `for` knows what to do with it."""
 
-    def __init__(self, items: Any):
-        self._items = iter(items)
-
-    def __next__(self) -> Any:
-        return next(self._items)
-
-
-class OfBare:
     def __iter__(self) -> Any:
-        return Bare(range(NUM))
+        items = iter(range(NUM))
+        return type("", (), {"__next__": lambda self: next(items)})()
+
+
+class Formless(WithState):
+    def state_dict(self) -> Any:
+        return {"at": object()}
 
 
 class Failing(WithState):
@@ -148,24 +140,17 @@ class Failing(WithState):
             raise KeyError("of another version")
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
+def test_a_state_that_is_wrong_is_not_used_and_what_a_for_loop_takes_is_taken():
+    for make, why in (
         (lambda: Refilling(range(NUM)), "does not lead to the same items"),
         (lambda: Failing(range(NUM)), "cannot be set to the stored state: KeyError"),
-    ],
-    ids=["refilling", "failing"],
-)
-def test_a_state_that_is_wrong_is_not_used(make, why):
-    found, expected, (said,) = resumed(make)
-    assert found == expected
-    assert "read again from its beginning: 16 items are skipped" in said
-    assert why in said
-
-
-def test_what_a_for_loop_takes_is_taken():
-    found, expected, _ = resumed(OfBare)
-    assert found == expected
+        (lambda: Formless(range(NUM)), ""),
+        (Bare, ""),
+    ):
+        found, expected, (said,) = resumed(make)
+        assert found == expected
+        assert "read again from its beginning: 16 items are skipped" in said
+        assert why in said
 
 
 def test_other_items_are_refused():
@@ -266,19 +251,19 @@ def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
         taken(epochs_of(rx.Stream([np.arange(8), np.arange(5)], batched=True)), 2)
 
 
-@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (4, 0), (1, 3)])
-def test_an_error_arrives_at_its_batch(prefetch, num_workers):
+def test_an_error_arrives_at_its_batch():
     def failing(epoch: int) -> Any:
         yield from range(19)
         raise KeyError("bad row")
 
-    stream = rx.Stream(failing, prefetch=prefetch, num_workers=num_workers)
-    made = rx.batches(stream, np.asarray, batch_size=8, mesh=rx.make_mesh())
-    assert [ids(next(made))[0] for _ in range(2)] == [0, 8]
-    with pytest.raises(KeyError, match="bad row") as caught:
-        next(made)
-    assert "This happened when epoch 0 of the stream was read." in caught.value.__notes__
-    assert no_threads_left()
+    for prefetch, num_workers in ((0, 0), (4, 0), (1, 3)):
+        stream = rx.Stream(failing, prefetch=prefetch, num_workers=num_workers)
+        made = rx.batches(stream, np.asarray, batch_size=8, mesh=rx.make_mesh())
+        assert [ids(next(made))[0] for _ in range(2)] == [0, 8]
+        with pytest.raises(KeyError, match="bad row") as caught:
+            next(made)
+        assert "This happened when epoch 0 of the stream was read." in caught.value.__notes__
+        assert no_threads_left()
 
 
 # States as text
@@ -304,18 +289,6 @@ def test_arrays_come_back_and_other_objects_do_not():
         assert (found.dtype, found.shape) == (x.dtype, x.shape)
         np.testing.assert_array_equal(found, x)
     assert state_to_text({"x": object()}) is None
-
-
-def test_a_state_without_a_form_is_counted():
-    class Odd(WithState):
-        def state_dict(self) -> Any:
-            return {"at": object()}
-
-    whole = taken(epochs_of(rx.Stream(WithState(range(NUM)))), 4)
-    _, place = taken(epochs_of(rx.Stream(Odd(range(NUM)))), 2)[-1]
-    assert place.positions[0][:4] == Position(0, 1, 16, None)[:4]
-    rest = taken(epochs_of(rx.Stream(Odd(range(NUM)))), 2, place.epoch, place.batch, place.positions)
-    assert [x for x, _ in rest] == [x for x, _ in whole[2:]]
 
 
 # What all processes must read alike
@@ -353,37 +326,23 @@ def int_as_any() -> Any:
 
 
 def test_errors():
+    by_epoch, batched = rx.Stream(lambda epoch: int_as_any()), rx.Stream([1], batched=True)
     options: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
+    shorter, moved = r"24 items of epoch 0, but the stream now gives only 20", [(0, 2, 4, None)]
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),  # the type checker of the tests comes first
         (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
         (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 does not fill one batch"),
+        (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
+        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3), ValueError, shorter),
+        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 1, moved), ValueError, r"in 2 shards, .*in 1"),
         (
-            lambda: taken(epochs_of(rx.Stream(lambda epoch: int_as_any())), 1),
-            TypeError,
-            r"returned a int, but must",
-        ),
-        (
-            lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3),
+            lambda: rx.batches(batched, ids, remainder="split", **options),
             ValueError,
-            r"stopped after 24 items of epoch 0, but the stream now gives only 20",
+            r"\(batched=True\) is for tr",
         ),
-        (
-            lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 1, [(0, 2, 4, None)]),
-            ValueError,
-            r"was read in 2 shards, and is now read in 1",
-        ),
-        (
-            lambda: rx.batches(rx.Stream([1], batched=True), np.asarray, remainder="split", **options),
-            ValueError,
-            r"Stream\(batched=True\) is for training",
-        ),
-        (
-            lambda: rx.batches(rx.Stream([1]), np.asarray, remainder="keep", **options),
-            ValueError,
-            r"remainder='keep'",
-        ),
+        (lambda: rx.batches(rx.Stream([1]), ids, remainder="no", **options), ValueError, r"remainder='no'"),
         (lambda: epochs_of(rx.Data(range(7))), ValueError, r"there are only 7 examples"),
     ]
     for make, error, message in cases:

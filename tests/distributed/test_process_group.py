@@ -4,12 +4,14 @@ import json
 import re
 import sys
 
+import fit_helpers as tiny
 import jax
 import pytest
 from hosts import harness, program
 
 import redco_eqx as rx
 from redco_eqx._distributed.consensus import from_all, from_first, together
+from redco_eqx._distributed.process_group import Watchdog
 
 
 def test_one_process_is_asked_alone():
@@ -35,16 +37,16 @@ def test_two_processes_equal_one(tmp_path):
     assert all(difference < 1e-12 for difference in worst.values()), worst
 
 
+UNLIKE = "should be the same on the devices of all processes, but differ"
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("shape", "but float32[rows, 5] on process 1 (host"),
         ("fewer", "but 34 on process 1 (host"),
-        ("hook", "should be the same on the devices of all processes, but differ"),
-        (
-            "drift",
-            "head.bias should be the same on the devices of all processes, but differ. That was so at step",
-        ),
+        ("hook", UNLIKE),
+        ("drift", f"head.bias {UNLIKE}. That was so at step"),
     ],
 )
 def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
@@ -150,3 +152,43 @@ def test_all_know_what_one_knows_leave_by_name_and_lose_nothing(
         assert re.search(rf"process {failing} \(host .*\) {message}", processes.text(process)), process
     for process in {0, 1, 2} - ({failing} if code < 0 else set()):
         assert (tmp_path / f"{process}.txt").read_text() == "not flushed", process
+
+
+# A process in which no step finishes is ended, and what was written is kept
+
+
+STUCK = """
+import threading, time
+from redco_eqx._distributed.process_group import Watchdog
+def stuck(): time.sleep(3600)
+log = open('log.txt', 'w'); log.write('not flushed')
+with Watchdog(None): pass
+with Watchdog(1) as watchdog:
+    for _ in range(6): time.sleep(0.25); watchdog.beat()
+    print('beats help', flush=True)
+    worker = threading.Thread(target=stuck, daemon=True)
+    worker.start()
+    worker.join()
+"""
+
+
+def test_a_process_without_beats_is_ended_and_shows_all_threads(tmp_path):
+    done = tiny.python(STUCK, cwd=tmp_path)
+    said, errors = done.communicate(timeout=100)
+    assert done.returncode == 1, errors
+    assert said == "beats help\n"
+    assert "no step has finished for 1 s" in errors
+    assert "in stuck" in errors
+    assert (tmp_path / "log.txt").read_text() == "not flushed"
+
+
+def test_fit_tells_it_of_every_step(monkeypatch):
+    """Steps of training, evaluation and prediction count."""
+    beats, beat = [], Watchdog.beat
+    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: [beats.append(watchdog), beat(watchdog)])
+    examples = tiny.make_examples(24)
+    evaluation = rx.Evaluation(examples, predict_fn=tiny.predict_fn)
+    tiny.counted(examples=examples, num_steps=3, evaluation=evaluation, step_timeout_seconds=600.0)
+    # The beginning, the rehearsal, three steps, and each pass over the 24 examples: six batches, and its end.
+    assert len(beats) == 1 + 1 + 3 + 7 + 7
+    assert len(set(beats)) == 1
