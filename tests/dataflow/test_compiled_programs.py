@@ -1,5 +1,6 @@
 """Compiled programs in the layout that they decide: the gradients of one device, and the bytes predicted."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -100,32 +101,23 @@ def test_any_layout_is_predicted():
         assert predicted == pytest.approx(compiled, rel=rel), (name, layout)
 
 
-class Iterated(eqx.Module):
+def iterated(model: Any, x: Any) -> Any:
     """One stream through the same square weights several times: a split of it leads both their dims."""
-
-    a: eqx.nn.Linear
-    b: eqx.nn.Linear
-    out: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.a, self.b = (eqx.nn.Linear(32, 32, key=keys[i]) for i in range(2))
-        self.out = eqx.nn.Linear(32, 1, use_bias=False, key=keys[2])
-
-    def __call__(self, x):
-        for _ in range(3):
-            source, target = jax.vmap(self.a)(x), jax.vmap(self.b)(x)
-            pairs = jax.nn.leaky_relu(source[:, None] + target[None])
-            x = jax.nn.softmax(jax.vmap(jax.vmap(self.out))(pairs)[..., 0], axis=1) @ target
-        return x
+    for _ in range(3):
+        source, target = (jax.vmap(model[name])(x) for name in "ab")
+        pairs = jax.nn.leaky_relu(source[:, None] + target[None])
+        x = jax.nn.softmax(jax.vmap(jax.vmap(model["out"]))(pairs)[..., 0], axis=1) @ target
+    return x
 
 
 def mean_square(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.mean(jax.vmap(model)(batch) ** 2)
+    return jnp.mean(jax.vmap(partial(iterated, model))(batch) ** 2)
 
 
 def test_one_index_along_both_dims_of_a_weight_is_predicted():
-    model, batch = abstract(Iterated), jax.ShapeDtypeStruct((ROWS, 16, 32), jnp.float32)
+    layers: Any = {"a": (32, 32), "b": (32, 32), "out": (32, 1, False)}
+    model = abstract(lambda key: {name: eqx.nn.Linear(*sizes, key=key) for name, sizes in layers.items()})
+    batch = jax.ShapeDtypeStruct((ROWS, 16, 32), jnp.float32)
     explanation = rx.explain(model, MESH, loss_fn=mean_square, batch=batch)
     specs = specs_of(explanation)
     assert specs["a.weight"] == specs["b.weight"] == COLUMNS

@@ -55,28 +55,17 @@ def test_a_model_is_born_in_the_layout_of_the_program():
     helpers.assert_same_layout(*(eqx.filter(model, eqx.is_array) for model in (born, placed)))
 
 
+@eqx.nn.make_with_state
 def with_state(key):
-    return eqx.nn.make_with_state(Normed)(key)
-
-
-class Normed(eqx.Module):
-    up: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    down: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.up, self.down = eqx.nn.Linear(32, 64, key=key), eqx.nn.Linear(64, 32, key=key)
-        self.norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.up(x), state)
-        return self.down(jax.nn.relu(x)), state
+    norm = eqx.nn.BatchNorm(64, "batch", mode="ema")
+    return {"up": eqx.nn.Linear(32, 64, key=key), "norm": norm, "down": eqx.nn.Linear(64, 32, key=key)}
 
 
 def stateful(pair, batch, key):
     model, state = pair
-    y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
-    return jnp.mean((y - batch["y"]) ** 2), {}, state
+    norm = jax.vmap(model["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    x, state = norm(jax.vmap(model["up"])(batch["x"]), state)
+    return jnp.mean((jax.vmap(model["down"])(jax.nn.relu(x)) - batch["y"]) ** 2), {}, state
 
 
 def test_a_model_with_state_is_a_pair_and_its_state_is_whole():
@@ -89,10 +78,9 @@ def test_a_model_with_state_is_a_pair_and_its_state_is_whole():
     assert all(d.spec == P() and d.role == "buffer" for d in state)
     mesh = rx.make_mesh(tensor=4)
     overrides = [("up.bias", P())]
-    model, _ = rx.init_model(
-        with_state, mesh, key=jax.random.key(0), overrides=overrides, loss_fn=stateful, batch=rows()
-    )
-    weight, bias = jax.tree.leaves(model.up)
+    program = {"loss_fn": stateful, "batch": rows()}
+    model, _ = rx.init_model(with_state, mesh, key=jax.random.key(0), overrides=overrides, **program)
+    weight, bias = jax.tree.leaves(model["up"])
     assert weight.sharding.spec == P("tensor")
     assert bias.sharding.is_fully_replicated
 
@@ -190,19 +178,14 @@ def test_a_budget_counts_what_a_device_holds():
 
 
 def test_explain_says_what_is_sent_and_what_to_change():
-    class Fused(eqx.Module):
-        first: eqx.nn.Linear
-        second: eqx.nn.Linear
+    def loss(model, batch, key):
+        gate, up = jnp.split(jax.vmap(model["first"])(batch["x"]), 2, axis=-1)
+        return jnp.mean((jax.vmap(model["second"])(jax.nn.silu(gate) * up) - batch["y"]) ** 2)
 
-        def __call__(self, x):
-            gate, up = jnp.split(self.first(x), 2)
-            return self.second(jax.nn.silu(gate) * up)
-
-    def make(key):
-        return Fused(eqx.nn.Linear(256, 512, key=key), eqx.nn.Linear(256, 32, key=key))
-
-    batch = {"x": rows(width=256)["x"], "y": rows()["y"]}
-    explanation = rx.explain(abstract(make), MESH, loss_fn=squared, batch=batch)
+    layers = {"first": (256, 512), "second": (256, 32)}
+    model = abstract(lambda key: {name: eqx.nn.Linear(*sizes, key=key) for name, sizes in layers.items()})
+    program = {"loss_fn": loss, "batch": {"x": rows(width=256)["x"], "y": rows()["y"]}}
+    explanation = rx.explain(model, MESH, **program)
     sent = explanation.communication
     assert sent is not None
     assert 0 < sent.at_least <= sent.num_bytes <= sent.num_bytes_unmerged
@@ -212,11 +195,11 @@ def test_explain_says_what_is_sent_and_what_to_change():
     assert "sent by a device in a step" in text
     assert "whole operand of split at test_interface.py" in text
     # An override is followed: nothing is split, and nothing is sent but gradients.
-    whole = rx.explain(abstract(make), MESH, overrides=[("*", P())], loss_fn=squared, batch=batch)
+    whole = rx.explain(model, MESH, overrides=[("*", P())], **program)
     assert whole.communication is not None
     assert len(whole.communication.lines) == 1
     assert whole.communication.num_bytes == whole.bytes_per_device + 4  # and the loss
-    assert rx.explain(abstract(make), MESH).communication is None
+    assert rx.explain(model, MESH).communication is None
 
 
 def test_what_is_not_understood_is_named():
@@ -231,15 +214,8 @@ def test_what_is_not_understood_is_named():
 
 
 def test_complex_parameters_are_trained():
-    class Diagonal(eqx.Module):
-        decay: jax.Array
-        mix: jax.Array
+    def loss(model, batch, key):
+        return jnp.mean(((jnp.fft.fft(batch["x"]) * model["decay"]).real @ model["mix"]) ** 2)
 
-        def __call__(self, x):
-            return (jnp.fft.fft(x) * self.decay).real @ self.mix
-
-    def make(key):
-        return Diagonal(jnp.ones(32, jnp.complex64), jnp.ones((32, 32)))
-
-    decisions = decide(abstract(make), MESH, (), squared, rows())
-    assert {name: d.role for name, d in decisions.items()}["decay"] != "buffer"
+    model = abstract(lambda key: {"decay": jnp.ones(32, jnp.complex64), "mix": jnp.ones((32, 32))})
+    assert decide(model, MESH, (), loss, rows())["decay"].role != "buffer"
