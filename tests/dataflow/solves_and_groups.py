@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sharding.zoo import Entry
+from sharding.zoo import Entry, of_rows
 
 LENGTH, DIM, HIDDEN, HEADS, GROUPS = 16, 32, 64, 8, 4
 COLUMN_ROW = {"up": (None, "tensor"), "down": ("tensor",)}
@@ -23,35 +23,22 @@ def weights(*lead: int) -> Any:
     return make
 
 
-def rows(num_rows: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((num_rows, LENGTH, DIM), np.float32)
+def of_groups(num_rows: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((num_rows, LENGTH, DIM), np.float32)
+    return {"x": x, "group": np.random.default_rng(1).integers(0, GROUPS, (num_rows, LENGTH), np.int32)}
 
 
-def rows_of_groups(num_rows: int) -> dict[str, np.ndarray]:
-    groups = np.random.default_rng(1).integers(0, GROUPS, (num_rows, LENGTH), np.int32)
-    return {"x": rows(num_rows), "group": groups}
-
-
-def ridge_of_heads(model: Any, batch: Any) -> Any:
+def ridge_of_heads(model: Any, x: Any) -> Any:
     """Each head fits its own features by least squares."""
-
-    def one(x: Any) -> Any:
-        h = (x @ model["up"]).reshape(LENGTH, HEADS, -1)
-        gram = jnp.einsum("lhd,lhe->hde", h, h) + LENGTH * jnp.eye(HIDDEN // HEADS)
-        solved = jnp.linalg.solve(gram, jnp.moveaxis(h, 0, -1))
-        return jnp.moveaxis(solved, -1, 0).reshape(LENGTH, HIDDEN) @ model["down"]
-
-    return jnp.mean((jax.vmap(one)(batch) - batch) ** 2)
+    h = (x @ model["up"]).reshape(LENGTH, HEADS, -1)
+    gram = jnp.einsum("lhd,lhe->hde", h, h) + LENGTH * jnp.eye(HIDDEN // HEADS)
+    solved = jnp.linalg.solve(gram, jnp.moveaxis(h, 0, -1))
+    return jnp.moveaxis(solved, -1, 0).reshape(LENGTH, HIDDEN) @ model["down"]
 
 
-def solve_of_rows(model: Any, batch: Any) -> Any:
-    """Rows are mixed by the inverse of a matrix of their own."""
-
-    def one(x: Any) -> Any:
-        mixed = jnp.linalg.solve(LENGTH * jnp.eye(LENGTH) + x @ x.T, x @ model["up"])
-        return mixed @ model["down"]
-
-    return jnp.mean((jax.vmap(one)(batch) - batch) ** 2)
+def solve_of_rows(model: Any, x: Any) -> Any:
+    """Rows are mixed by the inverse of a matrix of their own: columns are gathered to be solved for."""
+    return jnp.linalg.solve(LENGTH * jnp.eye(LENGTH) + x @ x.T, x @ model["up"]) @ model["down"]
 
 
 def experts_of_rows(model: Any, batch: Any) -> Any:
@@ -77,11 +64,9 @@ def experts_by_example(model: Any, batch: Any) -> Any:
 ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry("ridge_of_heads", weights(), rows, ridge_of_heads, COLUMN_ROW),
-        Entry(
-            "solve_of_rows", weights(), rows, solve_of_rows, {"*": ...}
-        ),  # columns are gathered to be solved for
-        Entry("experts_of_rows", weights(GROUPS), rows_of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
-        Entry("experts_by_example", weights(GROUPS), rows_of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
+        of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, None, x=(LENGTH, DIM)),
+        of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, None, x=(LENGTH, DIM)),
+        Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
+        Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
     )
 }

@@ -61,6 +61,9 @@ def apply_up_and_down(model: Any, x: Any) -> Any:
     return model["down"](jax.nn.gelu(model["up"](x)))
 
 
+NORMS = {"layernorm": partial(eqx.nn.LayerNorm, F), "groupnorm": partial(eqx.nn.GroupNorm, 8, F)}
+
+
 def norm_between(key: Any, make: Any) -> Any:
     return {**up_and_down(key), "norm": make()}
 
@@ -139,7 +142,7 @@ def of_ends(name: str, names: tuple[str, ...], widths: tuple[int, ...], specs: A
 # Mixtures of experts, computed densely: every token by every expert, weighted by a router. And an ensemble
 
 
-def stacked_experts(key: Any, num_experts: int) -> Any:
+def stacked_experts(key: Any, num_experts: int = 8) -> Any:
     """Experts as one module with a leading dim."""
     k1, k2 = jax.random.split(key)
     return {**named(k1, router=(D, num_experts)), "experts": stack(up_and_down, k2, num_experts)}
@@ -245,19 +248,9 @@ ENTRIES = [
     of_rows("up_and_down", up_and_down, apply_up_and_down, UP_DOWN, 1),
     of_rows("three_fields", three_fields, call, split("embed head", "mix"), 1, sizes=(F,)),
     # A norm over split features costs one number per row and moment, no activation.
-    of_rows(
-        "layernorm_between",
-        partial(norm_between, make=partial(eqx.nn.LayerNorm, F)),
-        apply_norm_between,
-        UP_DOWN,
-        1,
-    ),
-    of_rows(
-        "groupnorm_between",
-        partial(norm_between, make=partial(eqx.nn.GroupNorm, 8, F)),
-        apply_norm_between,
-        UP_DOWN,
-        1,
+    *(
+        of_rows(f"{name}_between", partial(norm_between, make=make), apply_norm_between, UP_DOWN, 1)
+        for name, make in NORMS.items()
     ),
     of_rows(
         "decoupled",
@@ -282,7 +275,7 @@ ENTRIES = [
     # As in BERT: pooler and classifier are consecutive after the blocks, a pair.
     of_ends("pooled", ("embed", "pooler", "classifier"), (12, D, 2), split("pooler", "classifier"), None),
     # 2 experts on each device; the weighted sum over experts is the all-reduce.
-    of_experts("moe", partial(stacked_experts, num_experts=8), split("*.experts"), LAYERS),
+    of_experts("moe", stacked_experts, split("*.experts"), LAYERS),
     # 6 experts over 4 devices: each is split inside; its all-reduce comes before the sum over experts and is
     # 6 activations wide.
     of_experts(
@@ -292,13 +285,7 @@ ENTRIES = [
         None,
     ),
     # (layers, experts, ...): the dim of layers is never split, the one of experts is.
-    of_experts(
-        "moe_stacked",
-        partial(stacked_experts, num_experts=8),
-        split("*.experts", stacked=1),
-        NUM_STACKED,
-        many=stack,
-    ),
+    of_experts("moe_stacked", stacked_experts, split("*.experts", stacked=1), NUM_STACKED, many=stack),
     # The router is named `gate`, and is none of a gated MLP; one all-reduce for each expert.
     of_experts("moe_mixtral", mixtral, split("*.w[13]", "*.w2"), None, apply_mixtral),
     # A stack beside no router: the members are not experts, each is split inside.

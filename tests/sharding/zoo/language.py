@@ -103,11 +103,13 @@ def apply_shared_llama(model: Any, ids: Any) -> Any:
     return apply_llama({**model, "embed_tokens": embedding, "lm_head": head}, ids)
 
 
-def of_layers(projections: str = "*[qkv]_proj", stacked: int = 0) -> dict[str, Any]:
-    return split(f"{projections} *gate_proj *up_proj", "*o_proj *down_proj", stacked=stacked)
+ENDS = "embed_tokens lm_head shared.pytree.?"
 
 
-OF_ENDS = split("embed_tokens lm_head shared.pytree.?")
+def llama_specs(projections: str = "*[qkv]_proj", ends: str = ENDS, stacked: int = 0) -> dict[str, Any]:
+    layers = split(f"{projections} *gate_proj *up_proj", "*o_proj *down_proj", stacked=stacked)
+    return layers | split(ends)
+
 
 # GPT-2
 
@@ -268,32 +270,29 @@ def apply_einsum(model: Any, x: Any) -> Any:
 
 
 GROUPED = {heads: partial(llama, num_key_value_heads=heads) for heads in (2, 4)}
+STACKED = {heads: partial(make, is_stacked=True) for heads, make in GROUPED.items()}
 LOOKUP_AND_LAYERS, LOOKUP_AND_STACK = 1 + 2 * LAYERS, 1 + 2 * NUM_STACKED
 
 ENTRIES = [
-    of_tokens("llama", llama, apply_llama, of_layers() | OF_ENDS, LOOKUP_AND_LAYERS),
+    of_tokens("llama", llama, apply_llama, llama_specs(), LOOKUP_AND_LAYERS),
     # 2 key/value heads over 4 devices: their 8 output features divide, but not their heads.
-    of_tokens("llama_gqa_refused", GROUPED[2], apply_llama, of_layers("*q_proj") | OF_ENDS, LOOKUP_AND_LAYERS),
+    of_tokens("llama_gqa_refused", GROUPED[2], apply_llama, llama_specs("*q_proj"), LOOKUP_AND_LAYERS),
     # 4 layers: their dim would divide; stacked norms are (layers, D), and no Linear. 4 key/value heads over
     # 4 devices: k and v split like q.
-    of_tokens(
-        "stacked_llama",
-        partial(GROUPED[4], is_stacked=True),
-        apply_llama,
-        of_layers(stacked=1) | OF_ENDS,
-        LOOKUP_AND_STACK,
-    ),
+    of_tokens("stacked_llama", STACKED[4], apply_llama, llama_specs(stacked=1), LOOKUP_AND_STACK),
     of_tokens(
         "stacked_llama_gqa_refused",
-        partial(GROUPED[2], is_stacked=True),
+        STACKED[2],
         apply_llama,
-        of_layers("*q_proj", stacked=1) | OF_ENDS,
+        llama_specs("*q_proj", stacked=1),
         LOOKUP_AND_STACK,
     ),
     # 50 words over 4 devices: table and head whole, layers as usual.
-    of_tokens("vocab_indivisible", partial(llama, vocab=50), apply_llama, of_layers(), 2 * LAYERS, vocab=50),
+    of_tokens(
+        "vocab_indivisible", partial(llama, vocab=50), apply_llama, llama_specs(ends=""), 2 * LAYERS, vocab=50
+    ),
     # One leaf for both; the head's bias follows the vocabulary.
-    of_tokens("shared_head", shared_llama, apply_shared_llama, of_layers() | OF_ENDS, LOOKUP_AND_LAYERS),
+    of_tokens("shared_head", shared_llama, apply_shared_llama, llama_specs(), LOOKUP_AND_LAYERS),
     # An even split of c_attn's 3 * D outputs crosses the borders of q, k and v: it costs permutes. The head is
     # tied by use, so it is no leaf; positions are whole.
     of_tokens("gpt2", gpt2, apply_gpt2, split("wte *.c_attn *.c_fc", "*.c_proj"), None),
