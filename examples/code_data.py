@@ -1,4 +1,4 @@
-"""Text without a download: the standard library's code, and its docstrings with their signatures."""
+"""Text that needs no download: the standard library's code, and its docstrings with their signatures."""
 
 import ast
 import collections
@@ -17,7 +17,7 @@ SKIPPED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "encodings", 
 
 
 def hold_out(rows: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split off every twentieth row. Return the other rows, and those."""
+    """Hold out every twentieth row. Return the other rows, and the held-out ones."""
     return [row for i, row in enumerate(rows) if i % 20], rows[::20]
 
 
@@ -40,7 +40,7 @@ def signatures(texts: list[str]) -> list[dict[str, str]]:
 
 
 def read_records(path: str) -> tuple[list[Any], list[Any]]:
-    """Read the rows of an Alpaca-style file. Raises `ValueError` if one lacks a part of an instruction."""
+    """Read the rows of an Alpaca-style file. Raises `ValueError` if a row is incomplete."""
     try:
         rows = json.loads(pathlib.Path(path).read_text("utf-8"))
     except json.JSONDecodeError as error:
@@ -79,7 +79,7 @@ def prompt(row: Any) -> str:
 
 
 def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.ndarray]]:
-    """Encode texts in windows of `length` tokens, or instructions with their answers, cut to it; padded."""
+    """Encode texts in windows of `length` tokens, or instructions with answers, cut and padded to it."""
     # `prompt` and `answer` mark their tokens, and `num_bytes` is the length of the answer's text.
     examples, places = [], np.arange(length)
     for row in rows:
@@ -99,9 +99,7 @@ def encode(tokenizer: Any, rows: list[Any], length: int) -> list[dict[str, np.nd
 
 
 def bigram_bits(train: list[Any], test: list[Any], num_tokens: int) -> float:
-    """Return the baseline in bits per byte: each token from the one before it, by counts with add-one
-    smoothing.
-    """
+    """Return the bits per byte of a bigram model, which predicts each token from the one before it."""
 
     def pairs(part: list[Any]) -> list[tuple[int, int]]:
         return [p for x in part for p in compress(pairwise(x["tokens"].tolist()), x["answer"][1:])]

@@ -1,4 +1,4 @@
-"""Handwritten digits: those of scikit-learn, or the files of MNIST."""
+"""Handwritten digits: from scikit-learn, or from the files of MNIST."""
 
 import gzip
 import pathlib
@@ -8,10 +8,11 @@ import numpy as np
 
 
 def digits(directory: str | None = None) -> tuple[list[Any], list[Any]]:
-    """Return pairs of an image, with values in 0..1, and its digit: for training, and for testing.
+    """Return pairs of an image (values in 0..1) and its digit: a training set, and a test set.
 
-    The default is scikit-learn's 1,797 digits of 8 x 8. The last fifth is held out: they are in the order of
-    writing, so most of its writers are others. With a directory, read the four files of MNIST, gzipped or not.
+    By default, use scikit-learn's 1,797 digits of 8 x 8 pixels. The last fifth is held out. The digits are in
+    the order in which they were written, so most of its writers are not in the training set. With a directory,
+    read the four files of MNIST, gzipped or not.
     """
     if directory is None:
         from sklearn.datasets import load_digits

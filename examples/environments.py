@@ -1,4 +1,4 @@
-"""Environments of gymnasium, many at a time; and the start of programs that learn in them."""
+"""Many environments of gymnasium at a time, and the start of programs that learn in them."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ import redco_eqx as rx
 
 
 class Rollouts:
-    """Environments that continue from rollout to rollout; one whose episode has ended begins another.
+    """Environments that continue from one rollout to the next. When an episode ends, a new one begins.
 
-    The beginning takes one more step, which ignores the action and therefore has weight 0. So the observation
-    after each other step is the one that the step led to, even at the end of an episode.
+    Beginning an episode takes an extra step, which ignores the action and therefore has weight 0. So the
+    observation after every other step is the one that the step led to, even at the end of an episode.
     """
 
     def __init__(self, name: str, num_envs: int, mesh: Mesh, *, actions: type[gym.Space], seed: int):
-        """Make the environments. Raises `ValueError` for other actions than these, and observations that are
+        """Make the environments. Raises `ValueError` for actions of another kind, and for observations that are
         not vectors.
         """
         try:
@@ -45,12 +45,12 @@ class Rollouts:
         self.observation, _ = self.envs.reset(seed=seed)
 
     def __call__(self, act: Callable[..., Any], num_steps: int) -> dict[str, np.ndarray]:
-        """Take `num_steps` steps in each environment. `act(observation, index=step)` returns an action for
-        each.
+        """Take `num_steps` steps in each environment, with the actions that `act(observation, index=step)`
+        returns.
 
-        Return arrays of dims `(num_envs, num_steps, ...)`: `action`, `reward`, `terminated`, `ended`
-        (terminated, or cut short), `weight`; and `observation`, with one step more. Actions for a Box lie
-        between -1 and 1.
+        Return arrays of shape `(num_envs, num_steps, ...)`: `action`, `reward`, `terminated`, `ended`
+        (terminated or cut short) and `weight`. `observation` has one step more. Actions for a Box are between
+        -1 and 1.
         """
         observations, actions, rows = [self.observation], [], []
         for step in range(num_steps):
@@ -69,7 +69,7 @@ class Rollouts:
 
     @property
     def mean_return(self) -> float:
-        """Return the mean return of the last episodes, two for each environment (NaN before any has ended)."""
+        """Return the mean return of the last episodes, two for each environment (NaN if none has ended yet)."""
         return float(np.mean(self.envs.return_queue or [np.nan]))
 
     def random_return(self) -> float:
@@ -82,7 +82,7 @@ class Rollouts:
 def start(
     doc: str | None, argv: Sequence[str] | None, *, env: list[str], num_envs: int, steps: int, **defaults: Any
 ) -> tuple[argparse.Namespace, Mesh]:
-    """Call `common.start` with more flags: the environments, the number of each at a time, and the steps."""
+    """Call `common.start` with more flags: the environments, how many of each run at a time, and the steps."""
     parser = common.flags(doc, **defaults)
     parser.add_argument("--env", nargs="+", default=env, help="names of gymnasium (%(default)s)")
     parser.add_argument("--num-envs", type=int, default=num_envs, help="at a time (%(default)s)")

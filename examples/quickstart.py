@@ -4,8 +4,8 @@
     python examples/quickstart.py --quick    # to see that it works
 
 The model is ordinary Equinox: no base class, no annotations, no code about devices. Three functions (collate,
-loss, predict) and one mesh say everything that the library needs to know. Without an accelerator the eight
-devices are virtual; `--devices 0` uses the machine's own.
+loss, predict) and one mesh are all that the library needs. The eight devices are virtual CPU devices; pass
+`--devices 0` to use the devices of the machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PROMPTS = ("\n\nimport ", "\n\ndef get_", "\n\nclass ", "\n\n    def __init__(se
 
 
 class Block(eqx.Module):
-    """Causal self-attention and an MLP, each behind a norm and beside a residual path."""
+    """Causal self-attention and an MLP, each with a norm before it and a residual path around it."""
 
     norm1: eqx.nn.RMSNorm
     attention: eqx.nn.MultiheadAttention
@@ -66,7 +66,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """A decoder-only transformer: from tokens to the logits of each next token."""
+    """A decoder-only transformer, which computes the logits of each next token."""
 
     embedding: eqx.nn.Embedding
     layers: list[Block]
@@ -97,7 +97,7 @@ def collate_fn(examples: Sequence[UInt8[np.ndarray, " length"]]) -> Int[np.ndarr
 
 
 def loss_fn(model: Transformer, batch: Int[Array, "batch length"], key: Key[Array, ""]) -> rx.Mean:
-    """Return the loss of a batch, here in bits per byte. A `Mean` adds up exactly, whatever the batches."""
+    """Return the loss of a batch in bits per byte. A `Mean` adds up exactly over batches of any size."""
     logits = jax.vmap(model)(batch[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return rx.Mean(nats.sum() / jnp.log(2), nats.size)
@@ -126,7 +126,7 @@ def predict_fn(
 
 
 def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarray, "m length+1"]]:
-    """Return windows of the standard library's modules: for training, and, from every twentieth, held out."""
+    """Return windows of the standard library's modules. Every twentieth module is held out."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
     def windows(files: list[pathlib.Path]) -> np.ndarray:
@@ -138,7 +138,7 @@ def standard_library() -> tuple[UInt8[np.ndarray, "n length+1"], UInt8[np.ndarra
 
 
 def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.ndarray, "m length"]) -> float:
-    """Return the baseline: each byte predicted from the one before it, by counts of all the training bytes."""
+    """Return the baseline, which predicts each byte from the one before it, by counts of the training bytes."""
 
     def pairs(windows: np.ndarray) -> np.ndarray:
         return (windows[:, :-1].astype(int) * VOCABULARY + windows[:, 1:]).ravel()
@@ -168,14 +168,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, held_out = standard_library()
     held_out = held_out[: 2048 : 16 if args.quick else 1]
 
-    # Make the model directly on the mesh. The computation of the loss decides which array is split over which
-    # axis.
+    # Create the model directly on the mesh. The traced loss decides which array is split over which axis.
     mesh = rx.make_mesh(tensor=args.tensor, fsdp=args.fsdp)
     program: dict[str, Any] = {"loss_fn": loss_fn, "batch": collate_fn(list(train[: args.batch_size]))}
     model = rx.init_model(lambda key: Transformer(key=key), mesh, key=jax.random.key(0), **program)
     print(rx.explain(model, mesh, **program), end="\n\n")
 
-    # Any optimizer of optax works. Its state is laid out like the parameters.
+    # Any optax optimizer works. Its state is sharded like the parameters.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, num_steps // 20, num_steps, 3e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
@@ -194,11 +193,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - start
 
-    # Exact means over the held-out bytes, whatever the batch size; then the baseline on the same bytes.
+    # Compute exact means over the held-out bytes, for any batch size. Then compute the baseline on the same
+    # bytes.
     metrics = rx.evaluate(state, held_out, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64)
     bits, bigram_bits = metrics["loss"], bigram_bits_per_byte(train, held_out)
 
-    # Take each prompt from the end of some held-out text, so that there is a context to continue.
+    # Take each prompt from the end of a held-out text, so that there is a context to continue.
     context = held_out[len(held_out) // 2]
     prompts = [np.append(context, np.frombuffer(p.encode(), np.uint8))[-LENGTH:] for p in PROMPTS]
     written = rx.predict(

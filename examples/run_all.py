@@ -3,7 +3,7 @@
     python examples/run_all.py                            # all of them
     python examples/run_all.py differential_privacy ...   # some; the other rows stay
 
-An example is a row of `EXAMPLES`. It fails if it does not reach the number stated there.
+Each example is a row of `EXAMPLES`. It fails if it does not reach the number stated there.
 """
 
 import ast
@@ -30,17 +30,17 @@ Results = Mapping[str, tuple[Any, Any]]
 class Example:
     """The target of an example.
 
-    - `stated`: for each name of its results the measure and the baseline, and the least (`">= 0.9"`) or most
-        (`"<= 2.5"`) that it may be, or how close to the baseline (`"within 1%"`).
+    - `stated`: for each result, its measure and baseline, and its bound: a minimum (`">= 0.9"`), a maximum
+      (`"<= 2.5"`), or a distance from the baseline (`"within 1%"`).
     - `upstream`: the number of lines of code in the programs of redco 0.4.23 for the same task.
     - `flags`: the arguments of its `main`, with `{here}` for its folder.
-    - `more`: the reason why it has more lines than they, if it has.
-    - `official`: the program that Figure 6 of redco's paper likely compares with, and its lines.
-    - `along`: the horizontal axis of a list of numbers, and its first value.
+    - `more`: the reason why the example has more lines than those programs, if it does.
+    - `official`: the program that Figure 6 of redco's paper probably compares with, and its number of lines.
+    - `along`: the name of the horizontal axis for a list of numbers, and its first value.
 
     Its `main` returns `{name: (number or list of numbers, baseline or list of equal length)}`. A list shows the
-    progress of the run. In place of a list there may be several runs of the same, each as `{progress: number}`:
-    the worst of the last numbers counts.
+    progress of the run. Instead of a list, there may be several runs, each as `{progress: number}`: the worst
+    of their last numbers counts.
     """
 
     stated: Mapping[str, tuple[str, str]]
@@ -169,7 +169,7 @@ EXAMPLES = {
 
 
 def file_of(name: str) -> pathlib.Path:
-    """Return the program of an example: the file of its name, or `main.py` in the folder of its name."""
+    """Return the program of an example: the file with its name, or `main.py` in the folder with its name."""
     file = HERE / f"{name}.py"
     return file if file.exists() else HERE / name / "main.py"
 
@@ -196,7 +196,7 @@ def is_met(bound: str, number: float, baseline: float) -> bool:
 
 
 def code_lines(source: str) -> int:
-    """Return the number of lines with code on them: no blank line, comment or docstring."""
+    """Return the number of lines of code, without blank lines, comments and docstrings."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in skipped]
     lines = {line for t in tokens for line in range(t.start[0], t.end[0] + 1) if t.string}
@@ -215,7 +215,7 @@ def files_of(file: pathlib.Path) -> set[pathlib.Path]:
 
 
 def picture(file: pathlib.Path, results: Results, example: Example) -> None:
-    """Draw the curves, with baselines as broken lines; curves of the same measure share a panel."""
+    """Draw the curves, with baselines as dashed lines. Curves of the same measure share a panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -277,7 +277,7 @@ def run(name: str) -> tuple[list[str], list[str]]:
 
 
 def run_apart(name: str) -> tuple[list[str], list[str]]:
-    """Call `run` in another process. An error is raised as text, because some errors cannot be pickled."""
+    """Call `run` in another process. Raise errors as text, because some errors cannot be pickled."""
     try:
         return run(name)
     except Exception:
@@ -285,8 +285,8 @@ def run_apart(name: str) -> tuple[list[str], list[str]]:
 
 
 def with_rows(page: str, *tables: Mapping[str, list[str]]) -> str:
-    """Return a page whose tables, one after the other, have these rows of examples. Other rows do not change.
-    The order is that of `EXAMPLES`.
+    """Put these rows of examples into the tables of a page, one after the other. Keep the other rows, and sort
+    by `EXAMPLES`.
     """
 
     def name_of(row: str) -> str:

@@ -1,4 +1,4 @@
-"""Texts with a label or a number: tables in GLUE's format, or docstrings, without a download."""
+"""Texts with a label or a number: tables in GLUE's format, or docstrings, which need no download."""
 
 import ast
 import csv
@@ -18,14 +18,14 @@ KINDS: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast
 
 def add_flags(parser: Any) -> None:
     """Add the flags for the directory of a table, and for its columns."""
-    parser.add_argument("--data", help="a directory in place of the data that comes along")
+    parser.add_argument("--data", help="a directory with your own data")
     parser.add_argument("--text", nargs="+", default=["sentence"], help="columns of the text")
     parser.add_argument("--label", default="label", help="column of the class or number")
-    parser.add_argument("--columns", nargs="+", help="names of all columns, where the first line has none")
+    parser.add_argument("--columns", nargs="+", help="names of all columns, if the first line has none")
 
 
 def docstrings(column: str, every: int) -> list[list[Any]]:
-    """Return the docstrings of one in `every` files of the standard library, each with its kind or log of
+    """Return docstrings of the standard library (one file in `every`), each with its kind or the log of its
     length.
     """
     root, rows = pathlib.Path(sysconfig.get_path("stdlib")), {}
@@ -65,9 +65,7 @@ def table(args: Any, *splits: str) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def read(task: str, args: Any) -> list[list[Any]]:
-    """Return pairs of texts and their class, or their number in standard deviations from the mean: for
-    training, and held out.
-    """
+    """Return pairs of texts and their class or standardised number: a training set, and a held-out set."""
     if args.data is None:
         parts = docstrings("kind" if task == "classification" else "length", 5 if args.quick else 1)
     else:
@@ -87,7 +85,7 @@ def read(task: str, args: Any) -> list[list[Any]]:
 
 
 def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
-    """Return accuracy, or for a regression R^2, the share of the variance that is explained."""
+    """Return the accuracy, or for a regression R^2, the share of the variance that the model explains."""
     y, found = np.array([y for _, y in examples]), np.stack(outputs)
     if y.dtype == np.float32:
         return {"score": float(1 - np.mean((found[:, 0] - y) ** 2) / np.var(y))}
@@ -95,10 +93,10 @@ def metric_fn(examples: list[Any], outputs: list[Any]) -> dict[str, float]:
 
 
 def linear_score(train: list[Any], held_out: list[Any]) -> float:
-    """Return the score of a linear model of counts of words, or of pixels; the best of several penalties
-    counts.
+    """Return the score of a linear model on word counts, or on pixels, with the best of several penalties.
 
-    It has converged, in float64: the result of an early stop in float32 depends on the processor.
+    The model is fitted to convergence in float64, because the result of an early stop in float32 depends on the
+    processor.
     """
     is_text, is_class = isinstance(train[0][0], tuple), isinstance(train[0][1], int)
     read_x: Any = "\n".join if is_text else lambda image: np.ravel(image).astype(float)

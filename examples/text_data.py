@@ -1,4 +1,4 @@
-"""Plain text in WikiText's format (Merity et al. 2016): articles under headings, one line a paragraph."""
+"""Plain text in WikiText's format (Merity et al. 2016): articles under headings, one paragraph a line."""
 
 import pathlib
 import re
@@ -9,7 +9,8 @@ _NAMES = {"train": ("train",), "held out": ("valid", "validation", "test")}
 
 
 def articles(directory: str) -> tuple[list[str], list[str]]:
-    """Return the articles of a directory: for training, and held out. A text without headings is one article.
+    """Return the training articles and the held-out articles of a directory. A text without headings is one
+    article.
 
     Its files are those of WikiText, `wiki.train.tokens` and `wiki.valid.tokens` (or `.raw`), or `train.txt` and
     `valid.txt`, or tables of lines as .parquet with a column `text`. Raises `ValueError` if one is missing.

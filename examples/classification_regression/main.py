@@ -1,4 +1,4 @@
-"""Classification of handwritten digits, and of docstrings by kind (module, class, function); their length.
+"""Classification of digits, and of docstrings by kind (module, class, function); regression on their length.
 
     python examples/classification_regression/main.py                          # all three tasks
     python examples/classification_regression/main.py --task digits --data MNIST_DIRECTORY
@@ -6,9 +6,9 @@
     python examples/classification_regression/main.py --task regression --data STS_DIRECTORY \\
         --text sentence1 sentence2 --label score
 
-A directory of text has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv, .jsonl or .parquet
-with named columns. Each score is printed beside that of a linear model on the same examples: on pixels, or on
-counts of words.
+A directory of text contains `train` and `dev` (or `validation`, or `test`), as .tsv, .csv, .jsonl or .parquet
+with named columns. The program prints each score beside that of a linear model on the same examples (on pixels,
+or on word counts).
 """
 
 import itertools
@@ -41,7 +41,7 @@ VOCABULARY, LENGTH = 32768, 64  # hash buckets of words and pairs (0: nothing), 
 
 
 class TextModel(eqx.Module):
-    """The mean over words and pairs of words, as in fastText (Joulin et al. 2016), and two Linear layers."""
+    """A mean over words and pairs of words, as in fastText (Joulin et al. 2016), and two Linear layers."""
 
     embedding: eqx.nn.Embedding
     norm: eqx.nn.LayerNorm
@@ -85,10 +85,10 @@ def image_model(size: int, num_outputs: int, *, key: Any) -> eqx.nn.Sequential:
 
 
 def encode(x: Any) -> np.ndarray:
-    """Return an image with its one channel, or the hashed words of a text and pairs of neighbours."""
+    """Return an image with a channel dim, or the hashed words and pairs of neighbouring words of a text."""
     if isinstance(x, np.ndarray):
         return x[None]
-    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # so the first has a pair, too
+    words = ["^", *re.findall(r"\w+|[^\w ]", "\n".join(x).lower())][:LENGTH]  # gives the first word a pair, too
     features = [*words, *map(" ".join, itertools.pairwise(words))]
     tokens = [1 + zlib.crc32(feature.encode()) % (VOCABULARY - 1) for feature in features]
     return np.pad(np.array(tokens, np.int32), (0, 2 * LENGTH - len(tokens)))
@@ -117,7 +117,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
-    """Return the score on held-out examples after each epoch, and that of a linear model."""
+    """Return the held-out score after each epoch, and the score of a linear model."""
     is_digits = task == "digits"
     train, held_out = digits_data.digits(args.data) if is_digits else table_data.read(task, args)
     num_outputs = 1 if task == "regression" else 1 + max(y for _, y in train)
@@ -146,9 +146,9 @@ def learn(task: str, args: Any, mesh: Any) -> tuple[list[float], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return each task's scores after each epoch, and that of a linear model."""
+    """Return each task's score after each epoch, and the score of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=None)
-    parser.add_argument("--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="all, if not given")
+    parser.add_argument("--task", choices=EPOCHS, nargs="+", default=EPOCHS, help="tasks to train (all)")
     table_data.add_flags(parser)
     args, mesh = common.start(parser, argv)
     results = {task: learn(task, args, mesh) for task in args.task}

@@ -1,12 +1,12 @@
-"""The pieces compose: `train_step` in your own loops, on handwritten digits.
+"""`train_step` in your own loops, on handwritten digits.
 
     python examples/custom_loop/main.py            # a few minutes on two CPU cores, nothing to download
     python examples/custom_loop/main.py --quick    # to see that it works
 
-An epoch is one `lax.scan` under plain `jax.jit`; an ensemble is a `vmap` of it. `grad` through whole training
-runs tunes learning rate and weight decay. A vision transformer of equimo, a package that knows nothing of this
-library, is laid out on the mesh and trained unchanged. Steps, `batches` and checkpoints make a loop with its
-own stopping rule.
+An epoch is one `lax.scan` under plain `jax.jit`, and an ensemble is a `vmap` of it. `grad` through whole
+training runs tunes learning rate and weight decay. A vision transformer from equimo, a package that knows
+nothing about this library, is sharded and trained unchanged. Another loop uses `batches` and checkpoints, and
+has its own stopping rule.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Examples: TypeAlias = list[tuple[np.ndarray, int]]
 
 
 def make_model(key: Key[Array, ""]) -> eqx.nn.MLP:
-    """Make a model from the pixels of a digit to the logits of its class."""
+    """Make a model that maps the pixels of a digit to the logits of its class."""
     return eqx.nn.MLP(64, 10, 256, depth=2, activation=jax.nn.gelu, key=key)
 
 
@@ -53,7 +53,7 @@ def predict_fn(model: eqx.nn.MLP, batch: dict[str, Array], key: Key[Array, ""]) 
 
 
 def predict_by_vit(model: Any, batch: dict[str, Array], key: Key[Array, ""]) -> Float[Array, "batch 10"]:
-    """Return the logits of a vision transformer, which takes images with channels, and a key for dropout."""
+    """Return the logits of a vision transformer, which needs images with channels, and a key for dropout."""
     keys = jax.random.split(key, len(batch["y"]))
     return jax.vmap(lambda x, key: model(x[None], key=key))(batch["x"], keys)
 
@@ -67,7 +67,7 @@ def loss_fn(
 
 
 def accuracy(examples: Sequence[tuple[Any, int]], logits: Any) -> dict[str, float]:
-    """Return the share of digits whose correct logit is the highest."""
+    """Return the share of digits for which the correct logit is the highest."""
     return {"accuracy": float(np.mean(np.argmax(np.asarray(logits), axis=-1) == [y for _, y in examples]))}
 
 
@@ -77,7 +77,7 @@ def accuracy(examples: Sequence[tuple[Any, int]], logits: Any) -> dict[str, floa
 def train_epoch(
     state: rx.TrainState, data: dict[str, Array], *, step: Callable[..., Any], batch_size: int
 ) -> tuple[rx.TrainState, Float[Array, " steps"]]:
-    """Train for one pass over the data in a new order, as one `scan`. Return the loss of each step."""
+    """Train for one epoch in a new order, as one `scan`. Return the loss of each step."""
     order = jax.random.permutation(jax.random.fold_in(state.key, state.step), len(data["y"]))
     order = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)
 
@@ -96,7 +96,7 @@ def loss_after_training(
     *,
     batch_size: int,
 ) -> Array:
-    """Return the held-out loss after one epoch with these hyperparameters: differentiable in them."""
+    """Return the held-out loss after one epoch, as a differentiable function of the hyperparameters."""
     decay = optax.add_decayed_weights(jnp.exp(hyper["log_decay"]))
     optimizer = optax.chain(decay, optax.sgd(jnp.exp(hyper["log_rate"]), momentum=0.9))
     state = rx.init_state(state.model, optimizer, key=state.key)
@@ -128,7 +128,7 @@ def ensemble(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Ex
 
 
 def tune(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> dict[str, Any]:
-    """Return the loss during and before tuning hyperparameters; a hypergradient and its finite difference."""
+    """Return the loss while and before tuning, and a hypergradient with its finite difference."""
     data = collate_fn(train), collate_fn(held_out)
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), loss_fn=loss_fn, batch=data[0])
     state = rx.init_state(model, key=jax.random.key(1))
@@ -154,7 +154,7 @@ def tune(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Exampl
 
 
 def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
-    """Return the accuracy after each epoch, until three epochs have not raised it."""
+    """Return the accuracy after each epoch. Stop when three epochs have not raised it."""
     optimizer = optax.adamw(1e-3)
     program: Any = {"loss_fn": loss_fn, "batch": collate_fn(train[: args.batch_size])}
     model = rx.init_model(make_model, mesh, key=jax.random.key(args.seed), **program)
@@ -168,12 +168,12 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
         batch_size=32,
     )
 
-    # Only the step needs the layout. It leaves out an update whose loss or gradient is not finite.
+    # Only the step needs the layout. It skips updates with a loss or gradient that is not finite.
     shardings = rx.shard_rules(model, mesh, **program)
     step_fn = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
     step = rx.jit_step(rx.skip_nonfinite(step_fn))
 
-    # A stopped run continues from its checkpoint: the state is in it, everything else in the `extras`.
+    # A stopped run continues from its checkpoint, which holds the state, and everything else in `extras`.
     directory = args.checkpoints and args.checkpoints / "until it grows no more"
     saved = rx.list_checkpoints(directory) if directory else []
     extras: Any = saved[-1].extras if saved else {"place": {"epoch": 0, "start": 0}, "scores": []}
@@ -196,12 +196,12 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
 
 
 def has_stopped_growing(scores: Sequence[float]) -> bool:
-    """Return true if none of the last three scores is above all before."""
+    """Return true if none of the last three scores is above all earlier ones."""
     return len(scores) > 3 and max(scores[-3:]) <= max(scores[:-3])
 
 
 def third_party(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: Examples) -> list[float]:
-    """Return the accuracy, after each epoch, of a published model that was written without sharding in mind."""
+    """Return the accuracy after each epoch of a published model that was written without sharding in mind."""
     from equimo.models.vit import VisionTransformer  # its import makes a key, which initialises devices
 
     vit: Any = VisionTransformer
@@ -230,14 +230,14 @@ def third_party(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """Return the results (a number, or a list of numbers over time), each with its baseline."""
+    """Return the results, each a number or a list of numbers over time, with their baselines."""
     parser = common.flags(__doc__, batch_size=32, epochs=12)
     args, mesh = common.start(parser, argv)
     args.epochs = 2 if args.quick else args.epochs
     train, held_out = digits_data.digits()
     flat = [np.stack([x.ravel().astype(float) for x, _ in examples]) for examples in (train, held_out)]
     labels = [[y for _, y in examples] for examples in (train, held_out)]
-    # Converged, in float64: the result of an early stop in float32 depends on the processor.
+    # Fit to convergence in float64, because the result of an early stop in float32 depends on the processor.
     regression = LogisticRegression(max_iter=10_000, tol=1e-6).fit(flat[0], labels[0])
     linear = float(regression.score(flat[1], labels[1]))
     results: dict[str, tuple[Any, float]] = {"ensemble of 8": ensemble(args, mesh, train, held_out)}

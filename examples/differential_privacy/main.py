@@ -1,12 +1,12 @@
-"""Handwritten digits with differential privacy: DP-SGD (Abadi et al. 2016), beside plain SGD.
+"""Training on handwritten digits with differential privacy: DP-SGD (Abadi et al. 2016), and plain SGD.
 
     python examples/differential_privacy/main.py                          # about a minute
     python examples/differential_privacy/main.py --data MNIST_DIRECTORY --delta 1e-5
 
-Each example's gradient is clipped before anything is summed over examples, so nothing about one example leaves
-its device unclipped. Batches are Poisson samples, as the accounting (by dp-accounting) assumes: an example is
-in a batch or not, independently of all others. NumPy's and JAX's generators draw them, which is enough to study
-privacy; to protect people, draw from a cryptographic generator.
+The gradient of each example is clipped before any sum over examples, so nothing about one example leaves its
+device unclipped. Batches are Poisson samples, as the accounting (by dp-accounting) assumes: each example is in
+a batch or not, independently of all others. NumPy's and JAX's generators draw them. That is enough to study
+privacy; to protect people, use a cryptographic generator.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ import digits_data
 
 
 def collate_fn(examples: Sequence[tuple[np.ndarray, int, float]]) -> dict[str, np.ndarray]:
-    """Collate examples into a batch of NumPy arrays. Empty places of a sample have weight 0."""
+    """Collate examples into a batch of NumPy arrays. Unused places have weight 0."""
     x, y, weight = zip(*examples)
     return {"x": np.stack(x), "y": np.array(y), "weight": np.array(weight, np.float32)}
 
@@ -51,12 +51,12 @@ def losses(model: eqx.nn.MLP, batch: Any, key: Any) -> Float[Array, " batch"]:
 
 
 def loss_fn(model: eqx.nn.MLP, batch: Any, key: Any) -> rx.Mean:
-    """Return the mean over the examples, without empty places."""
+    """Return the mean over the examples, without unused places."""
     return rx.Mean(jnp.sum(losses(model, batch, key) * batch["weight"]), jnp.sum(batch["weight"]))
 
 
 def metric_fn(examples: Sequence[tuple[Any, int, float]], logits: list[Any]) -> dict[str, float]:
-    """Return the share of digits whose correct logit is the highest."""
+    """Return the share of digits for which the correct logit is the highest."""
     return {"accuracy": float(np.mean(np.argmax(logits, axis=1) == [y for _, y, _ in examples]))}
 
 
@@ -99,7 +99,7 @@ def poisson_sample(step: int, *, examples: Any, rate: float, places: int, seed: 
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return the accuracy over time, with privacy and without, each beside the final accuracy without."""
+    """Return the accuracy over time, with privacy and without, and the final accuracy without it."""
     parser = common.flags(__doc__, batch_size=256, epochs=40)
     parser.add_argument("--data", help="a directory with the files of MNIST")
     parser.add_argument("--epsilon", type=float, default=3.0, help="of the guarantee (epsilon, delta)")
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
         got = f"--epsilon {args.epsilon} --clip {args.clip} --delta {args.delta} --batch-size {args.batch_size}"
         raise ValueError(f"{got}: not epsilon, clip > 0, 0 < delta < 1/{len(train)}, batch <= {len(train)}.")
     num_steps = 20 if args.quick else math.ceil(args.epochs / rate)
-    # Places for six standard deviations above the mean: too few for one sample in a thousand million.
+    # Leave room for six standard deviations above the mean, which is too little for one sample in a billion.
     places = math.ceil((args.batch_size + 6 * math.sqrt(args.batch_size * (1 - rate))) / mesh.size) * mesh.size
 
     def event(noise: float) -> dp_accounting.DpEvent:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
             metric_fn=metric_fn, predictions_directory=args.output and args.output / name,
         )  # fmt: skip
         directory = args.checkpoints and args.checkpoints / name
-        if directory and rx.list_checkpoints(directory):  # the accuracies so far are stored beside the state
+        if directory and rx.list_checkpoints(directory):  # store the accuracies so far beside the state
             reached = rx.list_checkpoints(directory)[-1].extras["accuracies"]
             state = rx.restore(directory, state)
         rule: Any = {"clip": clip, "noise": noise, "batch_size": args.batch_size}

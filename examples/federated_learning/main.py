@@ -1,13 +1,13 @@
-"""Federated averaging (McMahan et al. 2017): handwritten digits, learnt by 100 clients that keep their data.
+"""Federated averaging (McMahan et al. 2017): 100 clients learn handwritten digits and keep their data.
 
     python examples/federated_learning/main.py                       # about a minute on two CPU cores
     python examples/federated_learning/main.py --data MNIST_DIRECTORY --batch-size 10 --fit-rounds 0
 
-In each round some clients train, each from the server's parameters and only on its own examples, and the mean
-of their parameters is the server's next. All train at once, by `vmap` over `train_step`, as a dimension over
-the mesh's `data` axis; some rounds are repeated with a `fit` for each client. The digits go to the clients at
-random (IID), or in two pieces of the sorted digits for each client, which therefore has hardly more than two
-kinds (not IID).
+In each round, some clients train from the server's parameters, each on its own examples. The mean of their
+parameters becomes the server's new parameters. All clients train at once, with `vmap` over `train_step`, split
+over the mesh's `data` axis. Some rounds are repeated with one `fit` for each client. The digits are dealt at
+random (IID), or each client gets two pieces of the sorted digits, and so sees hardly more than two kinds (not
+IID).
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ import digits_data
 
 
 def make_model(key: Any, *, side: int) -> eqx.Module:
-    """Make a model from an image to the logits of its class: one of the two of the paper, by size.
+    """Make a model that maps an image to the logits of its class: one of the two in the paper, by image size.
 
-    Small images use two hidden layers of 200, those of MNIST two convolutions and a hidden layer.
+    Small images use two hidden layers of width 200. MNIST uses two convolutions and a hidden layer.
     """
     if side < 16:
         layers = [eqx.nn.Lambda(jnp.ravel), eqx.nn.MLP(side**2, 10, 200, depth=2, key=key)]
@@ -70,7 +70,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def deal(labels: Sequence[int], num_clients: int, *, iid: bool, seed: int) -> Int[np.ndarray, "clients rows"]:
-    """Deal examples to the clients: equally many each, no example twice; a remainder goes to nobody."""
+    """Deal the same number of examples to each client, and none twice. A remainder is left out."""
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels)) if iid else np.argsort(labels, kind="stable")
     pieces = order[: len(labels) // (2 * num_clients) * 2 * num_clients].reshape(2 * num_clients, -1)
@@ -88,14 +88,14 @@ def draw(clients: np.ndarray, round: int, *, args: Any) -> Int[np.ndarray, "clie
 
 
 def averaged(state: rx.TrainState, num_steps: int, params: Any) -> rx.TrainState:
-    """Return the server's next state. Its optimizer state stays initial: clients begin with a new one."""
+    """Return the server's next state. Its optimizer state stays initial, because clients begin anew."""
     return dataclasses.replace(state, params=params, step=state.step + num_steps)
 
 
 def round_by_vmap(
     state: rx.TrainState, data: Any, rows: Int[Array, "clients steps batch"], *, step: Any
 ) -> rx.TrainState:
-    """Run one round, all of its clients at once; under your own `jit`."""
+    """Run one round with all of its clients at once, under your own `jit`."""
 
     def trained(client: Array, rows: Array) -> Any:
         own = dataclasses.replace(state, key=jax.random.fold_in(state.key, client))
@@ -105,7 +105,7 @@ def round_by_vmap(
 
         return jax.lax.scan(body, own, rows)[0].params
 
-    # The step's layout for one client then applies to the clients: they are split over `data`.
+    # The step's layout for one client then applies to each of them, and the clients are split over `data`.
     params = jax.vmap(trained, spmd_axis_name="data")(jnp.arange(len(rows)), rows)
     return averaged(state, rows.shape[1], jax.tree.map(lambda x: jnp.mean(x, axis=0), params))
 
@@ -123,7 +123,7 @@ def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arg
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """Return the accuracy over time, each beside that of centralised training on the same data."""
+    """Return the accuracy over time for each case, beside that of central training on the same data."""
     parser = common.flags(__doc__, batch_size=4, epochs=40)
     parser.add_argument("--data", help="a directory with the files of MNIST")
     parser.add_argument("--clients", type=int, default=100, help="among whom the examples are dealt (100)")

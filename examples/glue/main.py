@@ -1,12 +1,12 @@
-"""BERT or RoBERTa on tables in GLUE's format: classes of texts and of pairs of texts, or numbers.
+"""BERT or RoBERTa on tables in GLUE's format: classification and regression of texts and of pairs of texts.
 
     python examples/glue/main.py       # docstrings, by a small BERT that learns to fill gaps in them first
     python examples/glue/main.py --model roberta-large --task classification --data SST2 --text sentence
     python examples/glue/main.py --model roberta-large --task regression --data STSB \\
         --text sentence1 sentence2 --label score
 
-A directory of data has `train` and `dev` (or `validation`, or `test`) in it, as .tsv, .csv, .jsonl or .parquet
-with named columns. Each score is printed beside that of a linear model on counts of words.
+A directory of data contains `train` and `dev` (or `validation`, or `test`), as .tsv, .csv, .jsonl or .parquet
+with named columns. The program prints each score beside that of a linear model on word counts.
 """
 
 import pathlib
@@ -47,7 +47,7 @@ def encode(tokenizer: Any, texts: list[tuple[str, ...]], length: int) -> list[di
 
 
 def collate_fn(examples: Any) -> Any:
-    """Collate examples of one form into a batch: the model's inputs, with or without the targets."""
+    """Collate examples into a batch: the model's inputs, with or without the targets."""
     return jax.tree.map(lambda *rows: np.stack(rows), *examples)
 
 
@@ -65,7 +65,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Array:
 
 
 def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: Any, **options: Any) -> Any:
-    """Return the state after training, and the numbers during it."""
+    """Return the state after training, and the numbers of the run."""
     num_epochs, rate = options["num_epochs"], options["rate"]
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, num_steps // 10, num_steps)
@@ -84,9 +84,10 @@ def fit(args: Any, name: str, model: Any, train: Any, loss_fn: Any, evaluation: 
 
 
 def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str) -> None:
-    """Write a small BERT, trained to fill gaps in the texts, and its tokenizer."""
+    """Train a small BERT to fill gaps in the texts, and save it with its tokenizer."""
     words, lines = tokenizers.BertWordPieceTokenizer(), list(map("\n".join, texts))
-    # Pass the pieces in a fixed order: the trainer's order of them, and so its words, differ in each process.
+    # Pass the pieces in a fixed order, because the trainer's own order, and so its words, differ in each
+    # process.
     pieces = sorted({f"##{letter}" for letter in "".join(lines).lower() if not letter.isspace()})
     words.train_from_iterator(lines, 4096, show_progress=False, special_tokens=[*SPECIAL, *pieces])
     tokenizer: Any = transformers.BertTokenizer(vocab=words.get_vocab())
@@ -107,7 +108,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
         tokens, real = batch["input_ids"], batch["attention_mask"]
         masked = jax.random.bernoulli(mask_key, 0.2, tokens.shape) & (real == 1)
         given = jnp.where(masked, tokenizer.mask_token_id, tokens)
-        steady = eqx.nn.inference_mode(model)  # each mask is new: dropout would only slow it
+        steady = eqx.nn.inference_mode(model)  # each epoch has new masks, so dropout would only slow it down
         hidden = steady.hidden_states(given, attention_mask=real, key=key)
         weights, places = jax.lax.top_k(masked * 1.0, args.length // 4)  # the head is the most expensive part
         hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
@@ -125,7 +126,7 @@ def fill_gaps(args: Any, mesh: Any, texts: list[tuple[str, ...]], directory: str
 
 
 def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float], float]:
-    """Return the score on held-out examples after each epoch, and that of a linear model."""
+    """Return the held-out score after each epoch, and the score of a linear model."""
     train, held_out = table_data.read(task, args)
     reference = table_data.linear_score(train, held_out)
     if not pathlib.Path(directory, "config.json").exists():
@@ -163,10 +164,10 @@ def learn(task: str, args: Any, mesh: Any, directory: str) -> tuple[list[float],
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return each task's scores after each epoch, and that of a linear model."""
+    """Return each task's score after each epoch, and the score of a linear model."""
     parser = common.flags(__doc__, batch_size=32, epochs=4)
     table_data.add_flags(parser)
-    parser.add_argument("--task", choices=PROBLEMS, nargs="+", default=PROBLEMS, help="both, if not given")
+    parser.add_argument("--task", choices=PROBLEMS, nargs="+", default=PROBLEMS, help="tasks to train (both)")
     parser.add_argument("--model", help="directory of a BERT or RoBERTa; by default a new one is made")
     parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 3e-4 for a new model")
     parser.add_argument("--length", type=int, default=64, help="of a text or of a pair, in tokens")

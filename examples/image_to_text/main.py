@@ -1,12 +1,12 @@
-"""Captions of pictures: of two handwritten digits, their names and their arrangement; or of COCO's photographs.
+"""Captions of pictures: of two handwritten digits and their arrangement, or of COCO's photographs.
 
     python examples/image_to_text/main.py                       # a small new ViT, read by a small new GPT-2
     python examples/image_to_text/main.py --model vit-gpt2-image-captioning --data coco --devices 0 --tensor 1
 
-`--model` is a directory of such a pair, with its tokenizer and `preprocessor_config.json`; `--data` one with
-COCO's `annotations/captions_train2017.json` and the images in `train2017`, and the same of `val2017`. A beam
-search writes the captions. Their scores are BLEU and the share that is right word for word, beside those of the
-most frequent caption.
+`--model` is a directory with such a pair of models, its tokenizer and `preprocessor_config.json`. `--data` is a
+directory with COCO's `annotations/captions_train2017.json` and the images in `train2017`, and the same for
+`val2017`. A beam search writes the captions. The program prints their BLEU, the share that is right word for
+word, and the same scores of the most frequent caption.
 """
 
 import collections
@@ -33,7 +33,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import common
 
 WORDS = ("a zero", "a one", "a two", "a three", "a four", "a five", "a six", "a seven", "an eight", "a nine")
-# The place of the second digit from the first, by the rows and columns between them.
+# Where the second digit is, seen from the first, by the rows and columns between them.
 RELATIONS = {(0, 1): "left of", (1, 0): "above", (1, 1): "above and left of", (1, -1): "above and right of"}
 
 # --------------------------------------------------------------------------- the three functions
@@ -80,10 +80,10 @@ def metric_fn(examples: Sequence[Any], captions: Sequence[str]) -> dict[str, flo
 
 
 def compose(num: int, held_out: int) -> tuple[list[Any], list[Any]]:
-    """Compose pictures of two of scikit-learn's digits, each in a different quarter, and their captions.
+    """Compose pictures of two of scikit-learn's digits, in different quarters, and their captions.
 
     The caption names the upper or left one first. The held-out pictures show only the last fifth of the digits,
-    which mostly have other writers.
+    which are mostly by other writers.
     """
     data: Any = load_digits()
     random, examples = np.random.default_rng(0), []
@@ -101,7 +101,7 @@ def compose(num: int, held_out: int) -> tuple[list[Any], list[Any]]:
 
 
 def coco(directory: str, split: str) -> list[Any]:
-    """Return the file of each image and people's captions of it."""
+    """Return the file of each image, and the captions that people wrote for it."""
     file = pathlib.Path(directory, "annotations", f"captions_{split}.json")
     try:
         raw = json.loads(file.read_text("utf-8"))
@@ -117,7 +117,7 @@ def coco(directory: str, split: str) -> list[Any]:
 
 
 def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Load the model, tokenizer and processor of images from a directory, or make new ones."""
+    """Load the model, tokenizer and image processor from a directory, or make new ones."""
     if args.model:
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -139,12 +139,12 @@ def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, 
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return scores of the captions after each epoch, and of the most frequent one."""
+    """Return the scores of the captions after each epoch, and those of the most frequent caption."""
     parser = common.flags(__doc__, batch_size=32, epochs=5)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="directory in COCO's form, in place of digits")
     parser.add_argument("--length", type=int, default=16, help="of a caption, in tokens (16)")
-    parser.add_argument("--beams", type=int, default=4, help="how many texts the search follows (4)")
+    parser.add_argument("--beams", type=int, default=4, help="number of beams of the search (4)")
     parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 3e-3 for a new model")
     args, mesh = common.start(parser, argv)
     if args.data:

@@ -1,12 +1,12 @@
-"""Inference alone: a model's directory, a file of prompts, a mesh; greedy, by sampling, or by beams.
+"""Inference: write text after the prompts in a file, greedily, by sampling, or by beam search.
 
     python examples/language_modeling/generate.py --model out/instructions --prompts prompts.json --num-beams 4
     python examples/language_modeling/generate.py --model llama-7b --prompts prompts.txt --temperature 0.7 \\
         --devices 0 --tensor 8 --dtype bfloat16
 
-The prompts are the lines of a text, or a JSON list of texts and of objects as in Alpaca. The program prints the
-model's text after each prompt, the number of tokens per second, and the perplexity, by token, of the file: of
-each text, or of the `output` of an object.
+The prompts are the lines of a text file, or a JSON list of texts and of objects as in Alpaca. The program
+prints the model's text after each prompt, the number of tokens per second, and the perplexity per token of the
+file: of its texts, or of the `output` of its objects.
 """
 
 import json
@@ -42,7 +42,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
 
 def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[list[str], float]:
     """Return the model's text after each prompt, and the number of tokens per second."""
-    tokenizer.truncation_side = "left"  # the end of a long prompt counts
+    tokenizer.truncation_side = "left"  # keep the end of a long prompt
     given = tokenizer(prompts, padding=True, truncation=True, max_length=args.length, return_tensors="np")
     examples = [{"inputs": x, "mask": y} for x, y in zip(given["input_ids"], given["attention_mask"])]
 
@@ -53,7 +53,7 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
         return models.generate(model, batch["inputs"], temperature=args.temperature, key=key, **options)
 
     functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": args.batch_size}
-    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches have one shape
+    examples += examples[-1:] * (-len(examples) % args.batch_size)  # so that all batches have the same shape
     rx.predict(state, examples[: args.batch_size], **functions)  # compiles
     start = time.perf_counter()
     written = np.stack(rx.predict(state, examples, **functions))[: len(prompts)]
@@ -62,7 +62,7 @@ def write(state: Any, tokenizer: Any, prompts: list[str], args: Any) -> tuple[li
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the texts, the number of tokens per second, and the perplexity of the file."""
+    """Return the texts, the tokens per second, and the perplexity of the file."""
     parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
     parser.add_argument("--model", required=True, help="directory of a checkpoint")
     parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")

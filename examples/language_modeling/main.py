@@ -1,10 +1,10 @@
-"""Tune a language model on code, then on instructions with their answers; the result opens in transformers.
+"""Train a language model on code, then on instructions with answers. transformers opens the result.
 
     python examples/language_modeling/main.py            # a small LLaMA, made here of the standard library
     python examples/language_modeling/main.py --model llama-7b --data alpaca.json --tasks instructions
     python examples/language_modeling/main.py --text wikitext-2                  # plain text instead of code
 
-The first learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
+The first command learns to write signatures from docstrings. `--model` takes LLaMA, GPT-J, OPT and GPT-2.
 """
 
 import json
@@ -62,7 +62,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> rx.Mean:
 
 
 def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any) -> tuple[Any, Any]:
-    """Return the state after training, and bits per byte of `test`: before, during and after; by a bigram."""
+    """Return the trained state, and the bits per byte of `test` before, during and after, and by a bigram."""
     num_steps = rx.num_train_steps(len(train), batch_size=args.batch_size, num_epochs=args.epochs)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, num_steps // 20, num_steps, args.rate / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
@@ -84,7 +84,7 @@ def tune(args: Any, name: str, model: Any, train: Any, test: Any, **options: Any
 
 
 def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> dict[str, Any]:
-    """Run `generate` on a directory of the model. Return its results, and texts for these rows by beams."""
+    """Run `generate` on the model's directory. Return its results, and beam search texts for these rows."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = pathlib.Path(args.output or temporary, task)
         models.save_pretrained(model, directory)
@@ -97,7 +97,7 @@ def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return bits per byte of held-out text on each task: before, during and after; by a bigram."""
+    """Return each task's bits per byte of held-out text: before, during and after, and by a bigram."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
     parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
     parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")

@@ -1,10 +1,10 @@
-"""An ordinary training script, for one host or many; see the launchers beside it.
+"""An ordinary training script, for one host or many. The launchers in this folder start it.
 
     python examples/launch/train.py                                      # one process
     srun --nodes=2 --ntasks-per-node=1 python examples/launch/train.py   # two, inside a SLURM job
 
-Only the first line of `main` concerns many hosts, and it does nothing with a single process. The task is made
-up: to classify a point by which of eight directions it lies in, after a random rotation.
+Only the first line of `main` is about many hosts, and it does nothing if there is a single process. The task is
+artificial: the model tells in which of eight directions a randomly rotated point lies.
 """
 
 import argparse
@@ -27,16 +27,14 @@ def collate_fn(examples):
 
 
 def loss_fn(model, batch, key):
-    """Return the cross-entropy, and the share of right answers."""
+    """Return the cross-entropy and the accuracy."""
     logits = jax.vmap(model)(batch["points"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["classes"])
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["classes"]).mean()}
 
 
 def make_examples(number, seed):
-    """Make the examples. Every process makes, or opens, the whole set; it collates only the rows of its
-    devices.
-    """
+    """Make all examples, in every process. A process collates only the rows of its own devices."""
     directions = np.random.default_rng(0).normal(size=(DIM, NUM_CLASSES))
     points = np.random.default_rng(seed).normal(size=(number, DIM)).astype(np.float32)
     return list(zip(points, (points @ directions).argmax(-1)))

@@ -1,9 +1,9 @@
-"""Train in several processes of this machine by XManager's local executor, without Docker.
+"""Train in several processes on this machine with XManager's local executor, without Docker.
 
     xmanager launch examples/launch/xmanager_local.py -- --num_processes=2 --arguments="--tensor 2"
 
-XManager needs its own environment (`uv venv && uv pip install xmanager`), as its pins conflict with those of
-others. `--python` is the interpreter of the environment that has `redco_eqx`.
+XManager needs its own environment (`uv venv && uv pip install xmanager`), because its pinned versions conflict
+with those of other packages. `--python` is the interpreter of the environment with `redco_eqx`.
 """
 
 import pathlib
@@ -20,12 +20,12 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 2, "How many processes.")
 
 
 def main(_):
-    """Add one job per process, all of them in one group: one work unit."""
+    """Add one job per process, all in one group, which is one work unit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with xm_local.create_experiment(experiment_title="redco_eqx") as experiment:
-        # An existing program, with the script as its first argument.
+        # Run an existing program, with the script as its first argument.
         spec = xm.Binary(path=_PYTHON.value)
         [executable] = experiment.package([xm.Packageable(spec, xm_local.Local.Spec())])
         jobs = {

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): trains only small branches beside the projections.
+"""Low-rank adaptation (LoRA, Hu et al. 2021): train only small branches beside the projections.
 
     python examples/lora/main.py                  # a small LLaMA, made here of the standard library's code
     python examples/lora/main.py --model llama-7b --data alpaca.json --targets q_proj v_proj
@@ -32,7 +32,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def adapt(
     model: Any, mesh: Any, *, targets: tuple[str, ...], rank: int, scale: float, key: Any, **program: Any
 ) -> Any:
-    """Return the model with a branch beside each projection of these names, laid out on the mesh.
+    """Add a branch beside each projection with one of these names, and shard the model on the mesh.
 
     Raises `ValueError` if a name matches no projection.
     """
@@ -46,7 +46,7 @@ def num_parameters(arrays: dict[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
-    """Return bits per byte of held-out answers by branches, in full, and merged; the number of trained
+    """Return the bits per byte of held-out answers (full, branches, merged) and the number of trained
     parameters.
     """
     parser = common.flags(__doc__, batch_size=8, epochs=1)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     train, test = (code_data.encode(tokenizer, part, args.length) for part in records)
 
     results = {}
-    if args.compare or not args.model:  # from a copy, because training takes over its arrays
+    if args.compare or not args.model:  # a copy, because training donates its arrays
         copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, model)
         args.rate = args.full_rate or rate / 5
         results["full"] = tune(args, "full", copy, train, test)[1]

@@ -1,4 +1,4 @@
-"""MAML (Finn et al. 2017): parameters from which a few steps of gradient descent learn a new task.
+"""MAML (Finn et al. 2017): find parameters from which a few gradient steps learn a new task.
 
     python examples/meta_learning/main.py                     # a few minutes on two CPU cores
     python examples/meta_learning/main.py --data OMNIGLOT_OR_MINI_IMAGENET_DIRECTORY --epochs 20
@@ -7,8 +7,8 @@ There are two problems. In the first, a task is a sinusoid with ten known points
 kinds of images with one known example of each, and the test uses kinds that no training task has. The loss
 takes inner steps on the first half of a task and returns the error on the second half, so its gradient has
 second derivatives, here through the building blocks of `rx.layers`. The first-order variant leaves them out.
-The baseline of both is a model trained on the same data without inner steps, and adapted at the best of five
-rates.
+The baseline of both is a model that is trained on the same data without inner steps, and then adapted at the
+best of five rates.
 """
 
 import argparse
@@ -45,7 +45,7 @@ DrawTask: TypeAlias = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 class Model(eqx.Module):
-    """Two residual blocks. Before them, convolutions halve images larger than 8 x 8 down to 2 x 2."""
+    """Two residual blocks. Before them, convolutions reduce images larger than 8 x 8 to 2 x 2."""
 
     stem: list[eqx.nn.Linear]
     blocks: dict[str, eqx.nn.Linear]
@@ -78,7 +78,7 @@ def halve(
 ) -> Float[Array, "rows half half width"]:
     """Apply a convolution of 3 x 3 and stride 2, a ReLU and a norm.
 
-    It is a matrix product, because a kernel for each task makes convolutions slow.
+    It is written as a matrix product, because convolutions with a separate kernel for each task are slow.
     """
     side = x.shape[1]
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
@@ -88,7 +88,7 @@ def halve(
 
 
 def block(layer: dict[str, eqx.nn.Linear], x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-    """Apply a residual block: its first matrix is split over its outputs, the second over its inputs."""
+    """Apply a residual block. Its first matrix is split by its outputs, the second by its inputs."""
     (up,) = rx.layers.column(jax.nn.standardize(x), layer["up"])
     return x + rx.layers.row(jax.nn.gelu(up), layer["down"])
 
@@ -97,7 +97,7 @@ def block(layer: dict[str, eqx.nn.Linear], x: Float[Array, "rows width"]) -> Flo
 
 
 def error_of(model: Model, half: Task, *, count: bool = False) -> Float[Array, ""]:
-    """Return the mean squared error; for classes the cross-entropy, or the share of wrong answers (`count`)."""
+    """Return the mean squared error. For classes, return the cross-entropy, or the error rate (`count`)."""
     outputs, y = model(half["x"]), half["y"]
     if y.ndim == outputs.ndim:
         return jnp.mean((outputs - y) ** 2)
@@ -133,7 +133,7 @@ def errors(
 def loss_fn(
     model: Model, tasks: Task, key: Any, *, rate: float, num_steps: int, first: bool = False
 ) -> Float[Array, ""]:
-    """Return the error after the last inner step, on average over tasks."""
+    """Return the mean error over tasks after the last inner step."""
     of_task = partial(errors, model, rate=rate, num_steps=num_steps, first=first)
     return jax.vmap(of_task)(tasks)[:, -1].mean()
 
@@ -155,7 +155,7 @@ def collate_fn(numbers: list[int], *, draw: DrawTask, seed: int, **options: Any)
 
 
 def sinusoid(random: np.random.Generator, *, named: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Draw two sets of ten points of a curve with random amplitude and phase (section 5.1); it has no name."""
+    """Draw two sets of ten points of a curve with random amplitude and phase (section 5.1)."""
     x = random.uniform(-5, 5, (2, 10, 1))
     amplitude = random.uniform(0.1, 5)
     phase = random.uniform(0, np.pi)
@@ -165,7 +165,7 @@ def sinusoid(random: np.random.Generator, *, named: bool = False) -> tuple[np.nd
 def few_images(
     random: np.random.Generator, *, kinds: Sequence[np.ndarray], args: Any, named: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images of some kinds, numbered anew in each task, or by their own numbers (`named`)."""
+    """Draw images of some kinds, with new numbers in each task, or with the kinds' own numbers (`named`)."""
     chosen = random.choice(len(kinds), args.ways, replace=False)
     x = np.stack([random.choice(kinds[i], 2 * args.shots, replace=False) for i in chosen], axis=1)
     x = x.reshape(2, -1, *x.shape[2:])
@@ -176,9 +176,9 @@ def few_images(
 def read(args: Any) -> list[list[np.ndarray]]:
     """Read kinds of images for training and for testing, each as (number, side, side, channels) in 0..255.
 
-    They come from Omniglot; from Mini-ImageNet, with a folder for each in `train` and in `test`; or from
-    scikit-learn's digits, of which 3, 4 and 7 are for testing. Quarter turns of characters and digits are
-    separate kinds.
+    They come from Omniglot, from Mini-ImageNet (with a folder for each kind in `train` and in `test`), or from
+    scikit-learn's digits (3, 4 and 7 are for testing). Quarter turns of characters and digits are separate
+    kinds.
 
     Raises `ValueError` if there are too few.
     """
@@ -201,7 +201,7 @@ def read(args: Any) -> list[list[np.ndarray]]:
 
 
 def digits() -> list[list[np.ndarray]]:
-    """Return the digits of scikit-learn, by kind: seven for training, and three for testing."""
+    """Return scikit-learn's digits by kind: seven for training, and three for testing."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -243,7 +243,7 @@ class Problem:
 
 
 def problems_of(args: argparse.Namespace) -> dict[str, Problem]:
-    """Return the problem of images, and, without a directory of images, that of sinusoids."""
+    """Return the problem with images and, if no directory of images is given, the one with sinusoids."""
     kinds, unseen_kinds = read(args)
     curves = partial(collate_fn, seed=args.seed, draw=sinusoid)
     images = partial(collate_fn, seed=args.seed, draw=few_images, args=args)
@@ -260,7 +260,7 @@ def train(
     """Train a model with these inner steps, on new tasks in each epoch."""
     num_tasks = 1000 if args.quick else 3200
     key = jax.random.key(args.seed)
-    # At first inner steps go too far, and the gradients through them are steep.
+    # At first, inner steps go too far, and the gradients through them are large.
     rate = optax.linear_schedule(0, 2e-3, 100)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     make = partial(Model, shape=collate([0])["x"].shape[3:], num_outputs=num_outputs)
@@ -278,7 +278,7 @@ def train(
 
 
 def zeros(head: eqx.nn.Linear, num_outputs: int) -> eqx.nn.Linear:
-    """Return a head of fewer outputs, all of them zero."""
+    """Return a head with fewer outputs, all of them zero."""
     return jax.tree.map(lambda x: 0 * x[:num_outputs], head)
 
 
@@ -295,7 +295,7 @@ def test(args: argparse.Namespace, model: Model, collate: Any, *rates: float) ->
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the errors after 0 to 5 inner steps, each beside those of the model trained without."""
+    """Return the errors after 0 to 5 inner steps, beside those of the model that was trained without them."""
     parser = common.flags(__doc__, batch_size=32, epochs=3)
     parser.add_argument("--data", type=pathlib.Path, help="directory of Omniglot or of Mini-ImageNet")
     parser.add_argument("--ways", type=int, default=5, help="kinds of images in a task (5)")
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], list
     args, mesh = common.start(parser, argv)
     results = {}
     for name, problem in problems_of(args).items():
-        # The baseline learns all classes by their names, without inner steps.
+        # The baseline learns all classes at once, without inner steps.
         named = partial(problem.train, named=True)
         number = problem.num_classes
         model = train(args, mesh, f"{name}, pretrained", named, num_outputs=number, num_steps=0, rate=0)

@@ -1,11 +1,11 @@
-"""Deep deterministic policy gradient (DDPG, Lillicrap et al. 2016): Pendulum, from three seeds.
+"""Deep deterministic policy gradient (DDPG, Lillicrap et al. 2016) on Pendulum, with three seeds.
 
     python examples/reinforcement_learning/ddpg.py                                 # minutes on two CPU cores
     python examples/reinforcement_learning/ddpg.py --env MountainCarContinuous-v0  # or other bounded actions
 
-The agent, and a copy that follows it slowly, are one model, and only the agent is trained: the copy is among
-the frozen arrays of the state, and moves after each `train_step`. `predict_step` acts with the current
-parameters; the steps between two actions are one compiled call, a `lax.scan`.
+The model consists of the agent and a copy that follows it slowly. Only the agent is trained: the copy is among
+the frozen arrays of the state, and is updated after each `train_step`. `predict_step` acts with the current
+parameters. The training steps between two actions are one compiled call, a `lax.scan`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ RANDOM_STEPS = 1000  # random steps before the agent acts
 
 
 class Agent(eqx.Module):
-    """A policy with actions between -1 and 1, and the expected return of actions."""
+    """A policy with actions between -1 and 1, and an estimate of the return of an action."""
 
     actor: eqx.nn.MLP
     critic: eqx.nn.MLP
@@ -75,7 +75,7 @@ def act_fn(model: Learner, observations: Any, key: Any, *, noise: float = 0.1) -
 
 
 def loss_fn(model: Learner, batch: Any, key: Any, *, discount: float = 0.98) -> tuple[Array, dict[str, Array]]:
-    """Return the critic's squared error, less the value of the actor's actions by a fixed critic."""
+    """Return the critic's squared error, minus the value of the actor's actions under a fixed critic."""
     online, target, observation = model.online, model.target, batch["observation"]
     after = target.value(batch["after"], target.act(batch["after"]))
     goal = batch["reward"] + discount * (1 - batch["terminated"]) * after
@@ -89,7 +89,7 @@ def loss_fn(model: Learner, batch: Any, key: Any, *, discount: float = 0.98) -> 
 def learn_from(
     state: rx.TrainState, batches: Any, *, step: Any, rate: float = 0.005
 ) -> tuple[rx.TrainState, dict[str, rx.Mean]]:
-    """Take a step on each batch, as one `scan`; after each the copy moves a little towards the agent."""
+    """Take a step on each batch, as one `scan`. After each step, move the copy a little towards the agent."""
 
     def one(state: rx.TrainState, batch: Any) -> tuple[rx.TrainState, dict[str, rx.Mean]]:
         state, metrics = step(state, batch)
@@ -117,13 +117,13 @@ class Replay:
         self.num_seen += len(rows)
 
     def sample(self, *shape: int) -> dict[str, np.ndarray]:
-        """Draw transitions at random, of this shape: batches, and transitions in each."""
+        """Draw transitions at random, in this shape: number of batches, transitions in each."""
         rows = self.random.integers(self.num_seen, size=shape)
         return {name: x[rows] for name, x in self.data.items()}
 
 
 def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], float]:
-    """Return, for each seed, the mean return by number of steps; and that of random actions."""
+    """Return the mean return by number of steps for each seed, and the mean return of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Box}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
     baseline = trial.random_return()
@@ -157,7 +157,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return, for each environment, the mean returns over time, from each seed, and that of random actions."""
+    """Return, for each environment, the mean return over time for each seed, and that of random actions."""
     flags: Any = {"env": ["Pendulum-v1"], "num_envs": 8, "batch_size": 128, "epochs": 64}
     args, mesh = environments.start(__doc__, argv, **flags, steps=20_000)
     if args.epochs * args.num_envs < args.batch_size or args.batch_size % (mesh.size // mesh.shape["tensor"]):

@@ -1,11 +1,11 @@
-"""Proximal policy optimization (PPO, Schulman et al. 2017): CartPole and Acrobot, from three seeds each.
+"""Proximal policy optimization (PPO, Schulman et al. 2017) on CartPole and Acrobot, with three seeds each.
 
     python examples/reinforcement_learning/ppo.py                       # minutes on two CPU cores
     python examples/reinforcement_learning/ppo.py --env LunarLander-v3  # or another with discrete actions
 
-A rollout needs the current parameters: `predict_step` acts, and `train_step` learns, on one state. The
-environments are the data axis: each environment's data stays on its devices, and only gradients are summed. All
-steps on a rollout are one compiled call, a `lax.scan` of `train_step`.
+A rollout needs the current parameters, so `predict_step` acts and `train_step` learns on the same state. The
+environments are split over the data axis: the data of an environment stays on its devices, and only gradients
+are summed. All training steps on a rollout are one compiled call, a `lax.scan` of `train_step`.
 """
 
 import functools
@@ -40,19 +40,19 @@ class ActorCritic(eqx.Module):
     critic: eqx.nn.MLP
 
     def __call__(self, observation: Float[Array, " inputs"]) -> tuple[Array, Array]:
-        """Return the logarithms of the actions' probabilities, and the expected return."""
+        """Return the log-probabilities of the actions, and the expected return."""
         return jax.nn.log_softmax(self.actor(observation)), self.critic(observation)
 
 
 def make_model(key: Any, num_inputs: int, num_actions: int) -> ActorCritic:
-    """Make two networks that share nothing."""
+    """Make two separate networks."""
     mlp = functools.partial(eqx.nn.MLP, num_inputs, width_size=64, depth=2, activation=jnp.tanh)
     actor_key, critic_key = jax.random.split(key)
     return ActorCritic(mlp(num_actions, key=actor_key), mlp("scalar", key=critic_key))
 
 
 def act_fn(model: ActorCritic, observations: Any, key: Any) -> Array:
-    """Draw an action for each observation by its probability."""
+    """Draw an action for each observation from the policy."""
     return jax.random.categorical(key, jax.vmap(model.actor)(observations))
 
 
@@ -87,7 +87,7 @@ def advantages(rollout: Mapping[str, Array], values: Array) -> Float[Array, "env
 
 
 def learn_from(state: rx.TrainState, rollout: Any, *, step: Any, args: Any) -> tuple[rx.TrainState, Any]:
-    """Take all steps on a rollout, as one `scan`. A minibatch is a part of the times, in all environments."""
+    """Take all steps on a rollout, as one `scan`. A minibatch has some time steps of all environments."""
     log_probs, values = rx.predict_step(state, rollout["observation"], predict_fn=predict_fn)
     found, action, happened = advantages(rollout, values), rollout["action"], rollout["weight"] > 0
     data = rollout | {
@@ -106,7 +106,7 @@ def learn_from(state: rx.TrainState, rollout: Any, *, step: Any, args: Any) -> t
 
 
 def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], float]:
-    """Return, for each seed, the mean return by number of steps; and that of random actions."""
+    """Return the mean return by number of steps for each seed, and the mean return of random actions."""
     kind: Any = {"mesh": mesh, "actions": gym.spaces.Discrete}
     trial = environments.Rollouts(name, args.num_envs, **kind, seed=args.seed)
     baseline = trial.random_return()
@@ -138,7 +138,7 @@ def learn(name: str, args: Any, mesh: Mesh) -> tuple[list[dict[int, float]], flo
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return, for each environment, the mean returns over time, from each seed, and that of random actions."""
+    """Return, for each environment, the mean return over time for each seed, and that of random actions."""
     flags: Any = {"env": ["CartPole-v1", "Acrobot-v1"], "num_envs": 16, "batch_size": 512, "epochs": 20}
     args, mesh = environments.start(__doc__, argv, **flags, steps=150_000)
     if args.batch_size % args.num_envs or NUM_TIMES % (args.batch_size // args.num_envs):

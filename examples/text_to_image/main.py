@@ -1,14 +1,15 @@
-"""Images from texts: latent diffusion, trained here on captioned digits; or Stable Diffusion, fine-tuned.
+"""Images from texts: train latent diffusion on captioned digits, or fine-tune Stable Diffusion.
 
     python examples/text_to_image/main.py                               # digits, all networks from nothing
     python examples/text_to_image/main.py --model DIRECTORY --data FOLDER --prompt "a photo of sks dog" \\
         --class-prompt "a photo of a dog" --sample "sks dog on a beach" --batch-size 8 --epochs 4
 
-By default the program trains an autoencoder of scikit-learn's digits, then a UNet on its latents with a text
-encoder, on captions such as "a handwritten three". A classifier that has seen only real digits judges whether
-an image shows the digit in its caption. `--model` is a directory of Stable Diffusion 1 or 2 (or one that this
-program left in `--output`), `--data` a folder of pictures of one thing, which the `--prompt` names: DreamBooth
-(Ruiz et al. 2023). The model's own pictures of a `--class-prompt` keep it from forgetting the rest of the kind.
+By default, the program trains an autoencoder on scikit-learn's digits. Then it trains a UNet on the latents,
+together with a text encoder, on captions such as "a handwritten three". A classifier that has seen only real
+digits judges whether an image shows the digit in its caption. `--model` is a directory of Stable Diffusion 1 or
+2 (or one that this program wrote to `--output`). `--data` is a folder of pictures of one thing, which the
+`--prompt` names, as in DreamBooth (Ruiz et al. 2023). The model's own pictures of a `--class-prompt` keep it
+from forgetting other things of the same kind.
 """
 
 import pathlib
@@ -40,7 +41,7 @@ LENGTH = 8  # length of a caption of digits, in tokens
 
 
 def make_tokenizer() -> CLIPTokenizer:
-    """Make a tokenizer for the words of captions, which merges each word letter by letter into one token."""
+    """Make a tokenizer for captions, which merges each word letter by letter into one token."""
     vocabulary, merges = {}, {}
     for word in " ".join([*WORDS, *CAPTIONS]).replace("{}", "").split():
         pieces = [*word[:-1], f"{word[-1]}</w>"]
@@ -99,7 +100,7 @@ def collate_fn(
 
 
 def autoencoder_loss(model: models.StableDiffusion, batch: Any, key: Any) -> Any:
-    """Return the squared error of images from their latents, and the latents' distance from normal numbers."""
+    """Return the squared error of decoded images, and the latents' distance from a normal distribution."""
     mean, log_variance = model.vae.encode(batch["images"])
     latents = mean + jnp.exp(log_variance / 2) * jax.random.normal(key, mean.shape)
     error = jnp.mean((model.vae.decode(latents) - batch["images"]) ** 2)
@@ -108,7 +109,7 @@ def autoencoder_loss(model: models.StableDiffusion, batch: Any, key: Any) -> Any
 
 
 def loss_fn(model: models.StableDiffusion, batch: Any, key: Any, *, empty_rate: float) -> rx.Mean:
-    """Return the error of the predicted noise; now and then without the text, so that guidance can use it."""
+    """Return the error of the predicted noise. Drop the text of some examples, as guidance needs."""
     empty_key, noise_key = jax.random.split(key)
     is_empty = jax.random.bernoulli(empty_key, empty_rate, (len(batch["tokens"]), 1))
     tokens = jnp.where(is_empty, batch["empty"], batch["tokens"])
@@ -122,7 +123,7 @@ def predict_fn(model: models.StableDiffusion, batch: Any, key: Any, **options: A
 
 
 def grid(images: Sequence[np.ndarray], file: str, *, num_columns: int, scale: int) -> None:
-    """Draw images side by side in rows, with a margin, each `scale` times as large."""
+    """Draw images side by side in rows, with a margin, and enlarge each `scale` times."""
     pixels = models.to_uint8(np.stack(images[: len(images) // num_columns * num_columns]))
     pixels = np.pad(pixels, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=64)
     rows = [np.concatenate(list(row), axis=1) for row in pixels.reshape(-1, num_columns, *pixels.shape[1:])]
@@ -144,7 +145,7 @@ def read_folder(args: Any) -> list[tuple[Any, str, float]]:
 def tune(
     model: Any, examples: Any, args: Any, parts: Sequence[str], rate: float, num_epochs: int, **options: Any
 ) -> tuple[rx.TrainState, rx.types.History]:
-    """Train some parts of the model on these examples, by Adam with a falling rate."""
+    """Train some parts of the model on these examples, with Adam and a falling learning rate."""
     num_steps = rx.num_train_steps(len(examples), batch_size=args.batch_size, num_epochs=num_epochs)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, num_steps // 20, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
@@ -219,7 +220,7 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
 
     state, pictures = rx.init_state(model, key=jax.random.key(args.seed)), examples
     before = rx.evaluate(state, examples, loss_fn=loss, **options)["loss"]
-    if args.class_prompt:  # as many of one kind as of the other
+    if args.class_prompt:  # the same number of both kinds
         own = models.to_uint8(np.stack(draw(state, [args.class_prompt] * args.class_images)))
         pictures = examples * -(-len(own) // len(examples))
         pictures += [(Image.fromarray(x), args.class_prompt, args.prior_weight) for x in own]

@@ -1,18 +1,18 @@
-"""Summaries: of functions of the standard library, as their docstrings begin; or of news, as in XSum.
+"""Summaries of functions of the standard library (the first line of a docstring), or of news, as in XSum.
 
     python examples/text_to_text/main.py                     # a small new T5, and a small new BART
     python examples/text_to_text/main.py --model flan-t5-xl --data xsum --lengths 512 64 --devices 0 --tensor 8
 
-The same on many hosts, under SLURM (the file says how many) or by their addresses:
+Run the same on many hosts, under SLURM (the file says how many) or by their addresses:
 
     export SCRIPT=examples/text_to_text/main.py
     FLAGS="--model flan-t5-xxl --data xsum --lengths 512 64 --devices 0 --tensor 8"
     sbatch examples/launch/slurm.sh $FLAGS
     examples/launch/nodes.sh HOST0 HOST1 -- python $SCRIPT $FLAGS
 
-`--model` is a directory of a T5 or BART, `--data` one with `train` and `validation` in it, as .parquet, .csv or
-.jsonl. A beam search writes the summaries, and ROUGE scores them, beside the lead: the first words of the
-document. `--checkpoints` keeps the best by each score.
+`--model` is the directory of a T5 or BART. `--data` is a directory with `train` and `validation`, as .parquet,
+.csv or .jsonl. A beam search writes the summaries. The program prints their ROUGE scores beside those of the
+lead, which is the first words of the document. `--checkpoints` keeps the best model by each score.
 """
 
 import ast
@@ -77,7 +77,7 @@ def output_fn(example: Any, tokens: Any, *, tokenizer: Any) -> str:
 
 
 def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE (Lin 2004), as F-measures: of pairs of words, and of the longest common subsequence."""
+    """Return ROUGE-2 (pairs of words) and ROUGE-L (longest common subsequence) as F-measures (Lin 2004)."""
     rouge = RougeScorer(["rouge2", "rougeL"], use_stemmer=True)
     scores = [rouge.score(x["summary"], summary) for x, summary in zip(examples, summaries)]
     return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in rouge.rouge_types}
@@ -89,7 +89,7 @@ def metric_fn(examples: Sequence[Any], summaries: Sequence[str]) -> dict[str, fl
 def docstrings(every: int) -> tuple[list[Any], list[Any]]:
     """Return bodies of functions, and the one-line summaries of their docstrings.
 
-    They are from one in `every` modules of the standard library; one in ten of these is held out.
+    They come from one in `every` modules of the standard library. One in ten of these modules is held out.
     """
     root, parts = pathlib.Path(sysconfig.get_path("stdlib")), ({}, {})
     files = [f for f in sorted(root.rglob("*.py")) if {"site-packages", "test", "tests"}.isdisjoint(f.parts)]
@@ -115,7 +115,7 @@ def read(directory: str, split: str) -> list[Any]:
 
 
 def lead(examples: Sequence[Any]) -> dict[str, float]:
-    """Return the scores of the first words of each document; their number is the best for ROUGE-L."""
+    """Return the scores of the first words of each document, in the number that is best for ROUGE-L."""
     words = [x["document"].split() for x in examples]
     scores = [metric_fn(examples, [" ".join(x[:num]) for x in words]) for num in range(4, 33, 4)]
     return max(scores, key=lambda score: score["rougeL"])
@@ -182,14 +182,14 @@ def learn(family: str, args: Any, mesh: Any, train: Sequence[Any], held_out: Seq
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
-    """Return ROUGE of each model's summaries after each epoch, and of the lead."""
+    """Return the ROUGE scores of each model's summaries after each epoch, and those of the lead."""
     rx.initialize_distributed()
     parser = common.flags(__doc__, batch_size=32, epochs=8)
     parser.add_argument("--family", nargs="+", choices=RATES, default=RATES, help="of new models (both)")
     parser.add_argument("--model", type=pathlib.Path, help="directory of a checkpoint, in place of new models")
-    parser.add_argument("--data", help="a directory in place of the data that comes along")
+    parser.add_argument("--data", help="a directory with your own data")
     parser.add_argument("--lengths", nargs=2, type=int, default=[32, 16], help="of both, in tokens (32 16)")
-    parser.add_argument("--beams", type=int, default=4, help="how many texts the search follows (4)")
+    parser.add_argument("--beams", type=int, default=4, help="number of beams of the search (4)")
     parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint")
     args, mesh = common.start(parser, argv)
     train, held_out = docstrings(10 if args.quick else 1)

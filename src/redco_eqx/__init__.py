@@ -75,7 +75,7 @@ __all__ = sorted([*_HOMES, *_FACES], key=lambda name: (name[0].islower(), name))
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use, so that a program loads only the modules that it uses."""
+    """Import a name when it is first used, so that a program loads only the modules that it needs."""
     if name in _FACES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""Sharded birth of a model: the part of its program that makes a leaf is compiled with the leaf's sharding."""
+"""Create a sharded model: the part of its program that makes a leaf is compiled with the leaf's sharding."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from redco_eqx._sharding.rules import Overrides, shard_rules
 from redco_eqx._step.init import check_apart
 from redco_eqx._step.state import is_pair
 
-# A traced program: small values are computed in the program's order, and the rest leaf by leaf.
+# Splitting up a traced program: small values are computed in order, and the rest leaf by leaf.
 #
 # Small values (keys, scalars) are computed on one device. Arrays made from these element by element are
 # computed with the leaf's sharding, each shard where it lies. The rest is computed on one device.
@@ -48,12 +48,12 @@ SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Birth:
-    """The making of one array of the model.
+    """How one array of the model is made.
 
     - `leaf`: the variable of the array in the traced program.
-    - `way`: `"given"` if the value is already known, because it is small. `"spread"` if a program makes each
-        shard where it lies. `"whole"` if a program makes the array on one device.
-    - `program`: makes `leaf` from known values, which are the inputs.
+    - `way`: `"given"` if the value is small, and so already known; `"spread"` if a program makes each shard on
+      its own device; `"whole"` if a program makes the array on one device.
+    - `program`: makes `leaf` from its inputs, which are known values.
     """
 
     leaf: Var
@@ -62,7 +62,7 @@ class Birth:
 
 
 def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Concrete]]:
-    """Plan how each result of `closed` is made from `key`, and compute the small values on the way."""
+    """Plan how to make each result of `closed` from `key`, and compute the small values along the way."""
     jaxpr = closed.jaxpr
     consts = [_on_this_process(x) if is_key(x) else np.asarray(x) for x in closed.consts]
     values: dict[Var, Concrete] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key]))
@@ -77,18 +77,18 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
 
     def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
-        """Goes through a program whose inputs have these names, and returns the results."""
+        """Walks through a program with these names as inputs, and returns its results."""
 
         def read(atom: Operand) -> Var:
-            # Numbers become operands, as when Python runs the program. So layers that differ only in a number,
-            # such as the index in keys[0], keys[1], ..., still have equal programs.
+            # Turn numbers into operands, as when Python runs the program. Layers that differ only in a number,
+            # such as the index in keys[0], keys[1], ..., then still have equal programs.
             return lift(atom) if isinstance(atom, Literal) else names.get(atom, atom)
 
         for equation in jaxpr.eqns:
             inputs: list[Any] = [read(atom) for atom in equation.invars]
             outputs: list[Any] = [Var(x.aval) for x in equation.outvars]
             inner = called(equation) if equation.primitive.name in CALLS and len(outputs) > 1 else None
-            if inner is not None and not inner.constvars:  # several arrays of the model: make each alone
+            if inner is not None and not inner.constvars:  # several arrays of the model: make each one alone
                 names.update(zip(equation.outvars, compute(inner, dict(zip(inner.invars, inputs)))))
                 continue
             names.update(zip(equation.outvars, outputs))
@@ -149,7 +149,7 @@ def _spread(equations: Sequence[JaxprEqn], given: set[Var]) -> set[Var]:
 
 
 def _those_of(found: set[Var], atoms: Sequence[Operand], names: Sequence[Var]) -> set[Var]:
-    """The `names`, on the other side of a call, of those `atoms` that are in `found` or are literals."""
+    """The `names` on the other side of a call that belong to `atoms` in `found`, or to literals."""
     return {name for name, atom in zip(names, atoms) if isinstance(atom, Literal) or atom in found}
 
 
@@ -191,31 +191,32 @@ def init_model(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> M:
-    """Makes the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
+    """Creates the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
 
-    Each array is computed where it lies: a device makes its shard of the array and nothing larger. This also
-    holds for a stack of layers (`eqx.filter_vmap` over keys). It holds for the usual initialisers: constants,
-    and draws from threefry keys (JAX's default) that are changed element by element (uniform, normal, truncated
-    normal, and their scaled forms).
+    Each device computes its own shard of an array and nothing larger. This works for the usual initialisers:
+    constants, and draws from threefry keys (JAX's default) that are changed element by element (uniform,
+    normal, truncated normal, and their scaled forms). It also works for stacks of layers (`eqx.filter_vmap`
+    over keys).
 
-    Other arrays are made whole on one device, one at a time, and then placed. A stack of them is made with all
-    layers at once (a list of layers takes less memory, because each layer is made alone). These arrays are:
+    Other arrays are created whole on one device, one at a time, and then placed. A stack of such arrays is
+    created with all layers at once (a list takes less memory, because each layer is created alone). These
+    arrays are:
 
     - orthogonal matrices and other decompositions;
     - sorts and permutations;
     - arrays that are normalised by a sum over the array;
-    - a part of a larger draw, or an array put together from several (slice, concatenation, reshape,
-        `.at[...].set`);
+    - parts of a larger draw, and arrays assembled from several others (slice, concatenation, reshape,
+      `.at[...].set`);
     - draws from a loop (`jax.random.gamma`);
     - draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable` off;
-    - arrays that are computed from a large array outside of `make_model`.
+    - arrays that are computed from a large array outside `make_model`.
 
-    If anything in `make_model` has an effect (`jax.debug.print`), the whole model is made on one device, one
-    operation at a time, and then placed.
+    If anything in `make_model` has a side effect (`jax.debug.print`), the whole model is created on one device,
+    one operation at a time, and then placed.
 
-    The values do not depend on the mesh. They are those of `make_model(key)` up to the last bit of a fused
-    operation: a product and a sum that follow each other may be rounded once instead of twice. Layers that are
-    made alike share their compiled programs, so depth does not add to the compilation.
+    The values do not depend on the mesh. They equal those of `make_model(key)` up to the last bit of a fused
+    operation: a product followed by a sum may be rounded once instead of twice. Layers that are created in the
+    same way share compiled programs, so more layers need no more compilation.
 
     ```python
     def make_model(key):
@@ -232,7 +233,7 @@ def init_model(
 
     **Returns:**
 
-    The model, or any other result of `make_model` (the pair of `eqx.nn.make_with_state`, say).
+    The model, or any other result of `make_model` (for example, the pair of `eqx.nn.make_with_state`).
 
     **Raises:**
 
@@ -248,7 +249,7 @@ def init_model(
     check_function("init_model", "make_model", make_model, "key")
     key = _on_this_process(as_key("init_model", key))
     closed, arrays, static = trace_arrays(make_model, key)
-    if is_shared(mesh):  # each process makes other parts of an array, so nothing later would show a difference
+    if is_shared(mesh):  # each process makes other parts of an array, so no later check sees a difference
         facts = {
             "key": str(jax.random.key_data(key)),
             "the checksum of make_model's program": program_digest(closed),
@@ -301,7 +302,7 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
 
 
 def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
-    """Raises `ValueError` if one array is two leaves."""
+    """Raises `ValueError` if two leaves are the same array."""
     pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
     check_apart("init_model", [(var, path) for var, path in pairs if isinstance(var, Var)])
 
@@ -315,18 +316,18 @@ def _on_this_process(key: Key) -> Key:
 
 
 def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> Array:
-    """Makes the array of one leaf, in its place."""
+    """Makes the array of one leaf on its devices."""
     if birth.way == "given":
         return put_global(values[birth.leaf], sharding)
     value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
     if birth.way == "spread":
         return value
-    # Wait for this array, or the next would be made, whole, beside it.
+    # Wait for this array. Otherwise the next one would be made, whole, at the same time.
     return jax.block_until_ready(put_global(value, sharding))
 
 
 def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
-    """The jitted program of a leaf. All leaves with equal programs and shardings share it."""
+    """The jitted program of a leaf, shared by all leaves with equal programs and shardings."""
     program = birth.program
     canonical = Canonical(program, str(program), tuple(_constants(program)))
     return _jit(canonical, sharding if birth.way == "spread" else None)
@@ -334,9 +335,9 @@ def compiled(birth: Birth, sharding: NamedSharding) -> Callable[..., Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Canonical:
-    """A jaxpr that equals every other with the same computation, for any names of variables.
+    """A jaxpr that equals every other jaxpr with the same computation, whatever the names of its variables.
 
-    It compares by text, and by the `id` of each constant in it. No other object can have this `id` while the
+    Jaxprs are compared by text, and by the `id` of each constant. No other object can have this `id` while the
     jaxpr keeps the constant alive.
     """
 
@@ -367,7 +368,7 @@ def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Ar
 
 
 def _rounded(x: Array) -> Array:
-    """Rounds as operations do when Python runs them: inside a program XLA uses more bits than bfloat16 has."""
+    """Rounds as single operations do: inside a program, XLA uses more bits than bfloat16 has."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     info = jnp.finfo(x.dtype)

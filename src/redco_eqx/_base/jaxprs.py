@@ -1,4 +1,4 @@
-"""The one reader of traced programs, and functions that run, change and compare them."""
+"""The reader of traced programs, and functions that run, change and compare them."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ CHECKPOINTS = ("checkpoint", "remat", "remat2")
 """The names that versions of JAX give to `jax.checkpoint`."""
 
 CALLS = (*CHECKPOINTS, "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
-"""Operations that run a body once: the body takes their operands and gives their results."""
+"""Operations that run a body once. The body takes their operands and returns their results."""
 
 # Each element of the result depends only on the elements of the operands at the same place.
 _ELEMENTWISE = """
@@ -36,7 +36,7 @@ _ELEMENTWISE = """
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 
-# The shapes are those of an elementwise operation, but every number may depend on every other.
+# These may have the shapes of an elementwise operation, but every number may depend on every other.
 _NOT_ELEMENTWISE = """
     custom_call custom_partitioning debug_callback ffi_call io_callback mosaic_gpu pallas_call pure_callback
     shard_map tpu_custom_call
@@ -88,7 +88,7 @@ def called(equation: JaxprEqn) -> Jaxpr | None:
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Count the constants and the carried values of a scan, from shapes: JAX 0.11 does not record them."""
+    """Count the constants and the carried values of a scan, by shapes, since JAX 0.11 does not record them."""
     inner = body(equation.params["jaxpr"])
     pairs = zip(equation.invars, inner.invars)
     num_xs = sum(len(shape_of(outer)) > len(shape_of(one)) for outer, one in pairs)
@@ -113,7 +113,7 @@ def used(program: Jaxpr, results: Sequence[bool]) -> tuple[list[bool], list[bool
 
 
 def source_line(equation: JaxprEqn) -> str:
-    """`file.py:12 (function)`: the line of the user's code that an operation comes from."""
+    """The line of the user's code that an operation comes from, as `file.py:12 (function)`."""
     traceback = getattr(equation.source_info, "traceback", None)
     own = ("/jax/", "/jaxlib/", "/equinox/", "/redco_eqx/")
     for frame in traceback.frames if traceback else ():
@@ -122,14 +122,14 @@ def source_line(equation: JaxprEqn) -> str:
     return "an operation of unknown origin"
 
 
-# Programs: functions of arrays that are traced once, then read, changed, and run or differentiated.
+# Programs: functions of arrays that are traced once, and then read, changed, run or differentiated.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function of PyTrees of arrays. A call adds the operations of the program to the trace around it.
+    """A traced function of PyTrees of arrays. Calling it adds its operations to the surrounding trace.
 
-    - `closed`: the operations; inputs and outputs are the leaves of the arguments and of the result.
+    - `closed`: the operations. Their inputs and outputs are the leaves of the arguments and of the result.
     - `results`: the structure of the result.
     """
 
@@ -160,9 +160,10 @@ def abstract(aval: ShapedArray) -> jax.ShapeDtypeStruct:
 
 
 def program_digest(closed: ClosedJaxpr) -> str:
-    """A digest of a traced program, from its text and the arrays that it captured; the same in each process.
+    """A digest of a traced program, from its text and the arrays that it captured. It is the same in each
+    process.
 
-    The names of functions do not count. Nor does a backward pass that is written by hand.
+    Names of functions do not count, and neither does a backward pass that is written by hand.
     """
     text = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bname=\S+", "", str(closed.jaxpr)).encode())
     for x in closed.consts:
@@ -175,7 +176,7 @@ def program_digest(closed: ClosedJaxpr) -> str:
 
 
 Rewrite: TypeAlias = Callable[[JaxprEqn], Callable[..., Array] | None]
-"""Gives the function to compute in place of an operation, from the same operands; `None` leaves it as it is."""
+"""Returns the function that replaces an operation, with the same operands, or `None` to keep the operation."""
 
 _REPLACED = "redco_eqx_replaced"  # marks a replacement, so that it is not replaced again
 
@@ -183,8 +184,8 @@ _REPLACED = "redco_eqx_replaced"  # marks a replacement, so that it is not repla
 def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
     """Replaces each operation of `jaxpr` for which `rule` gives a function, also inside loops and calls.
 
-    A program, or a part of one, in which nothing is replaced comes back as the same object. The later
-    derivative of a `custom_jvp` or `custom_vjp` that is not yet differentiated is not reached.
+    If nothing is replaced in a program, or in a part of it, the same object is returned. Replacements do not
+    reach the derivative of a `custom_jvp` or `custom_vjp` that is not yet differentiated.
     """
     equations = [_rewritten(equation, rule) for equation in jaxpr.eqns]
     changed = any(new is not old for new, old in zip(equations, jaxpr.eqns))
@@ -198,7 +199,7 @@ def _rewritten(equation: JaxprEqn, rule: Rewrite) -> JaxprEqn:
     if new is not None:
         operands = [abstract(type_of(atom)) for atom in equation.invars]
 
-        # Under `jit` the whole replacement is one operation, which takes the place of the old one.
+        # Under `jit`, the whole replacement is a single operation.
         def replaced(*operands: Array) -> Array:
             return new(*operands)
 

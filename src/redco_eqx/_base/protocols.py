@@ -1,4 +1,4 @@
-"""The vocabulary of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
+"""Terms of the library: aliases, the three functions that a user writes, `Mean`, `Logger`."""
 
 import dataclasses
 import inspect
@@ -27,14 +27,14 @@ Examples: TypeAlias = Any
 
 
 class Mean(eqx.Module):
-    """A weighted mean that can still be added to: a weighted sum, and the sum of the weights.
+    """A weighted mean that you can keep adding to: a weighted sum, and the sum of the weights.
 
-    Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a
-    batch is `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`.
-    To add a term that is not weighted by `n` to a loss that is, write `Mean(cross_entropy + auxiliary * n, n)`.
+    Means add up exactly over microbatches, devices and batches, whatever their weights: the loss of a batch is
+    `sum(total) / sum(weight)`, not a mean of means. Gradients do not flow through `weight`. If a loss has
+    weight `n`, add a term without a weight as `Mean(cross_entropy + auxiliary * n, n)`.
 
     `float(mean)`, `np.asarray(mean)` and `f"{mean:.3f}"` use the value of the mean.
-    `json.dumps(metrics, default=float)` makes text of all metrics of a step.
+    `json.dumps(metrics, default=float)` turns all metrics of a step into text.
 
     ```python
     total = rx.Mean(6.0, 3.0) + rx.Mean(2.0, 1.0)      # 8 over 4 tokens, wherever they were: 2.0
@@ -47,7 +47,7 @@ class Mean(eqx.Module):
     **Arguments:**
 
     - `total`: the weighted sum, a scalar. Kept in float32 or wider.
-    - `weight`: the sum of weights (tokens, say), a scalar.
+    - `weight`: the sum of weights (the number of tokens, for example), a scalar.
     """
 
     total: Any
@@ -69,12 +69,13 @@ class Mean(eqx.Module):
         return float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
-        """Formats the value; under a trace, where there is no number, formats the pair instead."""
+        """Formats the value, or the pair under a trace, where the value is not a number."""
         is_traced = isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
         return repr(self) if is_traced else format(float(self), spec)
 
     def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
-        # Use NumPy: under `jax.set_mesh` of another mesh JAX refuses to compute with the results of a step.
+        # Use NumPy, because JAX refuses to compute with the results of a step under `jax.set_mesh` of another
+        # mesh.
         total, weight = np.asarray(self.total), np.asarray(self.weight)
         empty = weight == 0
         value = np.where(empty, np.zeros_like(total), total) / np.where(empty, np.ones_like(weight), weight)
@@ -104,8 +105,9 @@ class CollateFn(Protocol):
 class LossFn(Protocol):
     """The loss of one batch, optionally with further metrics.
 
-    `(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with
-    an `eqx.nn.State` arrives as the pair `(model, state)`, and `(loss, metrics, new_state)` is returned.
+    `(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with an
+    `eqx.nn.State` is passed as the pair `(model, state)`, and the function returns
+    `(loss, metrics, new_state)`.
     """
 
     def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
@@ -120,21 +122,21 @@ class PredictFn(Protocol):
 
 @runtime_checkable
 class OutputFn(Protocol):
-    """`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable for a person."""
+    """`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable."""
 
     def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes a row of numbers at a step. It is called only on process 0."""
+    """Receives a row of numbers at a step. `fit` calls it only on process 0."""
 
     def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitActivations:
-    """A function of `(model, batch, key)`. The steps lay out its activations: see `split_activations`."""
+    """A function of `(model, batch, key)` whose activations the steps lay out: see `split_activations`."""
 
     function: Callable[..., PyTree]
 
@@ -143,12 +145,12 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Marks a loss or predict function: its activations are split over `tensor` where that sends less.
+    """Marks a loss or predict function, so that its activations are split over `tensor` where that sends less.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
     `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
-    value stays whole or is split along one of its dims; dims of tokens, pixels and rows count too. The steps
-    put these choices into the program. Without `shardings=` a step leaves them to the compiler.
+    value stays whole or is split along one of its dims, including dims of tokens, pixels and rows. The steps
+    put these choices into the program. Without `shardings=`, a step leaves them to the compiler.
 
     ```python
     loss_fn = rx.split_activations(loss_fn)
@@ -162,11 +164,11 @@ def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
 
     **Returns:**
 
-    A function that returns the same as `function`.
+    A function with the same results as `function`.
 
     **Raises:**
 
-    `TypeError` if `function` is no such function.
+    `TypeError` if `function` does not take these arguments.
     """
     check_function("split_activations", "function", function, "model", "batch", "key")
     return SplitActivations(function)
@@ -183,7 +185,7 @@ _CALLED_WITH = {
 
 
 def as_key(where: str, key: Any) -> Any:
-    """Returns one typed PRNG key. Raw words, such as `jax.random.PRNGKey` makes, become a typed key.
+    """Returns one typed PRNG key. A raw key, such as `jax.random.PRNGKey` makes, becomes a typed key.
 
     Raises `TypeError` for anything else, `ValueError` for several keys.
     """
@@ -197,7 +199,7 @@ def as_key(where: str, key: Any) -> Any:
 
 
 def check_whole(where: str, **counts: object) -> None:
-    """Raises `TypeError` for anything but a whole number."""
+    """Raises `TypeError` if it is not a whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
             many = hasattr(x, "__len__") and not isinstance(x, str)
@@ -207,7 +209,7 @@ def check_whole(where: str, **counts: object) -> None:
 
 
 def check_positive(where: str, **counts: int | None) -> None:
-    """Raises `TypeError` for anything but a whole number, `ValueError` for one below 1. Skips `None`."""
+    """Raises `TypeError` if it is not a whole number, and `ValueError` if it is below 1. Accepts `None`."""
     for name, value in counts.items():
         if value is not None:
             check_whole(where, **{name: value})
@@ -216,13 +218,13 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Raises as `check_function` does. The name of each function says which arguments it takes."""
+    """Checks functions as `check_function` does. The name of each one says which arguments it must take."""
     for name, function in functions.items():
         check_function(where, name, function, *_CALLED_WITH[name])
 
 
 def check_function(where: str, name: str, function: object, *arguments: str) -> None:
-    """Raises `TypeError` for anything but a function that takes these positional arguments."""
+    """Raises `TypeError` if it is not a function that takes these positional arguments."""
     form = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
@@ -244,7 +246,7 @@ def check_function(where: str, name: str, function: object, *arguments: str) -> 
 
 
 def _is_gradient(function: object) -> bool:
-    """True if JAX or Equinox made this function as the gradient of another."""
+    """True if JAX or Equinox made this function as the gradient of another function."""
     while function is not None:
         of_jax = getattr(function, "__globals__", {}).get("__name__", "").startswith("jax.")
         if of_jax and (getattr(function, "__doc__", None) or "").startswith(_OF_GRADIENTS):

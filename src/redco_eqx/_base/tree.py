@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 T = TypeVar("T")
 
 
-# A type checker sees a JAX array. At run time it is everything that may stand for an array.
+# A type checker sees a JAX array. At run time, this includes everything that may stand for an array.
 if TYPE_CHECKING:
     AnyArray: TypeAlias = jax.Array
 else:
@@ -53,7 +53,7 @@ def describe(x: Any, *, leading: str = "") -> str:
 
 
 def size_text(num_bytes: int | float) -> str:
-    """A number of bytes for people: `1.5 MiB`."""
+    """A number of bytes in readable form: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -62,9 +62,10 @@ def size_text(num_bytes: int | float) -> str:
 
 
 def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
-    """Bytes that one device sends by the ring algorithm, for a collective of this kind and size of results.
+    """Bytes that one device sends by the ring algorithm, for a collective of this kind with results of this
+    size.
 
-    This number makes kinds comparable: an all-reduce is a reduce-scatter and an all-gather.
+    This number makes kinds comparable, because an all-reduce is a reduce-scatter and an all-gather.
     """
     part = (group_size - 1) / group_size
     factors = {"all-reduce": 2 * part, "reduce-scatter": group_size - 1}
@@ -73,7 +74,7 @@ def ring_bytes(kind: str, result_bytes: float, group_size: int) -> float:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
-    """Lines of a table. Each column is as wide as it needs to be; those numbered in `right` are flush right."""
+    """The lines of a table with columns as wide as needed. Those numbered in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
@@ -92,7 +93,7 @@ def lack_of_value(x: object) -> str | None:
 
 
 def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:
-    """`a, b, c` for messages; if there are many names, the first ones and a count: `a, b, and 7 more`."""
+    """Names for messages: `a, b, c`, or the first ones and a count: `a, b, and 7 more`."""
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")
@@ -161,7 +162,7 @@ def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTre
 
 
 def to_arrays(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree as a flat `{path: array}`, in the tree's order.
+    """Returns the arrays of a tree as a flat `{path: array}`, in the tree's order.
 
     ```python
     sizes = {path: x.size for path, x in rx.to_arrays(model).items()}
@@ -214,7 +215,7 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
 
 def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Turns a mask or labels over a model into a form for optax, which sees the parameters as `{path: array}`.
+    """Converts a mask or labels over a model for optax, which sees the parameters as `{path: array}`.
 
     ```python
     is_matrix = jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, model)
@@ -223,13 +224,13 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
     **Arguments:**
 
-    - `tree`: the mask or the labels, a tree like the model. A value in place of a whole part, such as a layer,
-        holds for everything in that part. The tree may also have values for leaves that are not trained.
+    - `tree`: the mask or the labels, as a tree like the model. A value in place of a whole part, such as a
+      layer, applies to everything in that part. The tree may also have values for leaves that are not trained.
 
     **Returns:**
 
-    A function of the parameters, for `optax.masked`, `optax.partition`, `mask=` and others. (optax calls any
-    mask that is callable, and most models are.)
+    A function of the parameters, for `optax.masked`, `optax.partition`, `mask=` and others. (It is a function
+    because optax calls any mask that is callable, and most models are.)
 
     **Raises:**
 

@@ -31,12 +31,12 @@ _GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+
 
 @lru_cache(maxsize=1024)
 def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
-    """Returns the axes along which members of a group differ, true if every group is all of the devices along
-    them, and the size of the largest group."""
+    """Returns the axes along which the members of a group differ, true if every group has all devices along
+    these axes, and the size of the largest group."""
     names, shape = zip(*mesh)
     groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
     coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
-    # For each group the axes along which the coordinates of its devices differ.
+    # For each group, find the axes along which the coordinates of its devices differ.
     differing = {tuple(np.flatnonzero(np.ptp(x, axis=1)).tolist()) for x in coordinates}
     along = sorted(set().union(*differing))
     sizes = {len(group) for group in groups}
@@ -58,7 +58,7 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
     found = re.fullmatch(_MESH, printed)
     assert found is not None  # by _GROUPS
     sizes, listed, grouped = found.groups()
-    axes, num_devices = {}, 1  # for each axis its size, and the distance between neighbours
+    axes, num_devices = {}, 1  # for each axis, its size and the distance between neighbours
     for name, size in reversed(re.findall(rf"({_AXIS})=(\d+)", sizes)):
         axes[name] = int(size), num_devices
         num_devices *= int(size)
@@ -86,7 +86,7 @@ def _numbers(printed: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", printed)]
 
 
-# The collectives of a compiled program, one by one: a walk through its text, with loops multiplied out.
+# Walk through the text of a compiled program, and list its collectives, with loops multiplied out.
 
 
 KINDS = (
@@ -102,28 +102,29 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, at one place from which the program calls it.
+    """One collective instruction, at one place where the program calls it.
 
     **Attributes:**
 
     - `kind`: the name that XLA uses: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"ragged-all-to-all"`, `"collective-permute"` or `"collective-broadcast"`.
-    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (for a
-        permute: sender and receiver). Axes of size one are never named. If groups do not have all the
-        devices along those axes, the one label is `("part of tensor",)`: it never equals a whole axis.
-    - `group_size`: number of devices in one group; 2 for a permute.
-    - `shapes`: shapes of the results on one device, `"f32[8,128]"`; several if the compiler combined
-        several collectives into one.
-    - `result_bytes`: size of all results on one device, for one execution, without padding of tiles.
-    - `loops`: trip counts of the enclosing loops, outermost first; None if the text does not have it.
-    - `conditional`: whether it is in a branch of a conditional. Only the branch with the most bytes is
-        kept.
-    - `operation`: the JAX operation that it was compiled from, `"jit(step)/transpose(jvp())/dot_general"`,
-        or else the name of the instruction. A collective that the compiler added has the operation whose
-        result it sends; a combined one has the operation of one of its parts.
-    - `source`: the line of that operation, `"/home/me/train.py:12"`: the innermost that is not in JAX,
-        Equinox, Optax or a building block of this library. Empty if the text does not have it. JAX's
-        persistent compilation cache returns a program with the lines of its first compilation.
+    - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (for a permute:
+      sender and receiver). Axes of size one are never named. If groups do not have all devices along those
+      axes, the only label is `("part of tensor",)`, which never equals a whole axis.
+    - `group_size`: the number of devices in one group; 2 for a permute.
+    - `shapes`: the shapes of the results on one device, such as `"f32[8,128]"`; several if the compiler
+      combined several collectives.
+    - `result_bytes`: the size of all results on one device, for one execution, without padding of tiles.
+    - `loops`: the trip counts of the enclosing loops, outermost first; None for a count that the text does not
+      have.
+    - `conditional`: true if it is in a branch of a conditional. Only the branch with the most bytes is kept.
+    - `operation`: the JAX operation that it was compiled from, such as
+      `"jit(step)/transpose(jvp())/dot_general"`, or else the name of the instruction. For a collective that the
+      compiler added, it is the operation whose result is sent. For a combined one, it is the operation of one
+      of its parts.
+    - `source`: the line of that operation, such as `"/home/me/train.py:12"`. It is the innermost line outside
+      JAX, Equinox, Optax and the building blocks of this library, or empty if the text does not have it. JAX's
+      persistent compilation cache returns a program with the lines of its first compilation.
     """
 
     kind: str
@@ -138,26 +139,26 @@ class Collective:
 
     @property
     def count(self) -> int:
-        """Executions per call of the program. A loop of unknown length counts as one trip."""
+        """The number of executions per call of the program. A loop of unknown length counts as one trip."""
         return math.prod(n for n in self.loops if n is not None)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of results on one device, per call of the program."""
+        """The bytes of results on one device, per call of the program."""
         return self.count * self.result_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends per call of the program, if the ring algorithm is used."""
+        """The bytes that one device sends per call of the program, if the ring algorithm is used."""
         return round(ring_bytes(self.kind, self.total_bytes, self.group_size))
 
     @property
     def is_backward(self) -> bool:
-        """True in a backward pass, judged by the name that JAX gives to transposed operations."""
+        """True in a backward pass, according to the name that JAX gives to transposed operations."""
         return "transpose(" in self.operation
 
 
-# Only these lines are or call a collective; no other line is parsed.
+# Only these lines can be or call a collective, so no other line is parsed.
 _INTERESTING = re.compile(
     rf"\b(?:{'|'.join(KINDS)})(?:-start)?\(|\b(?:calls|to_apply|body|called_computations)="
     r"|\bconditional\("
@@ -167,8 +168,8 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Collective]:
-    """Yields the collectives of a computation, in its order. An asynchronous pair counts once. A group of one
-    device does not communicate, and does not count. Raises `ValueError` for an unknown form of the text."""
+    """Yields the collectives of a computation in order. An asynchronous pair counts once. A group of one device
+    does not communicate, and does not count. Raises `ValueError` if the text has an unknown form."""
     lines = program.computations[computation].values()
     starts = [hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
     started = {name for x in starts for name in x.operands}
@@ -189,7 +190,7 @@ def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Col
                 yield replace(c, conditional=True)
         elif not x.opcode.endswith(("-update", "-done")):
             for callee in (callee for key in _CALLS for callee in x.names(key)):
-                # On TPU this is an all-reduce fused with the slice of it that a device keeps.
+                # On TPU, this is an all-reduce fused with the slice of it that a device keeps.
                 is_scatter = callee.startswith("all-reduce-scatter")
                 for c in _walk(program, callee, mesh):
                     if is_scatter and c.kind == "all-reduce":
@@ -210,7 +211,8 @@ def _collective(
         return
     shape = x.shape
     if x.opcode.endswith("-start") and kind != "all-reduce":
-        # (operands, results, ...); the operands of an all-reduce are like its results, and not printed.
+        # (operands, results, ...); the operands of an all-reduce have the shapes of its results, and are not
+        # printed.
         shape = hlo.split_commas(shape[1:-1])[1]
     if not is_whole and not is_permute:
         axes = (f"part of {','.join(axes)}",)
@@ -238,16 +240,16 @@ def _described(program: hlo.HloModule, computation: str, x: hlo.Instruction, sha
 
 @dataclass(frozen=True)
 class Total:
-    """The sum of collectives, per call of the program.
+    """The total of several collectives, per call of the program.
 
     **Attributes:**
 
-    - `count`: executions.
-    - `result_bytes`: bytes of the results, on one device.
-    - `sent_bytes`: bytes that one device sends, if the ring algorithm is used.
-    - `bound`: the relation of the true numbers to these: `""` if equal; `">="` if some collectives are in a
-        loop whose length the program does not have (it counts as one trip); `"<="` if some are in a branch
-        of a conditional (the branch with the most bytes counts); `"~"` if both.
+    - `count`: the number of executions.
+    - `result_bytes`: the bytes of the results on one device.
+    - `sent_bytes`: the bytes that one device sends, if the ring algorithm is used.
+    - `bound`: how the true numbers relate to these: `""` if they are equal; `">="` if some collectives are in a
+      loop whose length the program does not state (it counts as one trip); `"<="` if some are in a branch of a
+      conditional (the branch with the most bytes counts); `"~"` if both apply.
     """
 
     count: int
@@ -258,11 +260,11 @@ class Total:
 
 @dataclass(frozen=True)
 class Communication:
-    """The collectives of one call of a compiled program. `str()` is a table, by kind, axes and source line.
+    """The collectives of one call of a compiled program. `str()` gives a table by kind, axes and source line.
 
     **Attributes:**
 
-    - `collectives`: each instruction, in the order of the program; iterating gives the same.
+    - `collectives`: each instruction, in the order of the program. Iterating gives the same instructions.
     """
 
     collectives: tuple[Collective, ...]
@@ -306,11 +308,12 @@ class Communication:
 
 
 def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh) -> Communication:
-    """Lists the collectives of a compiled program, with their kind, mesh axes, count, bytes and line of Python.
+    """Lists the collectives of a compiled program with their kinds, mesh axes, counts, bytes and lines of
+    Python.
 
-    It reads the program's text (optimized HLO) and runs nothing, so the step may be lowered on abstract
-    arguments, for devices that are not present. Loops are multiplied out: the numbers are those of one call.
-    Not counted: transfers to and from the host, and point-to-point `send` and `recv`.
+    It reads the text of the program (optimized HLO) and runs nothing, so you may lower the step on abstract
+    arguments, for devices that you do not have. Loops are multiplied out, so the numbers are those of one call.
+    Transfers to and from the host, and point-to-point `send` and `recv`, do not count.
 
     ```python
     found = rx.communication(step.lower(state, batch).compile(), mesh)
@@ -321,19 +324,19 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     **Arguments:**
 
     - `compiled`: the result of `jit_step(step).lower(...).compile()` or `jax.jit(f).lower(...).compile()`, or
-        of its `as_text()`, for CPU, GPU or TPU.
+      its `as_text()`, for CPU, GPU or TPU.
     - `mesh`: the mesh that the program was compiled for. HLO names a device by its position in
         `mesh.devices.flat`, so only the names and sizes of the axes are used.
 
     **Returns:**
 
-    A `Communication`: the collectives, and their totals by kind and by axes. `str()` is a table.
+    A `Communication`: the collectives, and their totals by kind and by axes. `str()` gives a table.
 
     **Raises:**
 
     - `TypeError` if `compiled` is not a compiled program.
-    - `ValueError` if its text is not the optimized HLO of one program, is for another number of devices
-        than the mesh has, or has an unknown form. Nothing is skipped silently.
+    - `ValueError` if its text is not the optimized HLO of one program, is for a different number of devices
+      than the mesh has, or has an unknown form. Nothing is skipped silently.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         name = type(compiled).__name__
@@ -371,17 +374,17 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) ->
     return dict(sorted(totals.items(), key=lambda item: (-item[1].result_bytes, str(item[0]))))
 
 
-# The memory and the communication of a compiled step: in bytes, and as a line of text.
+# The memory and communication of a compiled step, in bytes and as a line of text.
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the most bytes that a program has in the memory of a device at any time, including its arguments.
+    """Returns the most bytes that a program takes on a device at any time, including its arguments.
 
-    The TPU compiler reports this number. For others it is the sum of arguments, results that are not written
-    over arguments, and temporaries, which is at least as large.
+    The TPU compiler reports this number. For other compilers, it is the sum of the arguments, the results that
+    do not overwrite arguments, and the temporaries, which is at least as large.
     """
     stats = compiled.memory_analysis()
-    assert stats is not None  # there is one for CPU, GPU and TPU
+    assert stats is not None  # CPU, GPU and TPU have one
     shardings = jax.tree.leaves(compiled.input_shardings)
     if shardings and next(iter(shardings[0].device_set)).platform == "tpu" and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-# The line of Python that an instruction was compiled from, by the tables at the head of the text.
+# The line of Python that an instruction was compiled from, according to the tables at the start of the text.
 
 
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
@@ -19,13 +19,13 @@ _LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/r
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """Returns `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line that is not in a library, or
-    the innermost of all if there is none. Empty if the text has no such tables."""
+    """Returns `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries, or else
+    the innermost line of all. Empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
     places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
     frames = {int(key): (places[place], int(parent or 0)) for key, place, parent in _FRAME.findall(text)}
-    # Parents are numbered from one or from zero, depending on the version. The parent of the outermost frame is
-    # the least number, and is not a frame.
+    # Parents are numbered from one or from zero, depending on the version. The parent of the outermost frame
+    # has the lowest number, and is not a frame.
     outermost = min((parent for _, parent in frames.values()), default=0)
 
     def source(frame: int) -> str:
@@ -50,8 +50,8 @@ class Instruction:
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]  # names without "%"; for a constant its value, for a parameter its number
-    attributes: str  # with strings emptied, as their text is no attribute
+    operands: tuple[str, ...]  # names without "%"; the value of a constant; the number of a parameter
+    attributes: str  # with empty strings, because their text is not an attribute
     line: str
 
     def names(self, attribute: str) -> list[str]:
@@ -62,7 +62,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class HloModule:
-    """The text, split into the lines of its instructions. Each is parsed only when it is needed."""
+    """The text, split into lines of instructions. Each line is parsed only when it is needed."""
 
     computations: dict[str, dict[str, str]]  # name -> {instruction's name: its line}
     roots: dict[str, str]
@@ -77,7 +77,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def parse(text: str) -> HloModule:
-    """Reads the program in a text. Raises `ValueError` if the text is not the optimized HLO of one program."""
+    """Reads a program from text. Raises `ValueError` if the text is not the optimized HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
     entries: list[str] = []
@@ -112,7 +112,7 @@ def parse(text: str) -> HloModule:
 def instruction(line: str) -> Instruction:
     """Parses a line of the text."""
     definition = _DEFINITION.match(line)
-    assert definition is not None  # only lines that match it are stored
+    assert definition is not None  # only matching lines are stored
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
     head = re.match(r"(\(.*?\)|\S+)\s+([\w\-]+)(?=\()", rest)
     if head is None:
@@ -150,9 +150,9 @@ def num_elements(array: str) -> int:
 
 
 def shape_bytes(array: str) -> int:
-    """Returns the size of `"f32[8,128]"` in bytes; elements of less than a byte are packed."""
+    """Returns the size of `"f32[8,128]"` in bytes. Elements smaller than a byte are packed."""
     dtype = array.split("[")[0]
-    # "s4", "u32", "f16", "f8e4m3fn", "c64": the number is the width.
+    # In "s4", "u32", "f16", "f8e4m3fn" and "c64", the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)
     bits = int(width[1]) if width else _BITS.get(dtype)
     if bits is None:
@@ -160,11 +160,11 @@ def shape_bytes(array: str) -> int:
     return -(-bits * num_elements(array) // 8)
 
 
-# Trip counts of loops. The text has them for CPU and GPU; for TPU the counters of the loop are evaluated here.
+# Trip counts of loops. The text has them for CPU and GPU. For TPU, the counters of the loop are evaluated here.
 
 
 _MOST_TRIPS = 10_000
-_Value = int | dict[int, Any] | None  # a number; the numbers that a loop carries, by place; unknown
+_Value = int | dict[int, Any] | None  # a number; the numbers that a loop carries, by position; unknown
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:

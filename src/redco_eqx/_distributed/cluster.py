@@ -1,6 +1,6 @@
-"""The place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
+"""Find the place of this process in a run, from arguments, the environment, or a launcher that JAX detects.
 
-Only this file uses private names of JAX. It imports them where only programs of many processes need them.
+Only this file uses private names of JAX. It imports them only in programs with many processes.
 """
 
 import os
@@ -40,10 +40,10 @@ def find_launch(
 ) -> Launch | None:
     """Finds the place of this process in the run; `None` if it is the only process.
 
-    An argument has precedence over an environment variable, and that over the values that JAX detects.
+    Arguments take precedence over environment variables, and these over values that JAX detects.
 
-    Raises `ValueError` if these do not fit together, `RuntimeError` in a batch script of SLURM with several
-    tasks but without srun.
+    Raises `ValueError` if the values do not fit together, and `RuntimeError` in a SLURM batch script with
+    several tasks but without srun.
     """
     address = _read("coordinator_address", coordinator_address, str, "a text")
     number = _read("num_processes", num_processes, int, "a whole number")
@@ -52,7 +52,7 @@ def find_launch(
     if number != 1 and None in (address, number, process):
         from jax._src.clusters import ClusterEnv
 
-        # `jax.distributed.initialize` would detect the same, but only while it already connects.
+        # `jax.distributed.initialize` would detect the same values, but only after it has begun to connect.
         address, number, process, local = ClusterEnv.auto_detect_unset_distributed_params(
             address, number, process, None, None, timeout_seconds
         )
@@ -86,10 +86,10 @@ def find_launch(
 
 
 def share_of_devices(local_process: int) -> tuple[int, ...] | None:
-    """Returns the devices of process number `local_process` of this node; `None` for all that it can see.
+    """Returns the devices of process number `local_process` on this node, or `None` for all visible ones.
 
-    JAX uses only device number `local_process`. That leaves devices idle if there are more of them than tasks,
-    and names a missing device if the launcher shows each task only some of the devices.
+    By default, JAX uses only device number `local_process`. That leaves devices idle if there are more devices
+    than tasks, and names a missing device if the launcher shows each task only some of the devices.
     """
     read = os.environ.get
     num_nodes, num_tasks = read("SLURM_STEP_NUM_NODES", "1"), read("SLURM_STEP_NUM_TASKS")
@@ -125,7 +125,7 @@ def _numbers(value: int | str | Sequence[int]) -> tuple[int, ...]:
 
 
 def _refuse_batch_script() -> None:
-    """Raises in a script that sbatch starts for several tasks: such a script is always a single process."""
+    """Raises in a batch script of a SLURM job with several tasks, because such a script is a single process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     tasks = os.environ.get("SLURM_NTASKS", nodes)
     is_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ
@@ -138,8 +138,7 @@ def _refuse_batch_script() -> None:
 
 
 def coordination_client() -> Any:
-    """Returns the client of JAX's coordination service; `None` if JAX has not joined other processes, or has
-    left them."""
+    """Returns the client of JAX's coordination service, or `None` if JAX has no connection to others."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -1,12 +1,12 @@
-"""Agreement between the processes of a run: facts that only one of them knows, facts that must be the same on
-all, and failures that not all have seen.
+"""Agreement between the processes of a run: facts that only one process knows, facts that must be the same on
+all, and failures that only some have seen.
 
-Facts that must be the same are compared over the key-value store of JAX's service. If they differed, the
-processes would wait for each other in a collective, or compute nonsense. Each process keeps a sequence of
+Facts that must be the same are compared through the key-value store of JAX's service. If they differed, the
+processes would wait for each other in a collective, or compute wrong results. Each process keeps a sequence of
 entries, such as the arguments of `fit`, or new shapes of a batch. The n-th entries of any two processes must be
-equal. The first process of the mesh reads the entries of all others, and each of these reads those of the
-first. They do so at each new entry, and twice a second in a thread, since a process that waits in a collective
-adds no entry.
+equal. The first process of the mesh reads the entries of all others, and each of the others reads the entries
+of the first. They do so at each new entry, and twice a second in a thread, because a process that waits in a
+collective adds no entry.
 """
 
 import atexit
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def from_all(value: T) -> list[T]:
-    """Returns the values of all processes, in the order of the processes, on all of them. The values must be
+    """Returns the values of all processes, in the order of the processes, on every process. The values must be
     plain JSON."""
     if jax.process_count() == 1:
         return [value]
@@ -46,7 +46,7 @@ def from_all(value: T) -> list[T]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls `make()` on process 0, and returns the result on all processes. It must be plain JSON.
+    """Calls `make()` on process 0, and returns its result, which must be plain JSON, on all processes.
 
     An error in `make()` is raised on the other processes as a `RuntimeError`.
     """
@@ -81,11 +81,11 @@ def together(load: Callable[[], T], failure: type[Exception]) -> T:
 
 
 class Vote:
-    """A comparison by which every process gets the greatest of small numbers, without any process waiting.
+    """A comparison that gives every process the greatest of some small numbers, without waiting.
 
-    Each call passes this process's numbers, and returns the greatest numbers of all processes a few calls ago.
-    These are the same on each process, if all call it at the same steps. The devices compare the numbers
-    between two steps. With one process a call returns its numbers at once.
+    Each call takes the numbers of this process, and returns the greatest numbers of all processes from a few
+    calls ago. The result is the same on each process if all processes call it at the same steps. The devices
+    compare the numbers between two steps. With one process, a call returns its own numbers at once.
     """
 
     NUM_BEHIND = 2
@@ -96,7 +96,7 @@ class Vote:
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...] | None:
-        """Returns the next answer, or `None` while there is none. The n-th answer is that to the n-th call."""
+        """Returns the next answer, or `None` if there is none yet. The n-th answer belongs to the n-th call."""
         if jax.process_count() == 1:
             return numbers
         self._behind.append(self._greatest(_placed(self._mesh, numbers)))
@@ -125,7 +125,7 @@ _NUM_KEPT = 32  # entries, and streams
 
 
 class Entry(NamedTuple):
-    """Facts about a subject. If that is a stream of batches, they hold from batch number `batch` on."""
+    """Facts about a subject. For a stream of batches, they apply from batch number `batch` on."""
 
     number: int
     subject: str
@@ -135,14 +135,14 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of one process about the meshes on these processes, compared with those of the others."""
+    """The entries of one process about the meshes of the run, which are compared with the others' entries."""
 
     def __init__(self, process: int, names: Sequence[str], processes: Sequence[int]):
         """**Arguments:** `names`: the names of all processes of the run."""
         self._process, self._names, self._processes = process, names, processes
         self._key = f"redco_eqx/agreement/{zlib.crc32(str(processes).encode())}"
         self._entries: tuple[Entry, ...] = ()
-        self._streams: dict[int, tuple[int, Facts]] = {}  # for each the next batch, and the newest shapes
+        self._streams: dict[int, tuple[int, Facts]] = {}  # for each the next batch and its newest shapes
 
     def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
         """Adds an entry, and returns its number. Raises `ValueError` if another process has a different one."""
@@ -165,8 +165,8 @@ class Entries:
             self.add(f"collate_fn: batch {index}", shapes, stream, index)
 
     def compare(self) -> bool:
-        """Compares the entries. Returns true if the other processes have as many. Raises `ValueError`, naming
-        the first fact that differs."""
+        """Compares the entries. Returns true if the other processes have the same number of them. Raises
+        `ValueError` with the first fact that differs."""
         client, is_first = coordination_client(), self._process == self._processes[0]
         if client is None or not self._entries:  # without a client, JAX has left the others
             return True
@@ -180,9 +180,9 @@ class Entries:
         return num_there >= (len(self._processes) if is_first else 1)
 
     def watch(self, done: threading.Event) -> None:
-        """Compares from time to time, and ends the processes if they differ. To be run in a separate thread."""
+        """Compares from time to time, and ends the processes if they differ. Runs in a separate thread."""
         try:
-            while not done.wait(max(0.5, len(self._names) / 200)):  # some hundred requests a second overall
+            while not done.wait(max(0.5, len(self._names) / 200)):  # a few hundred requests a second in total
                 self.compare()
         except ValueError as error:
             end_process(str(error))
@@ -196,7 +196,7 @@ class Entries:
             if theirs.number < self._entries[0].number or theirs.batch >= reached:
                 return  # forgotten, or still to come
             mine = theirs._replace(facts=shapes)  # on this process the shapes did not change
-        # In the order of the processes, so that all of them report the same.
+        # Keep the order of the processes, so that all of them report the same.
         (one, this), (other, that) = sorted([(self._process, mine), (process, theirs)])
         one, other = self._names[one], self._names[other]
         names = [name for name in this.facts | that.facts if this.facts.get(name) != that.facts.get(name)]
@@ -237,14 +237,13 @@ def _made(processes: tuple[int, ...]) -> Entries:
 
 
 def entries_of(mesh: Mesh) -> Entries | None:
-    """Returns the entries of this process about a mesh, which a thread compares; `None` if the mesh is on one
-    process."""
+    """Returns the entries of this process about a mesh (`None` on one process), which a thread compares."""
     with _lock:
         return _made(_processes(mesh)) if is_shared(mesh) else None
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
-    """Compares facts with the other processes of `mesh`. All of them call this; it waits until they have.
+    """Compares facts with the other processes of `mesh`. Waits until all of them have called it.
 
     Does nothing on a mesh of one process. Raises `ValueError`, naming the first fact that differs, on the first
     process of the mesh and on the process that differs from it.

@@ -1,9 +1,9 @@
-"""The processes of a run on many hosts join, or fail soon and with a reason.
+"""Join the processes of a run on many hosts, or fail soon and with a reason.
 
-JAX's service cannot refuse a process. If one is missing, it aborts the interpreters of those that wait, and
-does not name the missing one. A process with another number of processes aborts alone, while the others
+JAX's service cannot refuse a process. If a process is missing, it aborts the interpreters that wait for it,
+without naming it. A process that expects a different number of processes aborts alone, while the others
 continue. So process 0 first listens on the coordinator's port itself, receives a message from each of the
-others, and then frees the port for JAX. The connections stay open: through them the processes end together.
+others, and then frees the port for JAX. The connections stay open, so that the processes can end together.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ def initialize_distributed(
 ) -> None:
     """Joins the processes of a run. Each process calls this before it uses JAX in any other way.
 
-    Nothing else in a script changes. Under SLURM (`srun`), Open MPI, Kubernetes and on TPU pods no
-    argument is needed: JAX detects the values. Elsewhere pass arguments to each process, or set the
-    environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`. Arguments have
-    precedence over these, and these over detected values. With one process, or without any sign of more,
-    this does nothing.
+    Nothing else in a script changes. Under SLURM (`srun`), Open MPI and Kubernetes, and on TPU pods, you need
+    no arguments, because JAX detects the values. Elsewhere, pass arguments to each process, or set the
+    environment variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Arguments take
+    precedence over these variables, and the variables over detected values. With one process, or without any
+    sign of more, this function does nothing.
 
     ```python
     rx.initialize_distributed()      # on one machine it does nothing
@@ -56,28 +56,29 @@ def initialize_distributed(
 
     **Other arguments:**
 
-    - `local_device_ids`: the numbers of the host's devices that this process uses; also
-        `JAX_LOCAL_DEVICE_IDS`. By default a process uses all devices; if the launcher starts several tasks on
-        a node, each task uses a part of them.
+    - `local_device_ids`: the numbers of the host's devices that this process uses; also `JAX_LOCAL_DEVICE_IDS`.
+      By default, a process uses all devices. If the launcher starts several tasks on a node, each task uses
+      some of them.
     - `timeout_seconds`: the time to wait for the other processes to join.
-    - `heartbeat_timeout_seconds`: the time after which a process that is frozen, or whose host is gone,
-        counts as lost.
-    - `shutdown_timeout_seconds`: the time that a process that is done waits for the others to be done.
+    - `heartbeat_timeout_seconds`: the time after which a process counts as lost if it is frozen or its host is
+      gone.
+    - `shutdown_timeout_seconds`: the time that a finished process waits for the others to finish.
     - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all processes end
         within this time and three seconds.
 
-    Each process then names the one that failed on the standard error. Files are flushed; functions that
-    were registered with `atexit` before this call are not called. A process that ends without an exception
-    (`sys.exit`) counts as done, not as failed.
+    Each process then names the failed process on standard error, and flushes its files. Functions that you
+    registered with `atexit` before this call are not called. A process that ends without an exception
+    (`sys.exit`) counts as finished, not as failed.
 
     **Raises:**
 
-    - `ValueError`: the arguments do not fit together, or, on process 0, those of two processes do not.
+    - `ValueError`: the arguments do not fit together, or (on process 0) those of two processes do not.
     - `RuntimeError`: called twice, or after JAX was used; a SLURM batch script without `srun`; a host whose
         name resolves to a loopback address there, so that the others could not reach it; an error on process
         0, with its message.
-    - `TimeoutError`: process 0 does not answer, or, on process 0, others did not join; it names these.
-    - `OSError`: on process 0, the port is in use.
+    - `TimeoutError`: process 0 does not answer, or (on process 0) other processes, which it names, did not
+      join.
+    - `OSError`: the port is in use (on process 0).
     """
     if jax.distributed.is_initialized():
         raise RuntimeError("initialize_distributed: the processes have joined already. Call it once.")
@@ -95,18 +96,18 @@ def initialize_distributed(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
-    # Names a process before JAX aborts for the same reason, with a message that names no host.
+    # Name the process before JAX aborts for the same reason with a message that names no host.
     silent_seconds = 0.5 * heartbeat_timeout_seconds
     ProcessGroup(launch.process_id, names, connections, leave_seconds, silent_seconds).start()
 
 
 def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:
-    """Waits on each process until all have joined.
+    """Waits until all processes have joined.
 
     **Returns:**
 
-    The names of all processes, and connections: on process 0 one to each other process, on the others one to
-    process 0.
+    The names of all processes, and connections: process 0 has one to each other process, and each other process
+    has one to process 0.
 
     **Raises:** on process 0 `TimeoutError` naming the processes that did not join; `ValueError` if two
     processes have the same number, or different numbers of processes; `RuntimeError` as `check_addresses`;
@@ -138,8 +139,8 @@ def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[
 
 
 class Member(NamedTuple):
-    """A process of a run, as it introduces itself to process 0. `address` is the address to which the name of
-    its host resolves on that host."""
+    """A process of a run, as it introduces itself to process 0. `address` is the address to which the host name
+    resolves on that host."""
 
     process_id: int
     num_processes: int
@@ -149,9 +150,10 @@ class Member(NamedTuple):
 
 
 def check_addresses(members: Sequence[Member]) -> None:
-    """Raises `RuntimeError` if, with several hosts, the name of one resolves to a loopback address there.
+    """Raises `RuntimeError` if there are several hosts, and the name of one resolves to a loopback address
+    there.
 
-    On CPU each process sends the others the address to which its host name resolves, to connect to. With a line
+    On CPU, each process tells the others to connect to the address to which its host name resolves. With a line
     such as `127.0.1.1 myhost`, which Debian writes, the others would wait for themselves.
     """
     for member in members:
@@ -166,7 +168,7 @@ def check_addresses(members: Sequence[Member]) -> None:
 def _gather(
     launch: Launch, timeout_seconds: float, members: dict[int, Member], connections: dict[int, Connection]
 ) -> None:
-    """Adds all other processes to `members` and `connections`, and one that does not fit only to
+    """Adds all other processes to `members` and `connections`. Adds a process that does not fit only to
     `connections`."""
     both, port = socket.has_dualstack_ipv6(), launch.place[1]
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -223,7 +225,7 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
 
 
 def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
-    """Connects to process 0, as soon as it listens."""
+    """Connects to process 0 as soon as it listens."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -235,7 +237,7 @@ def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
 
 
 def _connection(connected: socket.socket) -> Connection:
-    """Makes a connection of a socket. It raises `OSError` if the other side is stuck for a few seconds."""
+    """Turns a socket into a connection that raises `OSError` if the other side is stuck for a few seconds."""
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0))

@@ -1,11 +1,11 @@
-"""The processes of a run: if one fails, all of them end soon, and name the one that failed.
+"""The processes of a run: if one fails, all of them end soon, and name the failed process.
 
-Python alone would hang: at its exit JAX waits for all processes to arrive, and those wait in a collective for
-the one that failed. JAX's service notices only when its heartbeats time out. So each process keeps the
-connection to process 0 by which it has joined. A process that fails sends a message, process 0 passes it to the
-others, and all leave by `os._exit`. If a process is killed, the kernel closes its connection. A process that is
-frozen or out of reach is only named here, because Python's threads wait while an extension computes: JAX's
-heartbeats end the others.
+Without this, a run would hang: when Python exits, JAX waits for all processes, and these wait in a collective
+for the one that failed. JAX's service notices only when its heartbeats time out. So each process keeps the
+connection to process 0 that it made when it joined. A process that fails sends a message, process 0 passes it
+to the others, and all leave with `os._exit`. If a process is killed, the kernel closes its connection. If a
+process is frozen or out of reach, this file only names it, because Python's threads also wait while an
+extension computes. JAX's heartbeats then end the others.
 """
 
 import atexit
@@ -26,21 +26,21 @@ from typing import Any, NoReturn
 import jax
 
 _FLUSH_SECONDS = 1.0
-_MAX_BYTES = 16_000  # the most in a message, so that it is sent in one piece, from any thread
-_FINISHED = "finished"  # a message; any other that is not empty is a line that names the process that failed
-_STDERR = 2  # a C function writes to it, even if `sys.stderr` has been replaced
+_MAX_BYTES = 16_000  # the longest message that any thread can send in one piece
+_FINISHED = "finished"  # a message; any other non-empty message is a line that names the failed process
+_STDERR = 2  # for a C function, which writes here even if `sys.stderr` has been replaced
 
 _group: "ProcessGroup | None" = None
 
 
 def process_names() -> Sequence[str]:
-    """Returns a name for each process: its number, host and pid, or only its number if another function has
-    joined the processes."""
+    """Returns a name for each process: its number, host and pid, or only its number if another function joined
+    the processes."""
     return [f"process {i}" for i in range(jax.process_count())] if _group is None else _group.names
 
 
 def end_process(reason: str) -> NoReturn:
-    """Ends this process now, and with it the others, if there are any. Any thread may call this."""
+    """Ends this process now, and the others, if there are any. Any thread may call this."""
     if _group is not None:
         _group.fail(reason)
         _group.leave()
@@ -59,9 +59,9 @@ class ProcessGroup:
 
     - `process`: the number of this process.
     - `names`, `connections`: the results of `rendezvous`.
-    - `leave_seconds`: after a failure anywhere, the time for which the main thread may continue.
+    - `leave_seconds`: how long the main thread may continue after a failure anywhere.
     - `silent_seconds`: the time after which a process that sends nothing is named.
-    - `leave_at`: the time at which this process ends; infinite until there is a failure.
+    - `leave_at`: the time at which this process ends; infinite if nothing has failed.
     """
 
     process: int
@@ -72,20 +72,20 @@ class ProcessGroup:
     leave_at: float = math.inf
 
     def start(self) -> None:
-        """Takes over uncaught exceptions and the end of the interpreter, and begins to listen."""
+        """Takes over uncaught exceptions and the exit of the interpreter, and begins to listen."""
         global _group
         _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
-        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # only processes that are not done
+        self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # without finished processes
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a text file of the usual kind
             # If JAX aborts in one of its threads, nothing is flushed.
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-        # Started now, because Python starts no thread when the interpreter is about to end.
+        # Start the thread now, because Python starts none when the interpreter is about to exit.
         threading.Thread(target=self._watch, name="redco_eqx.process_group", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Sends the reason why this process ends to every process. All end soon after `leave_seconds`."""
+        """Tells every process why this one ends. All end soon after `leave_seconds`."""
         if self._leave_within(self.leave_seconds):
             name = self.names[self.process]
             self._send(f"{name} failed: {reason}")
@@ -102,8 +102,8 @@ class ProcessGroup:
         with self._lock:
             is_new = not _is_ending()
             if is_new:
-                # This starts a thread in C, since a full pipe, a dead network or a stuck file may block the
-                # other. Process 0 ends last, because without it JAX aborts the processes that remain.
+                # This starts a thread in C, because a full pipe, a dead network or a stuck file may block the
+                # other thread. Process 0 ends last, because JAX aborts the remaining processes without it.
                 left = self.leave_seconds + (2 if self.process == 0 else 1) * _FLUSH_SECONDS
                 faulthandler.dump_traceback_later(left, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             self.leave_at = min(self.leave_at, time.monotonic() + seconds)
@@ -114,7 +114,7 @@ class ProcessGroup:
         self._fail_with(exception[1])
 
     def _fail_with(self, error: BaseException) -> None:
-        # Not at the prompt, where the session continues, and not in a forked child.
+        # Do nothing at the prompt, where the session continues, or in a forked child.
         if hasattr(sys, "ps1") or os.getpid() != self._pid:
             return
         first_line, *_ = str(error).split("\n")
@@ -154,7 +154,7 @@ class ProcessGroup:
         os._exit(1)
 
     def _listen(self, seconds: float) -> None:
-        """Waits up to `seconds` for a message, and handles one of each process that has sent any."""
+        """Waits up to `seconds` for messages, and handles one from each process that has sent any."""
         processes = {connection: process for process, connection in self.connections.items()}
         for connection in wait(list(processes), seconds):
             process = processes[connection]  # pyright: ignore[reportArgumentType]
@@ -174,7 +174,7 @@ class ProcessGroup:
                 self._last_heard[process] = time.monotonic()
 
     def _on_failure(self, line: str, source: int) -> None:
-        """Ends this process soon, because another one is about to end, or is gone."""
+        """Ends this process soon, because another process is ending, or is gone."""
         if not jax.distributed.is_initialized():  # JAX has left the others, and does not wait for them
             return
         has_coordinator = 0 in (self.process, *self.connections)  # without it JAX aborts
@@ -183,7 +183,7 @@ class ProcessGroup:
         log(line)
 
     def _name_silent(self) -> None:
-        """Names each process that has not answered, once. If it is frozen, JAX ends the others soon."""
+        """Names each process that has not answered, once. If it is frozen, JAX soon ends the others."""
         for process, last_heard in self._last_heard.items():
             seconds = time.monotonic() - last_heard
             if seconds > self.silent_seconds and not _is_ending():
@@ -192,10 +192,10 @@ class ProcessGroup:
 
 
 class Watchdog:
-    """A context that ends the process if there is no `beat` for `timeout_seconds`; with `None` it never does.
+    """A context that ends the process if there is no `beat` for `timeout_seconds`. `None` means no limit.
 
     It prints the stack of each thread, notifies the other processes, and exits with status 1. If Python itself
-    can no longer run, it does the same without the notification.
+    can no longer run, it skips the notification.
     """
 
     def __init__(self, timeout_seconds: float | None):
@@ -206,7 +206,7 @@ class Watchdog:
         self._last_beat = 0.0
 
     def beat(self) -> None:
-        """Restarts the time-out, after a step of training or evaluation has finished or been dispatched."""
+        """Restarts the timeout after a step of training or evaluation has finished or been dispatched."""
         self._last_beat = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -244,9 +244,10 @@ def flush_all() -> None:
     """Flushes every open file, which `os._exit` does not do.
 
     Python keeps no list of open files, so this goes through all objects. Threads cannot flush their own files,
-    since one of them may be stuck.
+    because one of them may be stuck.
     """
-    # By type, since an object can run any code when its `__class__` is read. A check by `io.IOBase` is slow.
+    # Check the type, because reading `__class__` can run any code of an object. Checking for `io.IOBase` is
+    # slow.
     base = io.IOBase.__mro__[1]
     for file in [thing for thing in gc.get_objects() if issubclass(type(thing), base)]:
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""A model as the path rules see it: a tree of named nodes, the matrices and tables in it, and their chains.
+"""The model as the path rules see it: a tree of named nodes, with its matrices, tables and chains.
 
-Nothing is decided here. A matrix is anything that acts like a Linear: a module with a 2-D `weight` or `kernel`,
-a convolution, or either of them with a LoRA branch beside it.
+This file decides nothing. A matrix is anything that acts like a Linear: a module with a 2-D `weight` or
+`kernel`, a convolution, or one of these with a LoRA branch beside it.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from redco_eqx._base.tree import children, is_array, join
 class Node:
     """A node of the model, with abstract arrays as its leaves.
 
-    - `stack`: how many leading dims of every array below count stacked copies.
+    - `stack`: the number of leading dims that count stacked copies, for every array below.
     - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
-    - `is_block`: true if the node is one of several (an element of a list, each with matrices, or a stack).
-        Then no matrix inside it is consecutive to one outside.
+    - `is_block`: true if the node is one of several (a stack, or an element of a list in which each has
+      matrices). No matrix inside it then follows one outside.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Node:
         return type(self.value).__name__.lower().endswith("norm")
 
     def child(self, *names: str) -> "Node | None":
-        """The first direct child that is an array and has one of these names."""
+        """The first direct child that is an array with one of these names."""
         return next((c for c in self.children if c.name in names and c.is_array), None)
 
     def walk(self) -> "Iterator[Node]":
@@ -74,15 +74,15 @@ class Node:
 
 @dataclasses.dataclass(eq=False)
 class Matrix:
-    """A map from `in_size` to `out_size` features; dims are those of the stored array."""
+    """A map from `in_size` to `out_size` features. Dims refer to the stored array."""
 
     node: Node  # the node that names the matrix: the wrapper, if a LoRA module wraps it
     weight: Node
     in_dim: int
     out_dim: int
-    parts: int = 1  # number of fused matrices, kept apart by a dim before `out_dim`
+    parts: int = 1  # number of fused matrices, separated by a dim before `out_dim`
     bias: Node | None = None
-    lora: tuple[tuple[Node, int], ...] = ()  # each factor, with its dim that is the base's in or out dim
+    lora: tuple[tuple[Node, int], ...] = ()  # each factor, with the dim that it shares with the matrix
 
     @property
     def in_size(self) -> int:
@@ -97,7 +97,7 @@ class Matrix:
         return self.weight.stack + (self.parts > 1)
 
     def cut(self, split: str) -> dict[Node, int | None]:
-        """The dim of each array that a split by `column` or `row` cuts; `None` if the array stays whole."""
+        """The dim of each array that a `column` or `row` split cuts, or `None` if the array stays whole."""
         is_column, is_row = split == "column", split == "row"
         dims: dict[Node, int | None] = {
             self.weight: self.out_dim if is_column else self.in_dim if is_row else None
@@ -109,7 +109,7 @@ class Matrix:
         return dims
 
     def name_in(self, scope: Node) -> list[str]:
-        """The parts of the matrix's path below `scope`, in small letters."""
+        """The parts of the matrix's path below `scope`, in lower case."""
         return self.node.path.removeprefix(scope.path).strip(".").lower().split(".")
 
 
@@ -136,7 +136,7 @@ def _read(value: PyTree, path: str, name: str, parent: Node | None) -> Node:
 
 
 def _find_stacks(node: Node, stack: int) -> None:
-    """Sets `stack` of all nodes below: layers made by `eqx.filter_vmap` have more dims than their type says."""
+    """Sets `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims than their type says."""
     known = [own for own in map(_own_stack, node.walk()) if own is not None]
     shapes = [leaf.shape for leaf in node.arrays()]
     while known and min(known) > stack and len({s[: stack + 1] for s in shapes}) == 1:
@@ -148,7 +148,7 @@ def _find_stacks(node: Node, stack: int) -> None:
 
 
 def _own_stack(node: Node) -> int | None:
-    """Count the extra dims of this module's weight, if the type of the module says how many it should have."""
+    """Counts the extra dims of this module's weight, if its type says how many dims there should be."""
     weight = node.child("weight", "kernel")
     if weight is None or len(weight.shape) < 2:
         return None
@@ -181,7 +181,7 @@ def _matrix(node: Node) -> Matrix | None:
     if isinstance(window, tuple) and rank == 2 + len(window):
         dims, parts = (stack + 1, stack), 1
     elif isinstance(out, tuple) and rank == 3:
-        # Matrices of one shape, kept apart by a dim: `(in, parts, out)` or `(parts, out, in)`.
+        # Matrices of the same shape, separated by a dim: `(in, parts, out)` or `(parts, out, in)`.
         dims, parts = (stack, stack + 2) if out == weight.shape[stack + 1 :] else (stack + 2, stack + 1), out[0]
     elif rank == 2:
         dims, parts = (stack + 1, stack) if _is_out_first(node, weight, bias) else (stack, stack + 1), 1
@@ -203,7 +203,7 @@ def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
 
 
 def _attach_lora(node: Node) -> None:
-    """Joins a matrix and the branch `in -> rank -> out` beside it into one matrix."""
+    """Combines a matrix and the branch `in -> rank -> out` beside it into one matrix."""
     factors = {c.name.lower(): c if c.is_array else c.child("weight", "kernel") for c in node.children}
     down, up = factors.get("lora_a"), factors.get("lora_b")
     bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
@@ -218,7 +218,7 @@ def _attach_lora(node: Node) -> None:
         base.node, node.matrix = node, base
 
 
-# Chains: the matrices of a module that follow one another.
+# Chains: matrices of a module that follow one another.
 
 
 def named(names: str, name: str) -> bool:
@@ -232,10 +232,10 @@ _LAST = r"o|out|output|down|merge|second|last|dec\w*|proj"  # names of the last 
 
 @dataclasses.dataclass(eq=False)
 class Link:
-    """One step of a chain: a matrix, or parallel siblings of one shape that read the same input.
+    """One step of a chain: a matrix, or parallel siblings of the same shape that read the same input.
 
     - `is_last`: true if the name says that nothing follows in the same module.
-    - `is_known`: true if more than the order of the fields says where the link stands in the chain.
+    - `is_known`: true if more than the order of the fields gives the place of the link in the chain.
     """
 
     in_size: int
@@ -250,17 +250,17 @@ class Link:
 
 
 def is_guess(chain: list[Link]) -> bool:
-    """True if no name says which matrices of the chain follow one another: they could also be an attention."""
+    """True if no name gives the order of the matrices in the chain: they could also be an attention layer."""
     unknown = [matrix for link in chain if not link.is_known for matrix in link.members]
     return len(unknown) > 1 and not any(link.is_last for link in chain)
 
 
 def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
-    """The chains that the matrices of one module make. A matrix that feeds no other is a chain by itself.
+    """The chains of the matrices in one module. A matrix that feeds no other is a chain by itself.
 
-    In a list each matrix follows the one before. Where the shapes of fields allow both orders, a matrix whose
-    name says that it is last comes last. Several siblings come first, then the matrix that widens, then the one
-    that is written first (dict keys are sorted, so order says least).
+    In a list, each matrix follows the one before. If the shapes of fields allow both orders, a matrix whose
+    name says that it is last comes last. Otherwise, several siblings come first, then the matrix that widens,
+    then the one that is written first (dict keys are sorted, so their order says least).
     """
     is_list = isinstance(scope.value, list | tuple)
     links = _links(scope, matrices, is_list)
@@ -288,9 +288,9 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
 def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
     """Groups matrices into links.
 
-    Matrices of one shape are parallel siblings, and so one link (gate and up), if they are fields or lie in one
-    element of a list. Square matrices could also follow one another. They are no siblings if their names say
-    that they do: by numbers, or by a name that comes last.
+    Matrices of the same shape are parallel siblings, and so one link (gate and up), if they are fields or lie
+    in one element of a list. Square matrices could also follow one another. Their names may say that they do,
+    by numbers or by a name that comes last. They are then not siblings.
     """
     paths = [matrix.name_in(scope) for matrix in matrices]
     stems = [path[-1].rstrip("0123456789") for path in paths]
@@ -302,7 +302,7 @@ def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
         is_alone = is_square and (is_last or (stem != name and runs[stem, shape] > 1))
         link = links.setdefault((path[0] if is_list else "", shape, name if is_alone else ""), Link(*shape, []))
         link.is_last = is_last
-        # Two or three numbered names are an order (`conv1`, `conv2`); four could be an attention.
+        # Two or three numbered names are an order (`conv1`, `conv2`); four could be an attention layer.
         is_series = stem != name and 1 < series[stem] < 4
         link.is_known = is_list or not is_square or is_last or is_series
         link.members.append(matrix)

@@ -30,15 +30,15 @@ _THREADS = "PJRT_NPROC"  # read by XLA when the CPU's client is made
 def give_threads() -> None:
     """Gives JAX's CPU client, if it does not exist yet, three threads for each virtual device.
 
-    By default the client has one thread for each virtual device, or one for each core if there are more cores.
-    A collective keeps its thread until all devices have reached it, and XLA runs collectives that do not depend
-    on one another in any order. So some devices may wait in one collective and the others in another, and no
-    thread is left to finish either; after 40 seconds the process is aborted. A scan over layers beside the
-    gradient of a table is enough to cause this. Three threads for each device are enough for three collectives
-    at a time; more only cost time.
+    By default, the client has one thread for each virtual device, or one for each core if there are more cores.
+    A collective keeps its thread until all devices have reached it, and XLA runs independent collectives in any
+    order. So some devices may wait in one collective and the others in another, with no thread left to finish
+    either. After 40 seconds, the process is aborted. A scan over layers beside the gradient of a table is
+    enough to cause this. Three threads for each device are enough for three collectives at a time; more threads
+    only cost time.
 
-    A value that is already set in the environment stays. Needed by jaxlib 0.10.2; with 0.12.0 the test's
-    program ran with one thread for each device. No upstream issue known.
+    A value that is already set in the environment stays. jaxlib 0.10.2 needs this; with 0.12.0, the program of
+    the test ran with one thread for each device. No upstream issue is known.
     """
     flags = [int(n) for n in _FLAG.findall(os.environ.get("XLA_FLAGS", ""))]
     num_devices = max([getattr(jax.config, "jax_num_cpu_devices", -1), *flags])
@@ -56,7 +56,7 @@ BATCH_AXES = ("data", "fsdp")
 class ShardingWarning(UserWarning):
     """Warns that much of a model, a large array that no rule could split, or a batch is whole on every device.
 
-    It also warns that the path rules had to guess.
+    It also warns if the path rules had to guess.
     """
 
 
@@ -69,11 +69,11 @@ def make_mesh(
     mesh: Mesh | None = None,
     names: Sequence[str] | None = None,
 ) -> Mesh:
-    """A mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
+    """Creates a mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
 
-    `make_mesh(mesh=mesh, names=("data", "tensor"))` makes it from a mesh that you already have, with the
-    devices in the same places. Use it for everything that you pass to this library. Constraints in your model
-    that use the names of your mesh (`"dp"`) do not hold on it: write them with the three names.
+    `make_mesh(mesh=mesh, names=("data", "tensor"))` translates a mesh that you already have, and keeps the
+    devices in their places. Use the new mesh for everything that you pass to this library. Constraints in your
+    model that use the names of your own mesh (`"dp"`) have no effect on it, so write them with the three names.
 
     ```python
     mesh = rx.make_mesh()                           # all devices for data
@@ -82,26 +82,26 @@ def make_mesh(
     mesh = rx.make_mesh(mesh=jax.make_mesh((4, 2), ("dp", "tp")), names=("data", "tensor"))
     ```
 
-    With virtual devices of a CPU, call it before anything else uses JAX. The devices then get enough threads,
-    so that they do not wait for one another for ever (it sets `PJRT_NPROC` in the environment, unless it is
-    set).
+    On virtual CPU devices, call this function before anything else uses JAX. It then gives the devices enough
+    threads, so that they do not wait for one another forever (it sets `PJRT_NPROC` in the environment, unless
+    it is already set).
 
     **Arguments:**
 
     - `tensor`: the number of devices over which each layer's matrices are split (Megatron).
-    - `fsdp`: the number of devices over which parameters and optimizer state are split; they are gathered for
-        use (ZeRO). Each of these devices takes a different part of the batch.
-    - `data`: number of replicas; -1 takes all devices that are left.
-    - `devices`: the devices to use, by default `jax.devices()`. When `data` is set and fewer devices
-        are needed, the first ones are taken (on one process only).
-    - `mesh`: a mesh with any names and axis types, in place of all these arguments.
-    - `names`: the new name of each axis of `mesh`, in order; by default the axes keep their names. Axes with
-        the same name become one.
+    - `fsdp`: the number of devices over which parameters and optimizer state are split, and gathered for use
+      (ZeRO). Each of these devices takes a different part of the batch.
+    - `data`: the number of replicas; -1 takes all remaining devices.
+    - `devices`: the devices to use, by default `jax.devices()`. If you set `data` and fewer devices are needed,
+      the first ones are used (with one process only).
+    - `mesh`: a mesh with any names and axis types, instead of all arguments above.
+    - `names`: the new name of each axis of `mesh`, in order. By default, the axes keep their names. Axes with
+      the same name become one axis.
 
     **Raises:**
 
     `TypeError` or `ValueError` if the sizes are not positive, need more devices than there are, or do not
-    divide them; or if an axis of `mesh` has none of the three names.
+    divide their number, or if an axis of `mesh` has none of the three names.
     """
     if mesh is not None:
         if (tensor, fsdp, data, devices) != (1, 1, -1, None):
@@ -137,7 +137,7 @@ def make_mesh(
                 "Use all of them, or pass devices=."
             )
         devices = devices[: data * inner]
-    # Not `jax.make_mesh`, which refuses shapes that split an axis of a torus, such as (1, 8, 8) on 4 x 4 x 4.
+    # Do not use `jax.make_mesh`, which refuses shapes that split a torus axis, such as (1, 8, 8) on 4 x 4 x 4.
     grid = mesh_utils.create_device_mesh((data, fsdp, tensor), devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -155,7 +155,7 @@ def _renamed(mesh: Mesh, names: tuple[str, ...]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises `TypeError` or `ValueError` if `mesh` is no mesh, or not one on which a model can be laid out."""
+    """Raises `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the layout of a model."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. Use make_mesh(tensor=...). The "
@@ -185,7 +185,7 @@ def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | Sequence[str] | None) -> int:
-    """Number of shards that a spec's entry makes; an axis that the mesh does not have counts as size 1."""
+    """The number of shards that an entry of a spec makes. An axis that the mesh lacks counts as size 1."""
     return math.prod(mesh.shape.get(name, 1) for name in axes_in(axes))
 
 
@@ -214,20 +214,21 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 STORED = ("fsdp", "tensor")
 """An entry of a spec: the dim is split over both axes where the array is stored, and whole for use.
 
-If `tensor` stands alone in an entry, or before `fsdp`, it splits the array for use. Only this library gives the
-order this meaning: for JAX it is an order of devices.
+If `tensor` is alone in an entry, or before `fsdp`, it splits the array for use. Only this library gives the
+order this meaning. In JAX, it is an order of devices.
 """
 
 
 def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes that split an array only where it is stored: `fsdp`, and `tensor` after it in one entry."""
+    """The axes that split an array only where it is stored: `fsdp`, and any `tensor` after it in an entry."""
     return STORED if STORED in tuple(spec) else ("fsdp",) if "fsdp" in axes_of(spec) else ()
 
 
 def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Restores the spec of an array that a program returned, with the entry that says what `tensor` splits for.
+    """Restores the spec of an array that a program returned, with the entry that says whether `tensor` splits
+    it for use.
 
-    With more than one device along `fsdp`, the spec already says this.
+    If there are several devices along `fsdp`, the spec already says this.
     """
     if axis_size(mesh, "fsdp") > 1:
         return spec
@@ -247,7 +248,7 @@ def tensor_dim(spec: PartitionSpec) -> int | None:
 
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """The one spelling of a spec, without the `None`s that compiled programs put at the end."""
+    """The canonical form of a spec, without the `None`s that compiled programs put at the end."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -284,7 +285,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
 
 
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
-    """Runs `function` as if `jax.set_mesh` had set no mesh but the one that the function works on.
+    """Runs `function` as if `jax.set_mesh` had set no mesh, or the one that the function works on.
 
     The function works on the mesh among its arguments, or else on the mesh of the first array among them. If
     that mesh is set, it stays set: a loss may name its axes. Inside a `shard_map` nothing changes.
@@ -306,10 +307,10 @@ def _mesh_on(x: Any) -> Any:
 
 @contextlib.contextmanager
 def context_of(*trees: Any) -> Iterator[None]:
-    """Unsets the mesh that is set, as long as the context lasts.
+    """Unsets the current mesh while the context lasts.
 
-    The mesh stays set if it is the first mesh among `trees`, or else the first that their arrays lie on; and if
-    they lie on none.
+    The mesh stays set if it is the first mesh among `trees`, or else the first mesh that their arrays lie on.
+    It also stays set if they lie on no mesh.
 
     Raises `ValueError` if `trees` contain no mesh, under a `jit` for other devices or for the same devices in
     another order.
@@ -337,5 +338,5 @@ def context_of(*trees: Any) -> Iterator[None]:
 
 
 def _products(mesh: AbstractMesh) -> set[int]:
-    """The numbers of devices after which an axis begins anew. Two axes merged into one have fewer."""
+    """The numbers of devices after which an axis starts again. Two merged axes have fewer of them."""
     return set(itertools.accumulate(mesh.axis_sizes, operator.mul))

@@ -1,9 +1,9 @@
 """The two rules: which dim of which matrix is split over the `tensor` axis, and why.
 
-Consecutive Linear layers alternate between column and row splits; an attention's output projection is
-split opposite to its query, key and value (RedCoast, section 3.1; the layout is Megatron-LM's). Modules
-are resolved from the inside out: each module decides the attentions and chains that it can complete, and hands
-the remaining matrices to its parent, up to the block.
+Consecutive Linear layers alternate between column and row splits; an attention's output projection is split
+opposite to its query, key and value (RedCoast, section 3.1; the layout is Megatron-LM's). Modules are resolved
+from the inside out: each module decides the attention layers and chains that it can complete, and hands the
+remaining matrices to its parent, up to the block.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Role:
         `vector`, `buffer`, `input`, `head`, `whole` (not split).
     - `reason`: the reason in words.
     - `dim`: the dim that is split, or `None`.
-    - `stack`: how many leading dims count stacked layers; no axis may split these.
+    - `stack`: the number of leading dims that count stacked layers. No axis may split these.
     - `is_guess`: true if only the order of fields decided, which may be wrong.
     """
 
@@ -42,15 +42,15 @@ def tensor_roles(model: PyTree, size: int) -> dict[str, Role]:
 
 
 Attention: TypeAlias = tuple[list[Matrix], Matrix, int | None, int | None]
-"""Query, key and value, as three matrices or as one; the output projection; the number of heads of the query,
-and of key and value."""
+"""Query, key and value (as three matrices or as one), the output projection, and the numbers of heads of the
+query and of key and value."""
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "nheads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
 
 
 def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
-    """The attention among the matrices, if their names say that there is exactly one and their widths fit."""
+    """The attention layer among the matrices, if their names say that there is one, and their widths fit."""
     *separate, fused = [
         [m for m in matrices if named(names, m.name_in(scope)[-1])]
         for names in ("q|query|queries", "k|key|keys", "v|value|values", "qkv|query_key_value|attn|in")
@@ -74,7 +74,7 @@ def find_attention(scope: Node, matrices: list[Matrix]) -> Attention | None:
 def _head_counts(scope: Node, query: Matrix, key: Matrix) -> tuple[int | None, int | None]:
     """Count the heads of the query, and of key and value.
 
-    The numbers come from the nearest module, here or further out, whose number of heads divides the query's
+    The numbers come from this module, or the nearest one around it, whose number of heads divides the query's
     outputs.
     """
     node: Node | None = scope
@@ -129,7 +129,7 @@ class _Resolver:
         return f"{what}: {size} does not divide by tensor={self.size}"
 
     def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
-        """Decides a matrix with its bias and its LoRA branch: split by `column`, by `row`, or `whole`."""
+        """Decides how to split a matrix with its bias and LoRA branch: `column`, `row` or `whole`."""
         for leaf, dim in matrix.cut(split).items():
             if leaf is matrix.weight:
                 self._set(leaf, name or split, reason, dim)
@@ -154,7 +154,7 @@ class _Resolver:
             self._experts(node, router)
 
     def _experts(self, node: Node, router: Matrix) -> None:
-        """Split experts that are stacked beside their router: each shard has some whole experts."""
+        """Split experts that are stacked beside their router. Each shard has some of the experts, whole."""
         count = router.out_size
         for child in node.children:
             is_list = isinstance(child.value, list | tuple) and len(child.children) == count
@@ -167,7 +167,7 @@ class _Resolver:
     # Decisions for matrices, from the inside out.
 
     def _collect(self, node: Node) -> list[Matrix]:
-        """Decides what `node` can complete alone, and returns the matrices that are left, in order."""
+        """Decides the matrices that `node` can complete alone, and returns the others, in order."""
         if node.matrix is not None:
             return self._open([node.matrix])
         left: list[Matrix] = []
@@ -218,7 +218,8 @@ class _Resolver:
         """Splits each run of two or more consecutive matrices."""
         for m in matrices if len(matrices) > 1 else ():
             if "shortcut" in m.node.name:
-                # If it were split, its output would have to be gathered before it is added to the others'.
+                # If it were split, its output would have to be gathered before it is added to the output of the
+                # others.
                 self._split(m, "whole", "a shortcut from stream to stream, which stays whole")
         inner = [m for m in self._open(matrices) if not _HEAD_NAMES.fullmatch(m.node.name)]
         for chain in find_chains(scope, inner):
@@ -229,12 +230,12 @@ class _Resolver:
                     self._split(matrix, split, reason)
 
     def _singles(self, matrices: list[Matrix], streams: Collection[int] = ()) -> None:
-        """Decides matrices with no partner: vocabulary heads, and matrices that stand alone.
+        """Decides matrices without a partner: vocabulary heads, and matrices that stand alone.
 
-        `streams` are the widths of the residual stream beside blocks, which stays whole. A matrix that feeds
-        the stream from outside is whole: every shard needs its output. Two matrices that keep the width of the
-        stream, one before all blocks and one after them, are whole too. A narrow head is not cut along its
-        input, which comes whole from the last block.
+        `streams` are the widths of the residual streams beside blocks, which stay whole. A matrix that feeds a
+        stream from outside stays whole, because every shard needs its output. Two matrices that keep the width
+        of the stream, one before all blocks and one after them, stay whole, too. A narrow head is not split
+        along its input, because the last block returns it whole.
         """
         keeps = [m for m in matrices if m.in_size == m.out_size and m.in_size in streams]
         for m in matrices:
@@ -257,7 +258,7 @@ class _Resolver:
 
 
 def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
-    """Split the links of a chain (two or more) over `size` shards: `column`, `row` or `whole`, and why.
+    """Split the links of a chain (two or more) over `size` shards: `column`, `row` or `whole`, with reasons.
 
     A column split needs a whole input and keeps its output split; a row split takes a split input and sums its
     output. Of all ways to split every link, the result is the one that sends the fewest bytes: for a widening
@@ -284,7 +285,8 @@ def alternate(chain: list[Link], size: int) -> list[tuple[str, str]]:
         options: dict[bool, list[tuple[int, int, list[str]]]] = {False: [], True: []}
         for is_split, (whole, cost, splits) in best.items():
             gather = 2 * link.in_size if is_split else 0
-            # Only a link that could be a column counts as left whole: a few outputs are not worth a reduction.
+            # Only a link that could be a column counts as left whole, because a few outputs are not worth a
+            # reduction.
             options[False].append((whole + out_divides, cost + gather, [*splits, "whole"]))
             if is_paired and out_divides:
                 options[True].append((whole, cost + gather + link.in_size, [*splits, "column"]))

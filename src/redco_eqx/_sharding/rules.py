@@ -1,7 +1,7 @@
-"""`explain`: a layout for any model and the reasons for it. `shard_rules`: the layout alone.
+"""`explain`: a layout for any model, with reasons. `shard_rules`: only the layout.
 
-The program that uses the model decides the layout, or else paths, types and shapes do. Both functions work on
-abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`: nothing is placed here.
+The layout comes from the program that uses the model, or else from paths, types and shapes. Both functions
+accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They place no arrays.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from redco_eqx._sharding.mesh import (
 )
 from redco_eqx._sharding.roles import Role, tensor_roles
 
-if TYPE_CHECKING:  # at run time imported only where there is a program: most layouts need none
+if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
     from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
     from redco_eqx._dataflow.prediction import Prediction, Stored
@@ -57,13 +57,13 @@ class Decision:
     """The layout of one array, and the reason for it.
 
     - `path`: the name of the array.
-    - `shape`, `dtype`: of the whole array.
+    - `shape`, `dtype`: those of the whole array.
     - `spec`: the `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits the array
         where it is stored, and a step gathers it for use.
     - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
     - `reason`: the reason in words.
-    - `bytes_per_device`: size of one shard.
-    - `is_guess`: true if the path rules had only the order of square matrices to go by, which may be wrong.
+    - `bytes_per_device`: the size of one shard.
+    - `is_guess`: true if the path rules knew only the order of square matrices, which may be wrong.
     """
 
     path: str
@@ -83,8 +83,8 @@ class Explanation:
     - `decisions`: one decision for each array, by path.
     - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
     - `mesh`: the mesh that the layout is for.
-    - `communication`: bytes that a step sends, if a program decided (and no override makes a split that the
-        program's analysis cannot follow).
+    - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
+      analysis of the program cannot follow).
     """
 
     decisions: dict[str, Decision]
@@ -107,7 +107,7 @@ class Explanation:
 
     @property
     def stored(self) -> "dict[str, Stored]":
-        """The arrays that are split where they are stored, and gathered for use, by path."""
+        """The arrays that are stored split and gathered for use, by path."""
         from redco_eqx._dataflow.prediction import Stored
 
         parts = ((d, axis_size(self.mesh, stored_axes(d.spec))) for d in self.decisions.values())
@@ -182,18 +182,19 @@ def shard_rules(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
-    """A layout for `model` on `mesh`: a tree like it, with a `NamedSharding` for each array.
+    """Chooses a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` for each array.
 
     With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis splits. This works for
-    any architecture and any names: of all splits that do not clash, it takes those that send least for the work
-    that they divide. Without them, two rules decide (RedCoast, section 3.1), by names, types and shapes:
-    consecutive Linear layers alternate between column and row splits, and an attention's output projection is
-    split opposite to its query, key and value. Embeddings and heads are split over the vocabulary.
+    any architecture and any names: among all splits that do not clash, it takes those that send the least for
+    the work that they divide. Without a program, two rules decide by names, types and shapes (RedCoast, section
+    3.1): consecutive Linear layers alternate between column and row splits, and an attention's output
+    projection is split opposite to its query, key and value. Embeddings and heads are split over the
+    vocabulary.
 
-    The `fsdp` axis then splits the largest remaining dim of every matrix. Some arrays `tensor` cannot split
-    (heads, or a vocabulary, that do not divide). From 4 MiB on these are stored split over
-    `("fsdp", "tensor")`. The steps gather them for use, as they gather arrays that `fsdp` splits. Place a model
-    by `eqx.filter_shard(model, result)`.
+    The `fsdp` axis then splits the largest remaining dim of every matrix. Arrays of at least 4 MiB that
+    `tensor` cannot split (because heads or a vocabulary do not divide evenly) are stored split over
+    `("fsdp", "tensor")`. The steps gather them for use, as they gather arrays that `fsdp` splits. To place a
+    model, call `eqx.filter_shard(model, result)`.
 
     ```python
     shardings = rx.shard_rules(model, mesh)                                    # by two rules
@@ -206,14 +207,13 @@ def shard_rules(
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
     - `mesh`: from `make_mesh`, or any mesh of Auto axes, some of them named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-        (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides
-        alone. For an entry `("fsdp", "tensor")` both axes are gathered for use, for `("tensor", "fsdp")` only
-        `fsdp`.
+      (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides. For an
+      entry `("fsdp", "tensor")`, both axes are gathered for use; for `("tensor", "fsdp")`, only `fsdp` is.
     - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict function.
-    - `batch`: a batch for `loss_fn`, as arrays or abstract. Only shapes and dtypes count, and the sizes hardly
-        matter. A model with an `eqx.nn.State` is passed as the pair `(model, state)`.
-    - `max_bytes_per_device`: a limit on the bytes of the model's arrays on one device. Of the layouts that fit,
-        the result is the one that sends least. Only with `loss_fn` and `batch`.
+    - `batch`: a batch for `loss_fn`, of real or abstract arrays. Only shapes and dtypes count, and the sizes
+      hardly matter. Pass a model with an `eqx.nn.State` as the pair `(model, state)`.
+    - `max_bytes_per_device`: a limit on the bytes of the model's arrays on one device. Among the layouts that
+      fit, the result is the one that sends the least. It needs `loss_fn` and `batch`.
 
     **Returns:**
 
@@ -221,15 +221,15 @@ def shard_rules(
 
     **Raises:**
 
-    `ValueError` if the mesh is not of Auto axes, or an override matches nothing, names an axis that the
-    mesh does not have, repeats one, has more dims than the array, or does not divide it; if one of `loss_fn`
-    and `batch` is missing, or they do not run on abstract arrays; if no layout
-    fits into `max_bytes_per_device`.
+    `ValueError` in these cases: an axis of the mesh is not Auto; an override matches nothing, names an axis
+    that the mesh does not have, repeats one, has more dims than the array, or does not divide it; only one of
+    `loss_fn` and `batch` is given, or they do not run on abstract arrays; no layout fits into
+    `max_bytes_per_device`.
 
-    Warns with `ShardingWarning` if no name says which of several square matrices follow one another, so that
-    the path rules went by their order alone. It also warns, once, if more than a twentieth of the model is
-    replicated for any reason, or if an array over 1 MiB is replicated because no rule knows it or its dims do
-    not divide. The warning lists the largest arrays.
+    Warns with `ShardingWarning` if names do not give the order of several square matrices, so that the path
+    rules used the order of the fields. It also warns, once, if more than 5 % of the model is replicated for any
+    reason, or if an array over 1 MiB is replicated because no rule knows it or its dims do not divide evenly.
+    The warning lists the largest arrays.
     """
     explanation = explain(
         model,
@@ -253,10 +253,10 @@ def explain(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> Explanation:
-    """The layout that `shard_rules` gives, with the role of each array and the reason for it.
+    """Explains the layout that `shard_rules` chooses: the role of each array, and the reason for it.
 
-    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table in
-    which layers that are laid out alike share a row (`layers.[0-11].mlp.up.weight`).
+    Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table, in which
+    layers with the same layout share a row (`layers.[0-11].mlp.up.weight`).
 
     ```python
     explanation = rx.explain(model, mesh, loss_fn=loss_fn, batch=batch)
@@ -277,7 +277,7 @@ def explain(
     layout: Any = analysis
     try:
         layout = choose_with_activations(analysis, mesh, fixed=fixed, max_bytes=budget)
-    except ValueError as error:  # the layout of the parameters alone keeps the limit and the overrides too
+    except ValueError as error:  # the layout of the parameters alone must keep the limit and the overrides, too
         warnings.warn(
             f"shard_rules: activations do not count in this layout: {error}.", ShardingWarning, stacklevel=3
         )
@@ -285,7 +285,7 @@ def explain(
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
-    """Raises `TypeError` or `ValueError` if an argument is no model, no mesh, or no list of overrides."""
+    """Raises `TypeError` or `ValueError` if an argument is not a model, a mesh, or a list of overrides."""
     check_mesh(mesh)
     if hasattr(model, "opt_state"):
         raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")
@@ -309,7 +309,7 @@ def analysis_of(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
-    """Analyse the program, if there is one, and decide the arrays that are not `chosen`."""
+    """Analyse the program, if there is one, and decide the arrays that `chosen` does not contain."""
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
@@ -354,7 +354,7 @@ def analyse(
 
 
 def _budget(model: PyTree, max_bytes_per_device: int | None) -> float | None:
-    """Bytes left on a device for arrays that can be split: constants of NumPy are whole."""
+    """Bytes left on a device for arrays that can be split. NumPy constants stay whole."""
     if max_bytes_per_device is None:
         return None
     arrays = to_arrays(model).values()
@@ -367,9 +367,9 @@ def explain_by(
     mesh: Mesh | AbstractMesh,
     chosen: Chosen = MappingProxyType({}),
 ) -> Explanation:
-    """The layout that the analysis of a program gives, or the path rules if there is no analysis.
+    """The layout from the analysis of a program, or from the path rules if there is no analysis.
 
-    For the analysis only the `tensor` axis of the mesh counts.
+    The analysis uses only the `tensor` axis of the mesh.
     """
     arrays = to_arrays(model)
     if analysis is None:
@@ -406,7 +406,7 @@ def _spec(x: AnyArray, role: Role, mesh: Mesh | AbstractMesh) -> tuple[Partition
     over_both = [d for d in dims if shape[d] % (fsdp * tensor) == 0]
     can_store = role.dim is None and tensor > 1 and "fsdp" in mesh.shape and num_bytes >= STORED_BYTES
     if can_store and is_matrix and is_weight and over_both:
-        # An array that `tensor` cannot split for use still takes memory.
+        # An array that `tensor` cannot split for use still takes memory, so store it split.
         entries[max(over_both, key=lambda d: shape[d])] = STORED
         reason += f"; stored split over {' and '.join(STORED)}, gathered for use"
     elif fsdp > 1 and is_matrix and is_weight:
@@ -422,7 +422,7 @@ def _shard_bytes(x: AnyArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) ->
 
 
 def match_overrides(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> Chosen:
-    """The first pattern that matches, and its spec, by path. Raises `ValueError` as `shard_rules` does."""
+    """The first pattern that matches, with its spec, by path. Raises `ValueError` as `shard_rules` does."""
     arrays = to_arrays(model)
     chosen: dict[str, tuple[str, PartitionSpec]] = {}
     for pattern, spec in overrides:
