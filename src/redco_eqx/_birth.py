@@ -48,7 +48,7 @@ SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Birth:
-    """How one array of the model is made.
+    """The plan for making one array of the model.
 
     - `leaf`: the variable of the array in the traced program.
     - `way`: `"given"` if the value is small, and so already known; `"spread"` if a program makes each shard on
