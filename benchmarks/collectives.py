@@ -1,12 +1,15 @@
 """The communication of a train step, read from the compiled program: nothing is run, no array is made.
 
     python benchmarks/collectives.py
+    python benchmarks/collectives.py fsdp [v5e:2x4]  # only table 4; for a TPU if its compiler is installed
 
 1. The quickstart's model, which is plain `eqx.nn`, and the library's LLaMA, GPT-2, GPT-J, OPT, T5 and BART,
    laid out by `shard_rules` on data 2 x tensor 4, compared with the least that this layout needs.
 2. LLaMA on other meshes: memory and bytes, for each choice of recomputation in the backward pass, with the
    stream between layers whole and split along the tokens.
 3. The quickstart's model on other meshes.
+4. LLaMA, GPT-2, T5 and BART on fsdp 8, in a list and stacked: MiB sent and the peak of a device, for each value
+   of `reshard_after_forward`.
 
 Sizes are those of results, in MiB per device and step, for one `train_step` with AdamW in float32. With U the
 size of one activation [batch on a device, length, dim], the least of a Megatron layout is:
@@ -22,10 +25,11 @@ The reductions over a split vocabulary in the cross-entropy, [batch on a device,
 the gradient norm's scalars count as "small".
 """
 
+import argparse
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,8 +51,9 @@ from workloads import (
 )
 
 import redco_eqx as rx
-from redco_eqx._compiled.communication import Collective, Communication
+from redco_eqx._compiled.communication import Collective, Communication, peak_bytes
 from redco_eqx._compiled.hlo import num_elements, shape_bytes
+from redco_eqx._planning.targets import find_target
 
 
 def step_communication(
@@ -220,7 +225,8 @@ Weights are a device's own part, at rest; memory is arguments (weights, and twic
 temporaries, as planned by the CPU compiler, which fuses less than others.
 - `row_out` keeps what `row` returned, so that no sum over tensor is repeated; `full` repeats those of the
   forward pass. A split stream gathers what `column` reads, again backward if activations are not kept.
-- Under fsdp, `none` keeps the results of products, and gathers each layer's weights forward and backward."""
+- Under fsdp, `none` keeps the results of products, and gathers each layer's weights forward and backward (the
+  layers are stacked; table 4 has lists)."""
 
 
 def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
@@ -234,13 +240,42 @@ def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
 MESH_NOTES = """\
 MiB sent is by the ring algorithm, which makes kinds comparable.
 - tensor 8: the 4 heads do not divide, so attention is whole on every device and communicates nothing.
-- fsdp 8: parameters are gathered forward and again backward, gradients reduced once; the CPU compiler has
-  no reduce-scatter."""
+- fsdp 8: parameters are gathered once, gradients reduced once; the CPU compiler has no reduce-scatter."""
+
+
+def report_kept(target: str | None) -> None:
+    """Prints table 4."""
+    devices: Sequence[Any] = jax.devices()
+    options: dict[str, Any] = COMPILER_OPTIONS
+    if target is not None:
+        found = find_target(target, bytes_per_device=None, estimate=False)
+        options, devices = dict(found.compiler_options), found.devices
+    mesh = rx.make_mesh(fsdp=len(devices), devices=devices)
+    rows = [["MiB sent, MiB at the peak", "gathered again", "", "by default", "", "kept", ""]]
+    for name, stacked in itertools.product(("LLaMA", "GPT-2", "T5", "BART"), (False, True)):
+        row = [f"{name}, {'stacked' if stacked else 'list'}"]
+        case = family_case(name, stacked=stacked)
+        for reshard in (True, None, False):
+            lowered = lower_step(case, mesh, reshard_after_forward=reshard)
+            compiled = lowered.compile(compiler_options=options)
+            peak = peak_bytes(compiled)
+            assert peak is not None
+            row += [f"{x / MIB:.1f}" for x in (rx.communication(compiled, mesh).total.sent_bytes, peak)]
+        rows.append(row)
+        print("  ".join(row), flush=True)
+    print(f"\nfsdp {len(devices)}, by the compiler for {target or 'CPU'}\n\n{table(rows)}")
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=["fsdp"], help="only this table")
+    parser.add_argument("target", nargs="?", help="devices to compile for, by the names of `rx.plan`")
+    args = parser.parse_args()
+    if args.table == "fsdp":
+        report_kept(args.target)
+        return
     quickstart = quickstart_case()
     families = {name: family_case(name) for name in FAMILIES + ENCODER_DECODERS}
     report_models({"quickstart": quickstart, **families}, rx.make_mesh(tensor=4))
@@ -252,6 +287,7 @@ def main() -> None:
     }
     report_memory("LLaMA", Sizes(length=256), {name: mesh for name, mesh in meshes.items() if name != "data 8"})
     report_meshes(quickstart, meshes)
+    report_kept(None)
 
 
 if __name__ == "__main__":

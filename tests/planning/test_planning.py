@@ -87,6 +87,18 @@ def test_bytes_of_one_layer_have_a_closed_form_and_are_those_of_the_compiled_ste
         assert dataclasses.replace(best, predicted_bytes=0.0).sent_bytes == best.sent_bytes
 
 
+def test_weights_of_a_list_are_gathered_once_on_cpus_and_again_in_an_estimate_for_others() -> None:
+    def pair(key: Any) -> eqx.nn.MLP:
+        return eqx.nn.MLP(64, 64, 64, depth=1, use_bias=False, use_final_bias=False, key=key)
+
+    # Two gathers, two sums of gradients, and one more gather: a gradient of the data needs the last weight.
+    for target, times in ((None, 2 * 3), ("h100:8", 2 * 3 + 1)):
+        best = plan(pair, batch=WIDE, mesh={"fsdp": 8}, target=target, estimate=target is not None).best
+        closed = times * 7 / 8 * 64 * 64 * 4
+        assert closed <= best.predicted_bytes <= closed + 32
+        assert closed <= best.sent_bytes <= closed + 64  # and some scalars
+
+
 def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

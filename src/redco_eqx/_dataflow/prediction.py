@@ -117,19 +117,22 @@ class Stored(NamedTuple):
     num_parts: int
 
 
-def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> float:
+def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, kept: bool = False) -> float:
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
     An array is gathered for the loss, and again for the gradient if that uses it. To scatter a gradient instead
     of summing it whole saves as much as a gather sends. The blocks in `ENDS` gather once, several of them the
-    same, and scatter with every compiler. `merged` is that of [`total_bytes`][].
+    same, and scatter with every compiler. `merged` is that of [`total_bytes`][]; `kept` is true if arrays that
+    are used outside of loops are gathered only once, as `train_step` does on CPUs.
     """
     uses = defaultdict[int, list[tuple[str, float]]](list)
+    in_loops = set[int]()
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
             for x in step.operands:
                 for leaf in x.weights:
                     uses[leaf].append((step.block, float(x.num_bytes * step.times)))
+                    in_loops |= {leaf} if step.times > 1 else set()
     total = 0.0
     for leaf, path in enumerate(analysis.traced.paths):
         if path not in stored or not uses[leaf]:
@@ -140,7 +143,8 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
         size = min(whole, largest / (analysis.costs.tensor if leaf in analysis.layout else 1))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = {block for block, _ in uses[leaf]}
-        num_gathers = min(2, len(uses[leaf])) - (merged and is_trained)
+        most = 1 if kept and leaf not in in_loops else 2
+        num_gathers = min(most, len(uses[leaf])) - (merged and is_trained)
         if blocks.issubset(ENDS):
             others = len(blocks) - 1
             num_gathers = (others if merged else -others) if is_trained else 1
@@ -148,11 +152,14 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool)
     return total
 
 
-def sent_by_axes(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool) -> tuple[float, float]:
+def sent_by_axes(
+    analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, kept: bool = False
+) -> tuple[float, float]:
     """Bytes that the layout of `analysis` sends over `tensor`, and over the batch axes."""
     sent, over_batch = analysis.simulated, analysis.costs.leads.over_batch
     batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
-    return sent.num_bytes(merged=merged) - batch, batch + over_fsdp(analysis, stored, merged=merged)
+    gathered = over_fsdp(analysis, stored, merged=merged, kept=kept)
+    return sent.num_bytes(merged=merged) - batch, batch + gathered
 
 
 def opaque_of(analysis: Analysis) -> tuple[str, ...]:
@@ -180,7 +187,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     total = of_tensor + of_batch
     return Prediction(
         num_bytes=total,
-        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False)),
+        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False, kept=True)),
         at_least=min(least + gathered, total) if least > 0 else 0.0,
         lines=lines_of(sizes),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),

@@ -221,6 +221,7 @@ def plan(
     for count in counts:
         check_positive("plan", num_microbatches=count)
     on = find_target(target, bytes_per_device=bytes_per_device, estimate=estimate)
+    is_estimate = estimate and isinstance(target, str)
     if options and _is_model(model):
         raise ValueError("plan: options need a function that makes the model, but model is a model already.")
     # `trace_step` refuses a batch with none, or with others.
@@ -254,7 +255,8 @@ def plan(
             share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
             own = flops / num_shards * (share / tensor + 1 - share)
             merged = scatters(mesh)
-            once, each = sent_by_axes(found, explained.stored, merged=merged)
+            kept = not merged and not is_estimate
+            once, each = sent_by_axes(found, explained.stored, merged=merged, kept=kept)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
             is_for_each = mesh.shape["fsdp"] > 1 or not merged
             for count in counts:
@@ -272,7 +274,7 @@ def plan(
         )
     capacity = int(on.chip.memory * (1 - reserve))
     step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
-    if estimate and isinstance(target, str):
+    if is_estimate:
         # Compiled for CPUs, it stands for the step of the target, which keeps no gathered weights.
         step = functools.partial(step, reshard_after_forward=True)
 
