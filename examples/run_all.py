@@ -31,7 +31,7 @@ class Example:
     """The target of an example.
 
     - `stated`: for each result, its measure and baseline, and its bound: a minimum (`">= 0.9"`), a maximum
-      (`"<= 2.5"`), or a distance from the baseline (`"within 1%"`).
+        (`"<= 2.5"`), or a distance from the baseline (`"within 1%"`).
     - `upstream`: the number of lines of code in the programs of redco 0.4.23 for the same task.
     - `flags`: the arguments of its `main`, with `{here}` for its folder.
     - `more`: the reason why the example has more lines than those programs, if it does.

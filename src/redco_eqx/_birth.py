@@ -52,7 +52,7 @@ class Birth:
 
     - `leaf`: the variable of the array in the traced program.
     - `way`: `"given"` if the value is small, and so already known; `"spread"` if a program makes each shard on
-      its own device; `"whole"` if a program makes the array on one device.
+        its own device; `"whole"` if a program makes the array on one device.
     - `program`: makes `leaf` from its inputs, which are known values.
     """
 
@@ -206,7 +206,7 @@ def init_model(
     - sorts and permutations;
     - arrays that are normalised by a sum over the array;
     - parts of a larger draw, and arrays assembled from several others (slice, concatenation, reshape,
-      `.at[...].set`);
+        `.at[...].set`);
     - draws from a loop (`jax.random.gamma`);
     - draws from keys of other kinds (`rbg`), or with `jax_threefry_partitionable` off;
     - arrays that are computed from a large array outside `make_model`.

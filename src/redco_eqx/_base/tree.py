@@ -225,7 +225,8 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     **Arguments:**
 
     - `tree`: the mask or the labels, as a tree like the model. A value in place of a whole part, such as a
-      layer, applies to everything in that part. The tree may also have values for leaves that are not trained.
+        layer, applies to everything in that part. The tree may also have values for leaves that are not
+        trained.
 
     **Returns:**
 

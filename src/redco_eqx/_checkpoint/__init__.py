@@ -1,1 +1,1 @@
-"""States on disk, saved and read back exactly."""
+"""Save states to disk, and read them back exactly."""

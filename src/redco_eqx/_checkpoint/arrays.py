@@ -1,8 +1,8 @@
 """The arrays of a state: their names in a checkpoint, and checksums that do not depend on their layout.
 
 A checksum is computed on the devices that have the array, before a checkpoint is written and after it is read.
-So it covers the whole path through host, network and disk, and costs one pass over device memory instead of a
-second reading of the files.
+So it covers the whole path through host, network and disk. It costs one pass over device memory, instead of
+reading the files a second time.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
 
 
 def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """Returns the arrays in the form in which they are stored: keys as their data, and no empty arrays."""
+    """Returns the arrays in stored form: keys as their data, and without empty arrays."""
     return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
 
 
@@ -55,10 +55,10 @@ def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
 
-# Checksums, and other numbers that are sums over the pieces of an array.
+# Checksums and other sums over the pieces of an array.
 
 Starts: TypeAlias = tuple[int | UInt32[Array, ""], ...]
-"""The index in an array at which a piece begins, for each dim."""
+"""For each dim, the index in the array at which a piece begins."""
 
 OfPiece: TypeAlias = Callable[[Array, Starts, tuple[int, ...]], Shaped[Array, " n"]]
 """A function from a piece, its starts and the shape of the whole array to numbers that are summed over all
@@ -66,7 +66,7 @@ pieces."""
 
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Turns each word into one that looks random."""
+    """Turns each word into a random-looking one."""
     # The finalizer of MurmurHash3 (Appleby, public domain): one-to-one on 32 bits.
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -106,11 +106,12 @@ def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UI
 
 
 def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3"]:
-    """Computes two words of a checksum of a piece `x` of an array, and 1 if `x` has NaN or infinity, else 0.
+    """Computes two checksum words of a piece `x` of an array, and 1 if `x` has NaN or infinity, else 0.
 
-    With `bits` an element's bits and `i` its row-major index, `h = mix(bits ^ mix(i + 1))`. The words are the
-    sums of `h` and of `mix(h + 1)`, modulo 2**32, so the words of all pieces add up to those of the whole. A
-    change of a single element always changes the first word. Arguments as for `indices`.
+    If `bits` are the bits of an element and `i` is its row-major index, `h = mix(bits ^ mix(i + 1))`. The words
+    are the sums of `h` and of `mix(h + 1)`, modulo 2**32, so the words of all pieces add up to those of the
+    whole array. A change of a single element always changes the first word. The arguments are those of
+    `indices`.
     """
     bits = bits_of(x)
     hashes = mix(bits ^ mix(indices(bits.shape, starts, shape)))
@@ -124,8 +125,8 @@ def _per_device(
 ) -> Callable[[AnyArray], Shaped[Array, "devices n"]]:
     """Makes a function that computes the numbers of the piece on each device.
 
-    No device waits for another: there can be a thousand leaves, and so many collectives at once can block a
-    CPU.
+    No device waits for another, because there can be a thousand leaves, and that many collectives at once can
+    block a CPU.
     """
     axes = (*spec, *[None] * (len(shape) - len(spec)))
 
@@ -142,19 +143,19 @@ def _per_device(
 
 @functools.lru_cache(maxsize=16)
 def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays devices n"]]:
-    """Makes a function that shares the numbers of each device for each array with all, by one collective."""
+    """Makes a function that shares the numbers of each device and array with all devices, in one collective."""
     return jax.jit(lambda rows: jnp.stack(rows), out_shardings=replicated(mesh))
 
 
 def _begin(
     of_piece: OfPiece, arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Begins to compute `of_piece` on each device. A collective call on several processes, which does not wait.
+    """Begins to compute `of_piece` on each device. All processes must call it; it does not wait.
 
-    Returns a function that waits. It returns for each array the numbers of all devices, and those of the first
-    device of each piece, by the axes of the mesh. The mesh is that of the first array that has one; an array
-    that does not lie on it is put there, whole. The numbers `own` of each process, as many as `of_piece` has,
-    come back under the name `""`.
+    Returns a function that waits. For each array, that function returns the numbers of all devices, and those
+    of the first device of each piece, by the axes of the mesh. The mesh is that of the first array that has
+    one; an array on another mesh is put there, whole. Each process also passes its numbers `own`, which has the
+    length of a result of `of_piece`. They come back under the name `""`.
     """
     if not arrays:
         return dict
@@ -186,16 +187,15 @@ def _begin(
 
 
 def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
-    """Computes `of_piece` for each array, summed over its pieces. A collective call on several processes."""
+    """Computes `of_piece` for each array, summed over its pieces. All processes must call it."""
     pieces = [first.reshape(-1, first.shape[-1]) for _, first in _begin(of_piece, arrays)().values()]
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
 def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
-    """Computes the checksum of each array, 16 hexadecimal digits, and lists the arrays that are not finite.
+    """Computes the checksum of each array (16 hexadecimal digits), and lists the arrays that are not finite.
 
-    A collective call on several processes.
-    """
+    All processes must call it."""
     rows = summed(digest, arrays).tolist()
     checksums = {name: f"{a:08x}{b:08x}" for name, (a, b, _) in zip(arrays, rows)}
     return checksums, [name for name, (_, _, nonfinite) in zip(arrays, rows) if nonfinite]
@@ -204,10 +204,10 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
 def unlike_replicas(
     arrays: Mapping[str, AnyArray], seconds: float = 0.0
 ) -> Callable[[], tuple[list[str], list[list[float]]]]:
-    """Begins to compare the copies of each array on all devices. A collective call, which does not wait.
+    """Begins to compare the copies of each array on all devices. All processes must call it; it does not wait.
 
-    Returns a function that waits for the comparison. It returns the names of the arrays whose copies differ,
-    and for each device the `seconds` that its process passed, the number of that process, and 0.
+    Returns a function that waits for the comparison. That function returns the names of the arrays whose copies
+    differ, and for each device the `seconds` that its process passed, the number of that process, and 0.
     """
     wait = _begin(digest, arrays, np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32))
 

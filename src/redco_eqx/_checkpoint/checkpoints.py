@@ -1,4 +1,4 @@
-"""`Checkpoints`: the directory and the times of saves, and the choice of the checkpoints to keep."""
+"""`Checkpoints`: where and when to save, and which checkpoints to keep."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ from redco_eqx._step.state import TrainState, check_is_state, step_of
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
-    """Writes checkpoints into a directory, in the background. Made by `Checkpoints.open`; see there."""
+    """Writes checkpoints into a directory, in the background. `Checkpoints.open` returns it."""
 
     def __init__(self, config: "Checkpoints"):
         self._config, self._directory = config, local(config.directory)
@@ -56,14 +56,14 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
-        """Copies the state to the host and returns. The files are written while training continues.
+        """Copies the state to the host, and returns. The files are written while training continues.
 
-        The state may be donated as soon as this returns. If the save before is still being written, this waits
-        for it. On several processes all must call this, with the same step.
+        You may donate the state as soon as this returns. If the previous save is still being written, this call
+        waits for it. All processes must call this, with the same step.
 
         **Arguments:**
 
-        - `state`: the state to save, under the number of its `step`.
+        - `state`: the state to save, under its `step` number.
         - `metrics`: results of an evaluation at this step.
         - `extras`: anything that JSON can represent.
         - `run`: the record of a run of `fit`.
@@ -74,7 +74,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
         - `ValueError`: `extras` are not plain JSON, the state is abstract or has been donated, or a
             parameter is not finite.
-        - `CheckpointError`: this or the save before could not be written. Earlier checkpoints are unharmed.
+        - `CheckpointError`: this save or the previous one could not be written. Earlier checkpoints are not
+            affected.
         """
         check_is_state(state, "save: state")
         arrays = to_names(state)
@@ -111,12 +112,12 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._prune(newest)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if a save has failed by now; does not wait."""
+        """Raises `CheckpointError` if a save has already failed. Does not wait."""
         with self._naming(self._in_flight and self._in_flight.path):
             self._checkpointer.check_for_errors()
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends the threads. May be called twice."""
+        """Waits as `wait` does, and ends the threads. You may call it twice."""
         try:
             self.wait()
         finally:
@@ -133,19 +134,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.close()
 
     def _prepare(self) -> dict[str, Any]:
-        """Takes the directory on process 0, and returns the owner of it. Removes anything half-written there:
+        """Takes the directory on process 0, and returns its owner. Removes anything half-written there, because
         the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
-        weakref.finalize(self, self.owner.release)  # for a writer that is dropped without `close`
+        weakref.finalize(self, self.owner.release)  # if a writer is dropped without `close`
         for pattern in ("[0-9]*.orbax-checkpoint-tmp*", "[0-9]*.deleting"):
             for path in list(self._directory.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
         return self.owner.content["owner"]
 
     def _make_checkpointer(self) -> Any:
-        # `save` itself makes the directories. In the background, threads would wait for directories that cannot
-        # be made, and delay the end of the process until a time-out of minutes.
+        # `save` itself makes the directories. Background threads would wait for directories that cannot be
+        # made, and delay the end of the process by minutes.
         options = self._ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = self._ocp.CompositeCheckpointHandler(
             composite_options=self._ocp.CompositeOptions(async_options=options),
@@ -167,12 +168,12 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
     def _prune(self, newest: CheckpointInfo) -> None:
-        """Removes the checkpoints of the same run that `newest` makes superfluous: other attempts at its step,
-        and those that `keep_last` and `keep_best` do not keep."""
+        """Removes the checkpoints of the same run that are no longer needed after `newest`: other attempts at
+        its step, and those that `keep_last` and `keep_best` do not keep."""
         last, infos = self._config.keep_last, []
         for step, _, path in entries(self._directory):
             if path != newest.path and (step == newest.step or (last is not None and step < newest.step)):
-                with contextlib.suppress(CheckpointError, CheckpointFormatError):  # not ours to judge
+                with contextlib.suppress(CheckpointError, CheckpointFormatError):  # leave those alone
                     infos.append(read_record(path))
         infos = [info for info in infos if _run_of(info) == _run_of(newest)]
         one_per_step = [*(info for info in infos if info.step < newest.step), newest]
@@ -203,7 +204,7 @@ def save(
 
     **Arguments:**
 
-    - `directory`: the directory of the run; the checkpoint becomes a directory in it, named after `state.step`.
+    - `directory`: the directory of the run. The checkpoint becomes a directory in it, named after `state.step`.
     - `state`, `metrics`, `extras`: as for `CheckpointWriter.save`.
 
     **Returns:** The directory of the checkpoint.
@@ -217,8 +218,8 @@ def save(
 
 
 def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
-    """Returns the index of the row whose `metric` is least or greatest, the first of equals; `None` if no row
-    has a number for it."""
+    """Returns the index of the row with the lowest or highest `metric`, the first one if several are equal, or
+    `None` if no row has a number for it."""
     sign = 1 if mode == "min" else -1
     scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
     return min(scored, key=lambda i: sign * rows[i][metric], default=None)
@@ -230,12 +231,11 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The times and the directory for the saves of [`fit`][], and the choice of the checkpoints to keep. `open`
-    makes the same available to a loop that you write.
+    """Says where and when [`fit`][] saves, and which checkpoints to keep. In your own loop, call `open`.
 
     `fit` saves in the background every `every_steps` steps, at its end, and when a signal ends it. Without
-    `every_steps` it saves after each epoch. An evaluation that is due at the same step comes before the save,
-    and its results are part of the checkpoint.
+    `every_steps`, it saves after each epoch. An evaluation at the same step comes before the save, and its
+    results are part of the checkpoint.
 
     ```python
     checkpoints = rx.Checkpoints("run", every_steps=500, keep_last=2, keep_best={"eval/loss": "min"})
@@ -243,19 +243,18 @@ class Checkpoints:
                       evaluation=rx.Evaluation(held_out))
     ```
 
-    - `directory`: the directory of this run, which all processes see. If it has checkpoints already, `fit`
-        continues from the newest, provided that they are of a run that began with the same key, parameters and
-        examples. `~` is the home directory.
-    - `every_steps`: the number of steps between two saves; without it there is one after each epoch.
-    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2 there is another one if the
+    - `directory`: the directory of this run, which all processes must see. If it already has checkpoints, `fit`
+        continues from the newest, provided that their run began with the same key, parameters and examples. `~`
+        is the home directory.
+    - `every_steps`: the number of steps between two saves. Without it, there is one after each epoch.
+    - `keep_last`: the number of checkpoints to keep; `None` keeps all. With 2, another one is left if the
         newest is damaged. Checkpoints of other runs (see `RunRecord.begin`), and of later steps than the
-        newest, are left alone.
+        newest, are not removed.
     - `keep_best`: metrics of the evaluations, each with `"min"` or `"max"`, such as `{"eval/loss": "min"}`. The
-        checkpoint at which one of them is best is kept too, and a save follows each evaluation that is better
-        than those before.
-    - `allow_changes`: whether `fit` continues although `batch_size` or the examples have changed, or the key or
-        the parameters at the beginning of the run. Without it `fit` refuses, because the run would not be the
-        same.
+        checkpoint with the best value of each metric is also kept, and a save follows each evaluation that is
+        better than all earlier ones.
+    - `allow_changes`: true to let `fit` continue even if `batch_size`, the examples, or the initial key or
+        parameters of the run have changed. Otherwise `fit` refuses, because the run would not be the same.
 
     Raises `ValueError` for a value that cannot be used.
     """
@@ -278,7 +277,7 @@ class Checkpoints:
             )
 
     def open(self) -> CheckpointWriter:
-        """Makes a writer into the directory, to be closed or used in a `with`. The caller decides when to save.
+        """Opens a writer for the directory. Close it, or use it in a `with`. You decide when to save.
 
         ```python
         with rx.Checkpoints("run", keep_last=2).open() as writer:
@@ -288,11 +287,11 @@ class Checkpoints:
                     writer.save(state, extras={"note": "mine"})
         ```
 
-        A directory that does not exist is made. On several processes all must see the same directory, and all
-        call this. Anything that an earlier process left half-written in it is removed.
+        The directory is created if it does not exist. All processes must see the same directory, and all must
+        call this. Anything that an earlier process left half-written is removed.
 
         **Raises:** `ImportError` if Orbax is not installed; `OSError` if the directory cannot be written;
-        `CheckpointError` if another live writer uses it, on this host or on another (to detect one on another
+        `CheckpointError` if another live writer uses it, on this host or on another (detecting one on another
         host takes 12 seconds).
         """
         return CheckpointWriter(self)

@@ -1,7 +1,7 @@
-"""The owner of a directory of checkpoints: of two live runs in one directory, the second is refused.
+"""The owner of a directory of checkpoints: if a second live run uses the directory, it is refused.
 
-On one host a kernel lock decides; it ends with its process, however that ends. A file system may not pass
-locks on to other hosts. So the owner also touches its file, and a process that finds the file of another host
+On one host, a kernel lock decides. It ends with its process, however that process ends. A file system may not
+pass locks on to other hosts, so the owner also touches its file. A process that finds the file of another host
 watches whether the time of the file changes.
 """
 
@@ -21,14 +21,14 @@ from typing import Any
 from redco_eqx._checkpoint.runs import CheckpointError, Identity
 
 BEGUN = "begun.json"
-"""The name of a file in each directory of checkpoints: it has the owner of the directory, and the run that
+"""The name of a file in each directory of checkpoints. It holds the owner of the directory and the run that
 began there, so that the run is known before its first checkpoint is complete."""
 
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 12.0
 
 
 class Owner:
-    """The right of this process to write into a directory, alone. Ends by `release`, or with the process."""
+    """The sole right of this process to write into a directory. It ends with `release`, or with the process."""
 
     def __init__(self, directory: pathlib.Path):
         """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
@@ -37,12 +37,13 @@ class Owner:
         """
         self._file = directory / BEGUN
         self._done = threading.Event()
-        # Locks the directory: a file open for writing would keep a file system from becoming read-only.
+        # Lock the directory, because a file open for writing would keep the file system from becoming
+        # read-only.
         self._fd = os.open(directory, os.O_RDONLY)
         _owners.add(self)
         try:
             self.content = self._take()
-            # At once, so that a disk that cannot be written, or a read-only file, raises here.
+            # Write at once, so that a disk that cannot be written, or a read-only file, raises here.
             self._write(owner=_this_process())
         except BaseException:
             self.unlock()
@@ -52,15 +53,15 @@ class Owner:
     def begin(
         self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
     ) -> tuple[str, bool]:
-        """Returns the id of the run that begins here, and true if it began before: then it was killed before
-        its first save.
+        """Returns the id of the run that begins here, and true if it began before, and was killed before its
+        first save.
 
         **Arguments:**
 
         - `begin`: the first step of the run.
-        - `identity`: the identity of the run; it is stored in the file.
-        - `differs`: called with the identity in the file and this one; returns a true value if they are of two
-            runs.
+        - `identity`: the identity of the run, which is stored in the file.
+        - `differs`: called with the identity in the file and this one. Returns a true value if they belong to
+            different runs.
         """
         before = self.content
         if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
@@ -70,10 +71,10 @@ class Owner:
         return run_id, False
 
     def release(self) -> None:
-        """Releases the directory to others. May be called twice."""
+        """Releases the directory to others. You may call it twice."""
         if not self._done.is_set():
             self._done.set()
-            with contextlib.suppress(OSError):  # a full disk, say: others see the lock or the file's time
+            with contextlib.suppress(OSError):  # on a full disk, others still see the lock or the time
                 if "id" in self.content:
                     self._write(owner=None)
                 else:
@@ -108,13 +109,13 @@ class Owner:
         """Returns true if this process has the kernel's lock; `None` if this file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # NFS, for one, locks only files that are open for writing
+        except OSError as error:  # NFS, for example, locks only files that are open for writing
             return False if isinstance(error, BlockingIOError) else None
         return True
 
     def _write(self, **changes: Any) -> None:
         self.content = {**self.content, **changes}
-        # In place, which needs no space on a full disk.
+        # Write in place, which needs no space on a full disk.
         with open(os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.write(json.dumps(self.content).encode())
             file.truncate()
@@ -134,7 +135,7 @@ os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners]
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
     """Waits until the file in the directory names this owner, which may be on another host.
 
-    Raises `CheckpointError` after 12 seconds: then this is another directory, of the same name.
+    Raises `CheckpointError` after 12 seconds, because this is then another directory with the same name.
     """
     start = time.monotonic()
     while _read(directory / BEGUN)[0].get("owner") != owner:
@@ -147,7 +148,7 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    """Identifies this process, and this host since it was booted, since hosts may share a name."""
+    """Identifies this process and this boot of the host, because hosts may share a name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
     return {"host": host, "pid": os.getpid()}

@@ -15,7 +15,7 @@ from typing import Any
 from redco_eqx._base.tree import describe
 from redco_eqx._checkpoint.runs import CheckpointError, CheckpointFormatError, RunRecord, from_json, to_json
 
-# The small JSON file of a checkpoint: its content, its run, and the extras that the user added.
+# The small JSON file of a checkpoint: its content, its run, and the user's extras.
 
 
 FORMAT = 2
@@ -25,7 +25,7 @@ FORMAT = 2
 class ArrayInfo:
     """Shape, dtype and checksum of an array that is not read.
 
-    - `dtype`, `shape`: those of the array; for a typed PRNG key those of the key, although its
+    - `dtype`, `shape`: those of the array; for a typed PRNG key, those of the key, although its
         `jax.random.key_data` is stored.
     - `checksum`: that of `arrays.digest`, in hexadecimal digits.
     - `key_impl`: the implementation of a typed PRNG key; `None` for other arrays.
@@ -41,16 +41,16 @@ class ArrayInfo:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of this package and of the packages that it is built on."""
+    """Returns the versions of Python, of this package and of its main dependencies."""
     names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """The content of a checkpoint besides its arrays.
+    """The content of a checkpoint, without its arrays.
 
-    - `step`: number of steps taken.
+    - `step`: the number of steps taken.
     - `path`: the directory of the checkpoint.
     - `metrics`: results of an evaluation at this step, if there was one.
     - `extras`: the data that the user added.
@@ -99,10 +99,10 @@ _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Lists the complete checkpoints of a directory, ascending by step. No array is read.
+    """Lists the complete checkpoints of a directory, by ascending step. Reads no arrays.
 
-    A checkpoint whose record is damaged, or was written by a version that this one cannot read, is left out
-    with a warning.
+    Leaves out, with a warning, a checkpoint with a damaged record, or with a record that this version cannot
+    read.
 
     ```python
     rx.save("run", state, metrics={"eval/loss": 0.5})
@@ -112,7 +112,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     **Arguments:**
 
-    - `directory`: as for `save`; it need not exist.
+    - `directory`: as for `save`. It need not exist.
     """
     infos = []
     for _, _, path in entries(local(directory)):
@@ -163,7 +163,7 @@ def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """Makes an absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
+    """Returns the absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
     for an object that is not a path."""
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
@@ -181,7 +181,7 @@ def local(directory: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def orbax_checkpoint() -> ModuleType:
-    """Imports the package at its first use. Raises `ImportError` with the command that installs it."""
+    """Imports the package when it is first used. Raises `ImportError` with the command that installs it."""
     try:
         import orbax.checkpoint
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint onto any mesh, and verifying it."""
+"""Read a checkpoint onto any mesh, and verify it."""
 
 import fnmatch
 import os
@@ -34,8 +34,8 @@ def restore(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
-    """Reads a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. The mesh on which it
-    was saved does not matter. Every array is verified, bit for bit.
+    """Reads a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. It may have been
+    saved on any mesh. Every array is verified, bit for bit.
 
     ```python
     rx.save("run", state)
@@ -46,28 +46,28 @@ def restore(
     **Main arguments:**
 
     - `directory`: as for `save`.
-    - `like`: a state from `init_state`; its arrays may be abstract (`jax.ShapeDtypeStruct` with a sharding).
-        It is not changed.
-    - `step`: the step of the checkpoint to read; by default the newest. If the newest is damaged, a warning
-        names it, and the one before is read.
+    - `like`: a state from `init_state`, which is not changed. Its arrays may be abstract
+        (`jax.ShapeDtypeStruct` with a sharding).
+    - `step`: the step of the checkpoint to read; by default, the newest. If the newest is damaged, a warning
+        names it, and the previous one is read.
 
     **Other arguments:**
 
-    - `only`: `"model"` reads the model alone: optimizer, step and key stay those of `like`.
+    - `only`: `"model"` reads only the model. Optimizer, step and key stay those of `like`.
     - `renamed`: `{path in the checkpoint's model: path in that of like}`, for leaves or for everything below a
-        path, such as `{"encoder": "backbone.encoder"}`. The optimizer's arrays for these leaves are renamed
-        likewise.
-    - `new`: globs of names, such as `model/head.*`. These arrays keep the value of `like` if the checkpoint has
-        none of this shape and dtype.
-    - `unused`: globs of names in the checkpoint that are ignored.
+        path, such as `{"encoder": "backbone.encoder"}`. The optimizer's arrays for these leaves are renamed,
+        too.
+    - `new`: globs of names, such as `model/head.*`. These arrays keep their value in `like` if the checkpoint
+        has no array with this shape and dtype.
+    - `unused`: globs of names in the checkpoint to ignore.
 
     **Returns:** The state.
 
     **Raises:**
 
     - `ValueError`: state and checkpoint differ. The message has each name with both shapes and dtypes.
-    - `FileNotFoundError`: there is no checkpoint, or none of this step.
-    - `CheckpointError`: all checkpoints, or all of this step, are damaged.
+    - `FileNotFoundError`: there is no checkpoint, or none for this step.
+    - `CheckpointError`: all checkpoints, or all for this step, are damaged.
     - `ImportError` if Orbax is not installed.
     """
     orbax_checkpoint()
@@ -101,8 +101,8 @@ def _lack(directory: pathlib.Path, step: int | None) -> str:
 def first_good(
     paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], T]
 ) -> tuple[T, list[pathlib.Path]]:
-    """Returns `load(path)` for the first path that is not damaged, and the damaged paths before it. A warning
-    names each of these.
+    """Returns `load(path)` for the first path that is not damaged, and the damaged paths before it. Warns about
+    each of these.
 
     Raises `CheckpointError` if all are damaged.
     """
@@ -157,9 +157,9 @@ def select(
 
 
 def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
-    """Returns `like` with arrays of a checkpoint. `names` is the result of `select`.
+    """Returns `like` with the arrays of a checkpoint. `names` is the result of `select`.
 
-    A collective call. Raises `CheckpointError` if the checkpoint is damaged.
+    All processes must call it. Raises `CheckpointError` if the checkpoint is damaged.
     """
     own, targets, empty = to_names(like), {}, {}
     for name, stored in names.items():
@@ -191,7 +191,7 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
     import orbax.checkpoint as ocp
     from etils import epath
 
-    # The handler alone: a checkpointer would wait for the other processes even if one of them has failed.
+    # Use only the handler: a checkpointer would wait for the other processes even if one of them has failed.
     arguments = ocp.args.PyTreeRestore(
         item=targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
@@ -204,10 +204,10 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
 
 def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
-    """Returns `{name in the checkpoint: name in the state}`. `paths` has the paths of the model, or their
-    beginnings, that have changed.
+    """Returns `{name in the checkpoint: name in the state}`. `paths` has the changed paths of the model, or
+    their beginnings.
 
-    The name of an optimizer's array for a leaf ends with the path of that leaf, and is renamed with it.
+    The name of an optimizer's array ends with the path of its leaf, and is renamed with it.
 
     Raises `ValueError` if two names become one.
     """

@@ -1,4 +1,4 @@
-"""The progress of a run, as checkpoints and logs record it, and the errors of checkpoints."""
+"""The progress of a run in checkpoints and logs, and the errors of checkpoints."""
 
 import dataclasses
 import json
@@ -12,15 +12,16 @@ Row: TypeAlias = Mapping[str, float | int]
 """Numbers by name."""
 
 Identity: TypeAlias = dict[str, Any]
-"""Plain JSON. Identifies the state, the functions and the examples of a run: see `_training/identity.py`."""
+"""Plain JSON that identifies the state, the functions and the examples of a run: see
+`_training/identity.py`."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, is damaged, or cannot be written; or its directory has another writer."""
+    """A checkpoint is damaged or cannot be read or written, or its directory has another writer."""
 
 
 class CheckpointFormatError(RuntimeError):
-    """A checkpoint was written by another version, in a format that this one cannot read. It is not damaged."""
+    """A checkpoint is not damaged, but another version wrote it in a format that this version cannot read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +30,18 @@ class RunRecord:
 
     - `begin`: the step at which the run began.
     - `num_steps`: the number of steps that it has taken.
-    - `epoch`, `batch`: whole epochs done, and batches of the next epoch done.
-    - `batch_size`: number of examples in a batch of the training.
-    - `num_examples`: number of examples in the first epoch; `None` for a stream.
-    - `finished`: whether the run has reached its end.
+    - `epoch`, `batch`: the number of whole epochs done, and of batches of the next epoch done.
+    - `batch_size`: the number of examples in a training batch.
+    - `num_examples`: the number of examples in the first epoch; `None` for a stream.
+    - `finished`: true if the run has reached its end.
     - `evaluations`: `{"step": ..., "eval/loss": ..., ...}` for each evaluation so far.
-    - `window`: metrics that were not logged yet.
-    - `stopped`: whether a hook has ended the run.
-    - `order`: the name of the method that makes the order of an epoch from its key, see `Epochs`; `None` for
-        the order of the examples themselves.
-    - `positions`: the position at which each shard of a stream was left: the fields of its `Position`.
-    - `identity`: further facts that distinguish the run from another one: see `Identity`.
-    - `id`: the mark of the rows of the run in a log.
+    - `window`: the metrics that have not been logged yet.
+    - `stopped`: true if a hook has ended the run.
+    - `order`: the name of the method that makes the order of an epoch from its key (see `Epochs`); `None` if
+        the examples keep their order.
+    - `positions`: the position of each shard of a stream, as the fields of a `Position`.
+    - `identity`: further facts that distinguish the run from other runs: see `Identity`.
+    - `id`: the id that marks the rows of the run in a log.
     """
 
     begin: int
@@ -59,13 +60,13 @@ class RunRecord:
     id: str | None = None
 
     def advanced(self, epoch: int, batch: int, positions: Any = None) -> "RunRecord":
-        """Returns the record after one more step, which has led to this place."""
+        """Returns the record after one more step, which led to this place."""
         place = {"epoch": epoch, "batch": batch, "positions": positions}
         return dataclasses.replace(self, num_steps=self.num_steps + 1, window=None, **place)
 
     @property
     def num_shards(self) -> int | None:
-        """The number of shards in which a stream is read; `None` without a stream."""
+        """The number of shards in which a stream is read; `None` if there is no stream."""
         return None if self.positions is None else self.positions[0][1]
 
     def evaluated(self, row: Row) -> "RunRecord":
@@ -83,7 +84,7 @@ class RunRecord:
         return bool(self.evaluations) and self.evaluations[-1]["step"] == self.step
 
 
-# Numbers for which JSON has no form become strings that `float` reads.
+# Numbers that JSON cannot represent become strings that `float` reads.
 
 
 def to_json(x: Any) -> Any:

@@ -109,22 +109,22 @@ class Collective:
     - `kind`: the name that XLA uses: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"ragged-all-to-all"`, `"collective-permute"` or `"collective-broadcast"`.
     - `axes`: the mesh axes, in the mesh's order, along which the devices of one group differ (for a permute:
-      sender and receiver). Axes of size one are never named. If groups do not have all devices along those
-      axes, the only label is `("part of tensor",)`, which never equals a whole axis.
+        sender and receiver). Axes of size one are never named. If groups do not have all devices along those
+        axes, the only label is `("part of tensor",)`, which never equals a whole axis.
     - `group_size`: the number of devices in one group; 2 for a permute.
     - `shapes`: the shapes of the results on one device, such as `"f32[8,128]"`; several if the compiler
-      combined several collectives.
+        combined several collectives.
     - `result_bytes`: the size of all results on one device, for one execution, without padding of tiles.
     - `loops`: the trip counts of the enclosing loops, outermost first; None for a count that the text does not
-      have.
+        have.
     - `conditional`: true if it is in a branch of a conditional. Only the branch with the most bytes is kept.
     - `operation`: the JAX operation that it was compiled from, such as
-      `"jit(step)/transpose(jvp())/dot_general"`, or else the name of the instruction. For a collective that the
-      compiler added, it is the operation whose result is sent. For a combined one, it is the operation of one
-      of its parts.
+        `"jit(step)/transpose(jvp())/dot_general"`, or else the name of the instruction. For a collective that
+        the compiler added, it is the operation whose result is sent. For a combined one, it is the operation of
+        one of its parts.
     - `source`: the line of that operation, such as `"/home/me/train.py:12"`. It is the innermost line outside
-      JAX, Equinox, Optax and the building blocks of this library, or empty if the text does not have it. JAX's
-      persistent compilation cache returns a program with the lines of its first compilation.
+        JAX, Equinox, Optax and the building blocks of this library, or empty if the text does not have it.
+        JAX's persistent compilation cache returns a program with the lines of its first compilation.
     """
 
     kind: str
@@ -248,8 +248,8 @@ class Total:
     - `result_bytes`: the bytes of the results on one device.
     - `sent_bytes`: the bytes that one device sends, if the ring algorithm is used.
     - `bound`: how the true numbers relate to these: `""` if they are equal; `">="` if some collectives are in a
-      loop whose length the program does not state (it counts as one trip); `"<="` if some are in a branch of a
-      conditional (the branch with the most bytes counts); `"~"` if both apply.
+        loop whose length the program does not state (it counts as one trip); `"<="` if some are in a branch of
+        a conditional (the branch with the most bytes counts); `"~"` if both apply.
     """
 
     count: int
@@ -324,7 +324,7 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
     **Arguments:**
 
     - `compiled`: the result of `jit_step(step).lower(...).compile()` or `jax.jit(f).lower(...).compile()`, or
-      its `as_text()`, for CPU, GPU or TPU.
+        its `as_text()`, for CPU, GPU or TPU.
     - `mesh`: the mesh that the program was compiled for. HLO names a device by its position in
         `mesh.devices.flat`, so only the names and sizes of the axes are used.
 
@@ -336,7 +336,7 @@ def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh
 
     - `TypeError` if `compiled` is not a compiled program.
     - `ValueError` if its text is not the optimized HLO of one program, is for a different number of devices
-      than the mesh has, or has an unknown form. Nothing is skipped silently.
+        than the mesh has, or has an unknown form. Nothing is skipped silently.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         name = type(compiled).__name__

@@ -1,7 +1,7 @@
-"""From examples to batches on the mesh: rows of this process, collation, prefetch, epoch after epoch.
+"""Make batches on the mesh from examples: the rows of this process, collation, prefetch, and epochs.
 
 The examples of a batch are a pure function of numbers that are equal on every process. Each process reads only
-the rows that its devices need. With a sequence of examples nothing here waits for another process.
+the rows that its devices need. With a sequence of examples, nothing here waits for another process.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from redco_eqx._data.workers import noting, run_ahead
 from redco_eqx._distributed.consensus import Facts, Vote, entries_of, from_all
 
 Made: TypeAlias = tuple[Batch, Place]
-"""A batch on the mesh, and the place after it."""
+"""A batch on the mesh, with the place after it."""
 
 
 class Epochs:
-    """The batches of one epoch, or of all epochs of a run, one after the other without end. Each epoch has a
-    different order.
+    """The batches of one epoch, or of all epochs of a run in an endless sequence. Each epoch has a different
+    order.
 
-    - `batch_size`: number of examples in a batch.
+    - `batch_size`: the number of examples in a batch.
     - `num_examples`, `num_batches`: those of the first epoch; `None` for a stream.
-    - `examples_of`: a function from the number of an epoch to its examples; returns `None` for a stream.
-    - `order`: the name of the method that makes an order from a key, for the record of a run; `None` for the
-        order of the examples.
+    - `examples_of`: a function from the number of an epoch to its examples (`None` for a stream).
+    - `order`: the name of the method that makes an order from a key, for the record of a run; `None` if the
+        examples keep their order.
     - `positions`: the position at which a stream begins, also for the record; `None` for a sequence.
     """
 
@@ -54,7 +54,7 @@ class Epochs:
         """
         self._data, self._mesh, self._collate_fn = as_data(examples), mesh, collate_fn
         self.batch_size, self._remainder = batch_size, remainder
-        # `with jax.enable_x64(...)` around the consumer does not reach other threads.
+        # `with jax.enable_x64(...)` around the consumer does not affect other threads.
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = self.num_examples = self.order = self.positions = None
         check_batch_size("batches", batch_size, mesh)
@@ -100,8 +100,8 @@ class Epochs:
         return self.num_batches * num_epochs
 
     def place(self, epoch: int, batch: int) -> Place:
-        """Returns the place after `epoch` whole epochs and `batch` batches of the next one, or after all its
-        batches if there are fewer."""
+        """Returns the place after `epoch` whole epochs and `batch` batches of the next one (or all its batches,
+        if it has fewer)."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
         num_whole, tail = self._sizes(self.examples_of(epoch))
@@ -109,19 +109,19 @@ class Epochs:
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
-        """Yields the batches from a place on, each with the place after it. Closing the generator ends its
+        """Yields the batches that follow a place, each with the place after it. Closing the generator ends its
         threads.
 
-        `key` determines the order of each epoch; that of `fit` is `order_key`. A stream is read again up to its
-        place if that has no positions. `reading` are the options of `Reading`; the thread that reads the stream
-        calls its `say`.
+        `key` determines the order of each epoch; `fit` passes `order_key`. If the place has no positions, a
+        stream is read again up to it. `reading` has the options of `Reading`, whose `say` is called in the
+        thread that reads the stream.
         """
         while not (self._is_once and place.epoch > 0):
             yield from self.rest(place, key=key, **reading)
             place = Place(place.epoch + 1, 0, None)
 
     def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
-        """Yields the batches of one epoch from a place on, as `after` does. Raises at once if that is not
+        """Yields the batches of one epoch that follow a place, as `after` does. Raises at once if this is not
         possible."""
         epoch, start, *_ = place
         if isinstance(self._data, Stream):
@@ -192,7 +192,7 @@ class Epochs:
 
 
 def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:
-    """Yields the same batches, and compares them with those of the other processes. Raises at once if the facts
+    """Yields the same batches, and compares them with those of the other processes. Raises at once if they
     differ."""
     entries = entries_of(mesh)
     if entries is None:
@@ -209,11 +209,11 @@ def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Ge
 
 
 def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
-    """Yields each batch of a stream once it is known whether it is the last one on any process. All processes
+    """Yields each batch of a stream when it is known whether it is the last one on any process. All processes
     stop at that batch.
 
-    No process waits for another: the answer about a batch comes a few batches later. With `is_whole` all
-    processes read the same examples. Raises `ValueError` on all of them if their checksums then differ, or if
+    No process waits for another: the answer about a batch comes a few batches later. With `is_whole`, all
+    processes read the same examples. Raises `ValueError` on all of them if the checksums of these differ, or if
     an epoch that is read from its beginning has no batch.
     """
     vote = Vote(mesh)
@@ -253,7 +253,7 @@ def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one epoch, and the current place in it. Made by [`batches`][]."""
+    """The batches of one epoch, and the current place in it. [`batches`][] returns it."""
 
     def __init__(self, made: Generator[Made], place: Place):
         self._made, self._place = made, place
@@ -269,11 +269,11 @@ class Batches(Iterator[Batch]):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments with which `batches` continues after the last batch that was yielded: plain JSON, for
-        the `extras` of a checkpoint.
+        """The arguments with which `batches` continues after the last batch that it yielded. They are plain
+        JSON, so you can put them in the `extras` of a checkpoint.
 
-        After the last batch of an epoch these are the arguments for the next epoch. For a stream this is a
-        collective call, since each process knows the position in only one shard.
+        After the last batch of an epoch, these are the arguments for the next epoch. For a stream, all
+        processes must read `place`, because each knows the position in only one shard.
         """
         epoch, start, _, positions, _ = self._place
         place: dict[str, Any] = {"epoch": epoch, "start": start}
@@ -299,14 +299,15 @@ def batches(
     positions: Sequence[Sequence[Any]] | None = None,
     remainder: str = "drop",
 ) -> Batches:
-    """The batches of one epoch, placed on the mesh with their leading dim split over its data shards.
+    """Iterates over the batches of one epoch, placed on the mesh with their leading dim split over its data
+    shards.
 
     ```python
     for batch in rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2)):
         state, metrics = step(state, batch)
     ```
 
-    The iterator has a place, from which another iterator can continue, even in another process:
+    The iterator has a place. Another iterator can continue from there, even in another process:
 
     ```python
     iterator = rx.batches(examples, collate_fn, batch_size=64, mesh=mesh, key=jax.random.key(2))
@@ -316,37 +317,36 @@ def batches(
 
     **Arguments:**
 
-    - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging
-        Face dataset. Only the rows that this process needs are read. [`Data`][] sets how they are read; a
-        [`Stream`][] has examples that come one after the other.
-    - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim
-        `len(examples)`. Called once per batch, with this process's rows in global order. On several
-        processes these rows are a part of the batch, so the other dims must not depend on the examples in
-        them (pad text to a fixed length). The arrays must be new ones: an array that is filled again for the
-        next batch may still be in use.
+    - `examples`: anything with `len(examples)` and `examples[int]`: a list, a NumPy array, a Hugging Face
+        dataset. Each process reads only the rows that it needs. Pass [`Data`][] to set how they are read, or a
+        [`Stream`][] for examples that come one after the other.
+    - `collate_fn`: turns a list of examples into a PyTree of arrays, each with leading dim `len(examples)`. It
+        is called once per batch, with this process's rows in global order. With several processes, these rows
+        are a part of the batch, so the other dims must not depend on the examples (pad text to a fixed length).
+        Return new arrays each time, because an earlier array may still be in use.
     - `batch_size`: number of examples in a batch, over all devices.
     - `mesh`: the mesh, as made by [`make_mesh`][].
-    - `key`: shuffles the examples. `None` keeps their order; a stream always keeps it.
+    - `key`: shuffles the examples. `None` keeps their order. A stream always keeps its order.
     - `epoch`: the number of the epoch; each one has a different order.
-    - `start`: index of the first batch to yield: `batches(start=k)` continues an epoch after its first `k`
+    - `start`: the index of the first batch to yield. `batches(start=k)` continues an epoch after its first `k`
         batches.
-    - `positions`: the positions of the shards of a stream at `start`, as in `place`; without them the stream
-        is read again up to there.
-    - `remainder`: the treatment of the examples after the last whole batch. `"drop"` (training) leaves them
-        out. `"split"` (evaluation) makes one batch of as many of them as divide over the data shards, and of
-        the rest another batch that is replicated. Both have their true size: no example is lost or counted
-        twice. `"pad"` (prediction) fills the last batch up by repeating the last example.
+    - `positions`: the positions of the shards of a stream at `start`, as in `place`. Without them, the stream
+        is read again up to `start`.
+    - `remainder`: how to treat the examples after the last whole batch. `"drop"` (training) leaves them out.
+        `"split"` (evaluation) makes up to two smaller batches: one of as many examples as divide over the data
+        shards, and a replicated one of the rest. No example is lost or counted twice. `"pad"` (prediction)
+        fills the last batch by repeating the last example.
 
     **Returns:**
 
-    An iterator with a `place` (see [`Batches`][]). Closing it, or dropping it, ends its threads. An exception
-    in `examples` or `collate_fn` is raised at the batch where it happened.
+    An iterator with a `place` (see [`Batches`][]). Its threads end when you close or drop it. An exception in
+    `examples` or `collate_fn` is raised at the batch where it happened.
 
     **Raises:**
 
-    At the call, `TypeError` or `ValueError` if an argument cannot be used, or differs from that of another
-    process. At a batch, `TypeError` or `ValueError` naming the leaf, if `collate_fn` returns anything but
-    numeric arrays with one row per example, or on another process arrays of another shape.
+    `TypeError` or `ValueError`. At the call: an argument cannot be used, or differs from that of another
+    process. At a batch: `collate_fn` returns anything but numeric arrays with one row per example, or arrays
+    with another shape than on another process. The message names the leaf.
     """
     check_function("batches", "collate_fn", collate_fn, "examples")
     data = as_data(examples)
@@ -360,8 +360,8 @@ def batches(
 
 
 def shapes_of(batch: Batch) -> Facts:
-    """Returns the dtype and shape of each leaf. The leading dim is left open, since each process has other
-    rows."""
+    """Returns the dtype and shape of each leaf. The leading dim is left open, because each process has
+    different rows."""
     return {
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
         for path, x in leaves_with_paths(batch)

@@ -1,4 +1,4 @@
-"""`Data` and `Stream`: examples, and the way and the order in which they are read."""
+"""`Data` and `Stream`: examples, with how and in which order to read them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,24 +21,24 @@ def check_workers(name: str, prefetch: int, num_workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Data:
-    """Examples and the options for reading them. It is accepted wherever examples are; examples without it are
-    read with the defaults.
+    """Examples, and options for reading them. You can pass it wherever you can pass examples. Plain examples
+    are read with the default options.
 
     ```python
     state, _ = rx.fit(state, rx.Data(examples, num_workers=4), **pipeline, num_epochs=1)
     ```
 
-    - `examples`: anything with `len(examples)` and `examples[int]`; for training also a function from the
-        number of an epoch to such an object.
-    - `shuffle`: whether training reads the examples of each epoch in a different order. It costs no memory, and
-        microseconds for an example, for any number of examples.
-    - `prefetch`: the number of batches that are made and placed ahead, in the background; 0 for none, and no
-        thread.
-    - `num_workers`: the number of threads that collate, each a different batch; at least as many batches are
-        made ahead. Order and errors are the same as with one thread. With several, `examples` and `collate_fn`
-        must allow calls at the same time. Threads speed up work that waits (for a disk, a network) or releases
-        Python's lock (most of NumPy). For work in Python itself use the processes of Grain or of a
-        `DataLoader`, read as a [`Stream`][].
+    - `examples`: anything with `len(examples)` and `examples[int]`. For training, it can also be a function
+        from the number of an epoch to such an object.
+    - `shuffle`: true if training reads the examples in a different order in each epoch. Shuffling takes no
+        memory and microseconds for each example, for any number of examples.
+    - `prefetch`: the number of batches to make and place ahead, in the background. With 0, there is no
+        background thread.
+    - `num_workers`: the number of threads that collate, each a different batch. At least this number of batches
+        is made ahead. Order and errors are the same as with one thread. With several threads, `examples` and
+        `collate_fn` must allow calls at the same time. Threads speed up work that waits (for a disk or a
+        network) or releases Python's lock (most of NumPy). For work in Python itself, use the processes of
+        Grain or of a `DataLoader`, and read it as a [`Stream`][].
 
     Raises `ValueError` for values that cannot be used together.
     """
@@ -69,30 +69,30 @@ class Stream:
     state, _ = rx.fit(state, rx.Stream(rows), **pipeline, num_steps=20, checkpoints="run")
     ```
 
-    One thread reads the stream. One batch more than `prefetch` is made ahead (three more on several processes),
-    so that the end is known in time. At the end of an epoch training drops the examples that do not fill a
-    batch. The next epoch then reads the result of the function, or iterates again, after a call of
-    `set_epoch(epoch)` if there is such a method. An iterator can be read only once, so its end is the end of
-    the run.
+    One thread reads the stream. It makes one batch more than `prefetch` ahead (three more with several
+    processes), so that the end is known in time. At the end of an epoch, training drops the examples that do
+    not fill a batch. The next epoch then calls the function again, or iterates again. If the iterable has a
+    method `set_epoch(epoch)`, it is called first. An iterator can be read only once, so the run ends where it
+    ends.
 
-    A run that continues reads on after the last batch that it was trained on. It sets the position by a state
-    of the source, from 1,000 to 2,000 examples before (31 to 62 items if `batched`), and reads these examples
-    again. For this the iterable, or the iterator that it or the function returns, must have the methods
+    A resumed run continues after the last batch that it was trained on. To get there, it restores a state of
+    the source from 1,000 to 2,000 examples earlier (31 to 62 items if `batched`), and reads these examples
+    again. For this, the iterable, or the iterator that it or the function returns, must have the methods
     `get_state` and `set_state`, or `state_dict` and `load_state_dict`. If the examples are not the same (by
-    checksum), or if there is no state so far back, all of the epoch up to there is read again. If these
-    examples are not the same either, `fit` refuses to continue, unless `Checkpoints(allow_changes=True)`. So a
-    shuffle needs a seed. Numbers, arrays, text, dataclasses and collections of these are compared by their
-    content; other objects only by type and size.
+    checksum), or if there is no state that far back, the run reads the epoch again from its beginning. If these
+    examples are not the same either, `fit` refuses to continue, unless you pass
+    `Checkpoints(allow_changes=True)`. So a shuffle needs a seed. Numbers, arrays, text, dataclasses and
+    collections of these are compared by content, other objects only by type and size.
 
     - `examples`: an iterable of examples (`datasets.IterableDataset`, a Grain dataset or loader, a
-        `DataLoader(batch_size=None)`), or a function from the number of the epoch to one.
-    - `sharded`: the part that each of several processes reads. `False`: the whole stream, of which the process
-        keeps the rows that its devices need; the stream must be the same on all. `True`: one shard, the result
-        of `examples(epoch, shard, num_shards)`. Processes whose devices need the same rows (of one
-        tensor-parallel group) read the same shard. When one shard ends, the epoch ends for all processes, at
-        the same step.
-    - `batched`: whether each item is a batch already, of all rows that this process reads. `collate_fn` gets
-        the item itself, and makes NumPy arrays of it. For training only.
+        `DataLoader(batch_size=None)`), or a function from the number of the epoch to such an iterable.
+    - `sharded`: the part that each process reads, if there are several. With `False`, each reads the whole
+        stream, which must be the same on all, and keeps the rows that its devices need. With `True`, each reads
+        one shard, the result of `examples(epoch, shard, num_shards)`. Processes whose devices need the same
+        rows (in one tensor-parallel group) read the same shard. When one shard ends, the epoch ends for all
+        processes, at the same step.
+    - `batched`: true if each item is already a batch of all rows that this process reads. `collate_fn` gets the
+        item itself, and turns it into NumPy arrays. For training only.
     - `prefetch`, `num_workers`: see [`Data`][].
 
     Raises `ValueError` for values that cannot be used together.
@@ -133,11 +133,11 @@ class Position(NamedTuple):
     """A position of one shard of a stream in an epoch. Plain numbers and text, for a checkpoint.
 
     - `shard`, `num_shards`: the part of the stream; 0 of 1 is the whole.
-    - `num_items`: the number of items (examples, or batches) that have been read.
+    - `num_items`: the number of items (examples or batches) that have been read.
     - `state`: the state of the source at this position or a little before; `None` if the source has none.
     - `checksum`: the checksum of the items that have been read; `None` if it is not known.
     - `state_items`, `state_checksum`: the number of items that had been read when the state was taken, and
-        their checksum. The items after these must lead to `checksum`: this proves the state.
+        their checksum. The state is correct if the following items lead to `checksum`.
     """
 
     shard: int
@@ -150,12 +150,12 @@ class Position(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A place in the epochs of a run: `epoch` epochs are done, and `batch` of `num_batches` of the next one.
+    """A place in a run: `epoch` epochs are done, and `batch` of the `num_batches` batches of the next one.
 
     - `num_batches`: `None` for a stream.
-    - `positions`: the position in the shard of a stream that this process reads; in a record, those in all
-        shards.
-    - `is_end`: whether no batch follows, because a stream that can be read only once has ended.
+    - `positions`: the position in the shard of a stream that this process reads; in a record, the positions in
+        all shards.
+    - `is_end`: true if no batch follows, because a stream that can be read only once has ended.
     """
 
     epoch: int
@@ -166,7 +166,7 @@ class Place(NamedTuple):
 
     @property
     def epochs_done(self) -> float:
-        """The number of epochs done, with the fraction of the present one if its length is known."""
+        """The number of epochs done, including the fraction of the current one if its length is known."""
         return self.epoch + (self.batch / self.num_batches if self.num_batches else 0.0)
 
 
@@ -177,8 +177,8 @@ def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> D
 
 def check_examples(where: str, examples: Any) -> None:
     """Raises `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of
-    the epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and the like, whose items are not the
-    examples that the user means."""
+    the epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and the like, because their items are not
+    examples."""
     if isinstance(examples, Stream):
         return
     examples = examples.examples if isinstance(examples, Data) else examples
@@ -205,8 +205,8 @@ def check_examples(where: str, examples: Any) -> None:
 
 
 def _are_columns(examples: tuple[Any, ...]) -> bool:
-    """Returns true if these arrays look like columns (inputs, labels) of the examples: if there are few arrays,
-    with more rows than there are arrays."""
+    """Returns true if these arrays look like columns (inputs, labels): if there are few arrays, and they have
+    more rows than there are arrays."""
     if not 2 <= len(examples) <= 4 or not all(is_array(x) and x.ndim > 0 for x in examples):
         return False
     lengths = {x.shape[0] for x in examples}
@@ -214,7 +214,8 @@ def _are_columns(examples: tuple[Any, ...]) -> bool:
 
 
 def num_examples_of(examples: Examples, where: str = "batches: examples") -> int:
-    """Counts the examples. Raises `TypeError` if they are no sequence, and `ValueError` if there are none."""
+    """Counts the examples. Raises `TypeError` if they are not a sequence, and `ValueError` if there are
+    none."""
     check_examples(where, examples)
     if not hasattr(examples, "__len__"):
         raise TypeError(f"{where} is a function, which is only for training. Pass a sequence of examples.")

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation that is computed only where it is needed, in constant memory.
+"""The order of an epoch: a permutation in constant memory, which is computed only where it is needed.
 
 It is a Feistel network over pairs of numbers. An index is `x * width + y`, and each round adds to one half a
 pseudo-random function of the other, so that every round can be undone. There are hardly more pairs than
@@ -16,10 +16,10 @@ from jaxtyping import Int, Integer, UInt64
 from redco_eqx._base.protocols import Key
 
 SHUFFLED = "feistel"
-"""The name of the method that makes an order from a key, for the record of a run. A method that makes other
-orders needs another name."""
+"""The name of the method that makes an order from a key, for the record of a run. A method that makes different
+orders needs a different name."""
 
-# Makes the order of an epoch independent of other values that are derived from the same key.
+# Keeps the order of an epoch independent of other values from the same key.
 _EPOCH_ORDER = 0x65706F63
 
 # With 16 or more, 200,000 draws cannot distinguish the orders of 2 to 30 examples from uniform ones.
@@ -38,7 +38,7 @@ class Permutation:
     keys: UInt64[np.ndarray, " num_rounds"]
 
     def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Returns the numbers of the examples at `positions`, each below `num`. Costs microseconds for each."""
+        """Returns the numbers of the examples at `positions`, each below `num`. Takes microseconds for each."""
         numbers = self._once(positions.astype(np.uint64))
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])
@@ -56,7 +56,8 @@ class Permutation:
 
 
 def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
-    """Returns the order in which an epoch reads the examples, equal on every process and in every version.
+    """Returns the order in which an epoch reads the examples. It is the same on every process and in every
+    version.
 
     Raises `ValueError` if `epoch` is negative or `key` is not one PRNG key.
     """
@@ -66,7 +67,8 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
         raise ValueError(f"batches: key must be one PRNG key, such as jax.random.key(0), but is {key!r}.")
     # The first copy of the key, because a key in a training state is replicated over all processes.
     words = np.asarray(jax.random.key_data(key.addressable_data(0)))
-    seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])  # stays the same, NumPy promises
+    # NumPy promises that this stays the same in every version.
+    seed = np.random.SeedSequence([_EPOCH_ORDER, epoch, *words.tolist()])
     return Permutation(num_examples, seed.generate_state(_NUM_ROUNDS, np.uint64))
 
 

@@ -1,5 +1,4 @@
-"""Batches on the mesh: their sizes, the rows that a process needs, and the placement of the arrays from
-`collate_fn`."""
+"""Place batches on the mesh: their sizes, the rows that a process needs, and the arrays from `collate_fn`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,9 +17,9 @@ from redco_eqx._sharding.mesh import BATCH_AXES, batch_sharding, check_mesh, num
 
 
 class Job(NamedTuple):
-    """A batch that is to be made.
+    """A batch to make.
 
-    - `size`: number of rows of the batch.
+    - `size`: the number of rows of the batch.
     - `here`: the rows that `collate_fn` makes on this process.
     - `read`: returns the argument for `collate_fn`.
     - `after`: the place after the batch.
@@ -33,9 +32,10 @@ class Job(NamedTuple):
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
-    """Computes the number of whole batches of an epoch, and the sizes of the batches that are made of the rest.
+    """Computes the number of whole batches in an epoch, and the sizes of the batches for the remaining
+    examples.
 
-    A batch whose size is a multiple of the number of data shards is split over them. Arguments and errors are
+    A batch is split over the data shards if its size is a multiple of their number. Arguments and errors are
     those of `batches`, without those of `check_batch_size`.
     """
     num_examples = num_examples_of(examples)
@@ -50,7 +50,7 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
 
 
 def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
-    """Computes the sizes of the batches that are made of the examples after the last whole batch."""
+    """Computes the sizes of the batches for the examples after the last whole batch."""
     left_over = rest % num_batch_shards(mesh)
     tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [batch_size if rest else 0]}
     if remainder not in tails:
@@ -59,7 +59,7 @@ def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[i
 
 
 def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: int = 1) -> None:
-    """Raises `ValueError` if a batch does not divide over the data shards of each microbatch."""
+    """Raises `ValueError` if a batch does not divide evenly over microbatches and data shards."""
     check_mesh(mesh)
     num_shards = num_batch_shards(mesh)
     unit = num_microbatches * num_shards
@@ -73,11 +73,11 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
-    """Returns the rows that these devices have together, ascending, each once.
+    """Returns the rows that these devices have in total, in ascending order, each once.
 
     **Arguments:**
 
-    - `indices`: for each device the index of its piece, as in
+    - `indices`: for each device, the index of its piece, as in
         `sharding.addressable_devices_indices_map((size,))`.
     - `size`: number of rows of the whole array.
     """
@@ -104,7 +104,7 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
-    """Makes global arrays of a batch of this size, of which `collate_fn` has made the rows `here`.
+    """Makes the global arrays of a batch of this size from the rows `here` that `collate_fn` has made.
 
     Raises `ValueError` or `TypeError` for an object that is not a batch.
     """
@@ -116,7 +116,7 @@ def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows
         local = int(np.searchsorted(here, first))
         return x[local : local + stop - first]
 
-    # Unlike `device_put` this compares nothing between processes, so that a thread may call it.
+    # Unlike `device_put`, this compares nothing between processes, so a thread may call it.
     return jax.tree.map(
         lambda x: jax.make_array_from_callback((size, *x.shape[1:]), sharding, functools.partial(piece, x)),
         batch,
@@ -124,8 +124,7 @@ def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows
 
 
 def _check_batch(batch: Batch, num_examples: int) -> None:
-    """Raises for an object that is not a batch, and for 64-bit numbers that JAX would change by making them
-    32-bit numbers."""
+    """Raises for an object that is not a batch, and for 64-bit numbers that do not fit into JAX's 32 bits."""
     leaves = leaves_with_paths(batch)
     if not leaves:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The reading of a stream: one epoch, from any position on."""
+"""Read one epoch of a stream, from any position."""
 
 import array
 import base64
@@ -26,7 +26,7 @@ from redco_eqx._sharding.mesh import batch_sharding
 
 
 def state_to_text(state: Any) -> str | None:
-    """Encodes the state of a source as JSON. Returns `None` if an object in the state cannot be encoded.
+    """Encodes the state of a source as JSON. Returns `None` if it contains an object that cannot be encoded.
 
     Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch can be encoded.
     """
@@ -74,11 +74,11 @@ def _decoded(tagged: dict[str, Any]) -> Any:
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 PROOF = 1000
-"""The least number of examples after a state that must be the same as before for the state to be used."""
+"""The minimum number of examples after a state that must be the same as before, so that the state is used."""
 
 
 class Reading(Iterator[Any]):
-    """The items of an epoch from a position on."""
+    """The items of an epoch after a position."""
 
     def __init__(
         self,
@@ -89,22 +89,22 @@ class Reading(Iterator[Any]):
         verify: bool = True,
         say: Callable[[str], object] = lambda _: None,
     ):
-        """Opens the stream, and goes to the position. It sets the state of the source, if the items from there
-        give the checksum that was stored. Otherwise it reads up to the position from the beginning.
+        """Opens the stream, and goes to the position. Restores the state of the source, if the items from there
+        give the stored checksum. Otherwise, reads up to the position from the beginning.
 
         **Arguments:**
 
-        - `verify`: whether to refuse items that differ from those that were read before.
-        - `say`: called with a message about the way in which the position was reached.
+        - `verify`: true to refuse items that differ from those that were read before.
+        - `say`: called with a message about how the position was reached.
 
-        Raises `ValueError` if the stream ends before the position, or gives other items, and `TypeError` if its
-        function does not return an iterable.
+        Raises `ValueError` if the stream ends before the position or gives different items, and `TypeError` if
+        its function does not return an iterable.
         """
         self._stream, self._epoch = stream, epoch
         self._begin = Position(position.shard, position.num_shards)
         self._span = max(1, PROOF // 32) if stream.batched else PROOF
         num_items, why = position.num_items, ""
-        # On an iterator that can be read only once, a state that fails could not be undone.
+        # With an iterator that can be read only once, a wrong state could not be undone.
         if None not in (position.state, position.checksum) and not stream.is_once:
             try:
                 if self._reaches(position, position):
@@ -143,8 +143,8 @@ class Reading(Iterator[Any]):
         return item
 
     def position(self) -> Position:
-        """Returns the position after the items that have been read. Called after each batch, since now and then
-        it takes a state of the source."""
+        """Returns the position after the items that have been read. Must be called after each batch, because it
+        takes a state of the source from time to time."""
         here = self._begin._replace(num_items=self._num_items, checksum=self._checksum)
         if here.num_items - self._marks[1].state_items >= self._span:
             text = None if self._state is None else state_to_text(self._state[0]())
@@ -153,10 +153,10 @@ class Reading(Iterator[Any]):
         return self._marks[0]._replace(num_items=here.num_items, checksum=here.checksum)
 
     def _reaches(self, position: Position, begin: Position) -> bool:
-        """Opens the stream at the state of `begin`, or at the beginning of the stream if `begin` has no state,
-        and goes to a position. Returns true if the items are those that were read before.
+        """Opens the stream at the state of `begin`, or at its beginning if `begin` has no state, and goes to a
+        position. Returns true if the items are the same as before.
 
-        A state belongs either to the iterable, where it is set before the iteration, or to the iterator.
+        A state belongs either to the iterable, which must get it before the iteration, or to the iterator.
         """
         source = _source(self._stream, self._epoch, self._begin)
         owner: Any = source if _state_of(source) else iter(source)
@@ -202,9 +202,9 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
 def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) -> Position:
     """Returns the position of this process at a place: one of the positions of all shards, or, if the place has
-    none, the position after as many items as its batches need.
+    none, the position after the items of its batches.
 
-    Raises `ValueError` if the stream was read in another number of shards.
+    Raises `ValueError` if the stream was read in a different number of shards.
     """
     if place.positions is None:
         per_batch = 1 if stream.batched else batch_size // begin.num_shards
@@ -221,7 +221,7 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
 def read_batches(
     stream: Stream, place: Place, at: Position, batch_size: int, remainder: str, mesh: Mesh, **reading: Any
 ) -> Iterator[Job]:
-    """Reads the items of one batch after the other, from a place on. `at` is the position at that place."""
+    """Reads the items of one batch after the other, starting at a place. `at` is the position at that place."""
     needed = layout(mesh, batch_size)[1]
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
@@ -243,7 +243,7 @@ def read_batches(
 def checksum(x: Any, begin: int = 0) -> int:
     """Adds the numbers and text in an example to a checksum `begin`, and returns it: a number from 0 to 2**30.
 
-    Other objects count only by type and size, since their content may cost more than reading them did.
+    Other objects count only by type and size, because processing their content may cost more than reading them.
     """
     content, parts = _contents(x)
     if content is not None:
@@ -254,13 +254,13 @@ def checksum(x: Any, begin: int = 0) -> int:
 
 
 def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
-    """Returns the bytes of an object that has no parts, or only numbers and text as parts. For any other object
-    returns `None` and its parts."""
+    """Returns the bytes of an object that has no parts, or only numbers and text as parts. For any other
+    object, returns `None` and its parts."""
     if isinstance(x, list | tuple):
         if x and type(x[0]) is int:  # the fastest way, for tokens
             with contextlib.suppress(TypeError, OverflowError):
                 return array.array("q", x), ()
-        # Not version 3 or 4 of `marshal`, where the bytes depend on the references to an object.
+        # Avoid versions 3 and 4 of `marshal`, in which the bytes depend on the references to an object.
         return marshal.dumps(list(x), 2) if _PLAIN.issuperset(map(type, x)) else None, x
     if type(x) in _PLAIN:
         return marshal.dumps(x, 2), ()
@@ -280,8 +280,7 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
 
 
 def check_for_evaluation(stream: Stream) -> None:
-    """Raises `ValueError` for a stream that evaluation and prediction cannot read, since they must lose no
-    example."""
+    """Raises `ValueError` for a stream that evaluation and prediction cannot read without losing examples."""
     if stream.sharded or stream.batched:
         raise ValueError(
             f"Stream({'sharded' if stream.sharded else 'batched'}=True) is for training. In evaluation and "
@@ -290,7 +289,7 @@ def check_for_evaluation(stream: Stream) -> None:
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns the functions that get and set the state of a source, or `None` if it has none."""
+    """Returns the functions that get and set the state of a source, or `None` if it does not have them."""
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
             return getattr(source, get), getattr(source, set_)
@@ -301,9 +300,9 @@ def _twin(source: Any) -> Any:
     """Makes another iterable with the same attributes, so that setting a state does not change the user's
     iterable. Returns `source` itself if that is not possible.
 
-    A Hugging Face dataset with a state would begin at it each time that it is iterated in that epoch.
+    A Hugging Face dataset with a state would begin there each time that it is iterated in that epoch.
     """
-    # Not `copy.copy`: a copy of such a dataset shares even the attributes that are set later.
+    # Do not use `copy.copy`: a copy of such a dataset shares even the attributes that are set later.
     if hasattr(source, "__next__") or hasattr(type(source), "__del__"):
         return source
     try:
@@ -315,10 +314,11 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Returns true for a Hugging Face dataset that shuffles by a buffer, or contains one that does. Its state
+    """Returns true for a Hugging Face dataset that shuffles with a buffer, or contains one that does. Its state
     does not include the buffer.
 
-    Nothing can prove that such a state is exact: in a mixture, an item of a rare part may not come for long.
+    No check can prove that such a state is exact: in a mixture, an item of a rare part may not appear for a
+    long time.
     """
     inner = [getattr(source, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
     inner += getattr(source, "ex_iterables", ())

@@ -1,4 +1,4 @@
-"""Threads that do the work of a loop ahead of it, in order."""
+"""Threads that work ahead of a loop, in order."""
 
 import contextlib
 from collections import deque
@@ -16,7 +16,7 @@ _END = object()
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
-    """Adds a note to an error that is raised in the block."""
+    """Adds a note to errors that are raised in the block."""
     try:
         yield
     except Exception as error:
@@ -25,13 +25,13 @@ def noting(note: str) -> Iterator[None]:
 
 
 def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
-    """Yields `make(job)` for each job in order. Threads make the results ahead, as the options set.
+    """Yields `make(job)` for each job in order. Threads make the results ahead, as the options say.
 
     One thread reads the jobs.
     """
     num_ahead, num_threads = max(options.prefetch, options.num_workers), options.num_workers
     if num_ahead == 0:
-        for job in jobs:  # not `map`, which would take a StopIteration in `make` for the end
+        for job in jobs:  # `map` would take a StopIteration in `make` for the end
             yield make(job)
         return
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="redco_eqx.batches")
@@ -52,6 +52,7 @@ def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream)
                 return
             yield batch  # pyright: ignore[reportReturnType]
     finally:
-        # Does not wait: each thread ends after its present batch, and garbage collection may run this in one.
+        # Do not wait: each thread ends after its current batch, and garbage collection may run this in one of
+        # them.
         for threads in {reader, makers}:
             threads.shutdown(wait=False, cancel_futures=True)

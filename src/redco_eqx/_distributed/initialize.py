@@ -57,11 +57,11 @@ def initialize_distributed(
     **Other arguments:**
 
     - `local_device_ids`: the numbers of the host's devices that this process uses; also `JAX_LOCAL_DEVICE_IDS`.
-      By default, a process uses all devices. If the launcher starts several tasks on a node, each task uses
-      some of them.
+        By default, a process uses all devices. If the launcher starts several tasks on a node, each task uses
+        some of them.
     - `timeout_seconds`: the time to wait for the other processes to join.
     - `heartbeat_timeout_seconds`: the time after which a process counts as lost if it is frozen or its host is
-      gone.
+        gone.
     - `shutdown_timeout_seconds`: the time that a finished process waits for the others to finish.
     - `leave_seconds`: after an uncaught exception in any process, or the loss of one, all processes end
         within this time and three seconds.
@@ -77,7 +77,7 @@ def initialize_distributed(
         name resolves to a loopback address there, so that the others could not reach it; an error on process
         0, with its message.
     - `TimeoutError`: process 0 does not answer, or (on process 0) other processes, which it names, did not
-      join.
+        join.
     - `OSError`: the port is in use (on process 0).
     """
     if jax.distributed.is_initialized():

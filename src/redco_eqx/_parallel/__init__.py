@@ -1,1 +1,1 @@
-"""Building blocks of layers, and the little that they communicate."""
+"""Building blocks of layers that communicate as little as possible."""

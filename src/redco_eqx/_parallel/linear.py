@@ -1,7 +1,7 @@
 """The two halves of a Megatron-split pair of layers: column and row, with their communication.
 
-They change the communication, never the result: with any layout of the arrays, the result is that of applying
-the layers one by one. On one device, and on a mesh whose `tensor` axis has size 1, the layers are in fact
+They change the communication, never the result: for any layout of the arrays, the result is the same as if the
+layers were applied one by one. On one device, and on a mesh with a `tensor` axis of size 1, the layers are
 applied one by one.
 """
 
@@ -26,8 +26,8 @@ from redco_eqx._sharding.mesh import AXES, BATCH_AXES, axis_size
 def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
     """The mesh of the first array that has one, if its axes are all Auto; otherwise `None`.
 
-    Under a trace an array no longer knows its spec, but it knows its mesh, if it came in committed to one (or
-    as a `ShapeDtypeStruct` with a sharding). `None` stands for an array on one device or inside a `shard_map`.
+    Under a trace, an array no longer knows its spec. It does know its mesh, if it was committed to one (or is a
+    `ShapeDtypeStruct` with a sharding). `None` means one device, or the inside of a `shard_map`.
     """
     for x in jax.tree.leaves(trees):
         if isinstance(x, jax.Array):
@@ -39,17 +39,17 @@ def traced_mesh(*trees: PyTree) -> AbstractMesh | None:
 
 
 def tensor_size(mesh: AbstractMesh | None) -> int:
-    """Number of shards over `tensor`; 1 without a mesh."""
+    """The number of shards over `tensor`; 1 without a mesh."""
     return 1 if mesh is None else axis_size(mesh, "tensor")
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, num_rows: int) -> tuple[str, ...] | None:
-    """The axes that split a batch of this many rows: all batch axes, or `None` where they do not divide it."""
+    """The axes that split a batch of this size: all batch axes, or `None` if they do not divide it."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     return axes if axes and num_rows % axis_size(mesh, axes) == 0 else None
 
 
-# Sums over devices inside a `shard_map`, and their transposes, in a form that every compiler accepts.
+# Sums over devices inside a `shard_map` and their transposes, in a form that every compiler accepts.
 
 
 Axes = str | Sequence[str]
@@ -61,7 +61,7 @@ def psum(x: Array, axes: Axes) -> Array:
 
 
 def vary(x: Array, axes: Axes) -> Array:
-    """Marks `x` as different on each device along `axes`, so that its gradient is one `psum` over them."""
+    """Marks `x` as different on each device along `axes`, so that its gradient is a single `psum` over them."""
     return _in_float32_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x)
 
 
@@ -85,9 +85,9 @@ Layer: TypeAlias = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """A layer taken apart: arrays that a `shard_map` cuts by `specs`, and a function that rebuilds the layer.
+    """A layer in parts: arrays that a `shard_map` cuts by `specs`, and a function that rebuilds the layer.
 
-    - `bias`: the bias that a row split adds after the sum over shards; the layer then has zeros in its place.
+    - `bias`: the bias that a row split adds after the sum over shards. The layer then has zeros in its place.
     """
 
     arrays: list[Array]
@@ -97,12 +97,12 @@ class SplitLayer:
 
 
 def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
-    """The layer cut over its outputs (column) or inputs (row); `None` if it cannot be cut.
+    """Cuts a layer over its outputs (column) or inputs (row). Returns `None` if it cannot be cut.
 
     It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
-    features on that side divide into whole units on every shard.
+    features on that side divide evenly into units and shards.
     """
-    from redco_eqx._sharding.matrices import read_model  # only where a layer is split
+    from redco_eqx._sharding.matrices import read_model  # only if a layer is split
 
     root = read_model(layer)
     matrices = root.matrices()
@@ -130,7 +130,7 @@ def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, 
 
 
 def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]], Layer]]:
-    """The arrays of a layer, and a function that puts it together again."""
+    """Returns the arrays of a layer, and a function that rebuilds the layer from them."""
     arrays, static = eqx.partition(layer, is_array)
     leaves, treedef = jax.tree.flatten(arrays)
 
@@ -143,7 +143,7 @@ def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]
 def apply(layer: Layer | Array, x: Array) -> Array:
     """Applies a layer to the last dim of `x`. An embedding table is applied as a head.
 
-    By itself, `eqx.nn.Linear` accepts only vectors.
+    `eqx.nn.Linear` itself accepts only vectors.
     """
     if not callable(layer):
         return jnp.einsum("...i,oi->...o", x, layer)
@@ -156,7 +156,7 @@ def apply(layer: Layer | Array, x: Array) -> Array:
 Remat: TypeAlias = Literal["none", "full", "row_out"]
 
 
-# The scopes tell an analysis of the program which results are added up before they are summed over the shards.
+# The scopes tell an analysis of the program which results are added before they are summed over the shards.
 @jax.named_scope("redco_eqx.column")
 def column(
     x: Inexact[Array, "*batch in"],
@@ -164,11 +164,11 @@ def column(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[Inexact[Array, "..."], ...]:
-    """Sibling projections of one input, split over their outputs: query, key and value, or gate and up.
+    """Applies sibling projections of one input, split by their outputs: query, key and value, or gate and up.
 
-    Forward nothing is communicated. Backward the gradients of `x` are added up over the siblings first and then
-    over the shards, in **one** all-reduce of the size of `x`, with every compiler. As separate layers, they
-    would cost one all-reduce for each sibling where the compiler does not merge them (on CPU).
+    The forward pass communicates nothing. The backward pass adds up the gradients of `x` over the siblings
+    first, and then over the shards, in **one** all-reduce of the size of `x`, with every compiler. Separate
+    layers would need one all-reduce for each sibling if the compiler does not merge them (as on CPU).
 
     ```python
     attention = eqx.nn.MultiheadAttention(8, 64, key=key)
@@ -179,16 +179,16 @@ def column(
 
     - `x`: the input of all layers.
     - `layers`: Linear-like modules: `eqx.nn.Linear` (applied to the last dim), a module that you wrote with a
-        `weight` or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide. Anything
-        else, such as a function, is applied as it is.
-    - `unit`: how many neighbouring outputs belong together: the size of a head. A layer is split only if its
-        number of units divides, as in `shard_rules`.
-    - `sequence_parallel`: says that `x` is split over `tensor` along dim 1, `(batch, length, features)`. `x` is
-        gathered here, and its gradient is reduced and scattered, each of the size of the whole `x`.
+        `weight` or `kernel`, or either with a LoRA branch. A layer is split if its outputs divide evenly.
+        Anything else, such as a function, is applied as it is.
+    - `unit`: the number of neighbouring outputs that belong together, such as the size of a head. A layer is
+        split only if its number of units divides evenly, as in `shard_rules`.
+    - `sequence_parallel`: pass true if `x` is split over `tensor` along dim 1 of `(batch, length, features)`.
+        `x` is gathered here, and its gradient is reduced and scattered, each with the size of the whole `x`.
 
     **Returns:**
 
-    One output for each layer, whose last dim is split over `tensor`.
+    One output for each layer, with its last dim split over `tensor`.
 
     **Raises:**
 
@@ -213,7 +213,7 @@ def _column(x: Array, splits: list[SplitLayer], mesh: AbstractMesh, sequence_par
 
     arrays, specs = [split.arrays for split in splits], [split.specs for split in splits]
     ranks = [jax.eval_shape(split.build(split.arrays), x).ndim for split in splits]
-    # If automatic axes stand beside a manual axis, gathers and scatters over that axis become other operations.
+    # Beside automatic axes, gathers and scatters over a manual axis become other operations.
     rows = batch_axes(mesh, x.shape[0]) if sequence_parallel else None
     inner = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec()
     return jax.shard_map(
@@ -233,11 +233,11 @@ def row(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> Inexact[Array, "*batch out"]:
-    """Closes a column split: a projection that is split over its inputs and sums its output over the shards.
+    """Closes a column split with a projection that is split by its inputs, and sums its output over the shards.
 
-    Forward the sum is one all-reduce of the size of the output; backward nothing is communicated. The output is
-    named `row_out`, so that the rematerialisation policy of that name (see [`scan_layers`][]) keeps it:
-    computing it again would communicate again.
+    In the forward pass, the sum is one all-reduce of the size of the output. The backward pass communicates
+    nothing. The output is named `row_out`. The rematerialisation policy of that name (see [`scan_layers`][])
+    keeps it, because computing it again would communicate again.
 
     ```python
     (hidden,) = rx.layers.column(x, mlp.layers[0])
@@ -246,17 +246,17 @@ def row(
 
     **Arguments:**
 
-    - `x`: the input; or several inputs, one for each layer.
-    - `layer`: a Linear-like module, as for `column`; or several modules, whose outputs are added. Attention and
+    - `x`: the input, or several inputs, one for each layer.
+    - `layer`: a Linear-like module, as for `column`, or several modules, whose outputs are added. Attention and
         MLP side by side then share **one** all-reduce.
     - `unit`: as for `column`.
-    - `sequence_parallel`: splits the output over `tensor` along dim 1: it is reduced and scattered, instead of
-        reduced.
+    - `sequence_parallel`: splits the output over `tensor` along dim 1. It is then reduced and scattered instead
+        of reduced.
 
     **Raises:**
 
-    `ValueError` if the length does not divide under `sequence_parallel`, or there are not as many inputs as
-    layers.
+    `ValueError` if the length does not divide evenly under `sequence_parallel`, or if the number of inputs
+    differs from the number of layers.
     """
     xs = list(x) if isinstance(x, Sequence) else [x]
     layers = list(layer) if isinstance(layer, Sequence) else [layer]

@@ -1,4 +1,4 @@
-"""`scan_layers`: applies layers one after another, so that each communicates little and keeps little."""
+"""`scan_layers`: apply layers one after another, with little communication and memory."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, get_args
@@ -15,7 +15,7 @@ from redco_eqx._base.tree import describe, is_array, leaves_with_paths
 from redco_eqx._parallel.linear import Remat, batch_axes, check_sequence, tensor_size, traced_mesh
 from redco_eqx._sharding.mesh import axis_size
 
-# Policies of `jax.checkpoint`: which values a backward pass keeps, and which it computes again.
+# Policies of `jax.checkpoint`: they decide which values a backward pass keeps, and which it computes again.
 
 
 Policy: TypeAlias = Callable[..., bool]
@@ -23,7 +23,8 @@ Policy: TypeAlias = Callable[..., bool]
 
 
 def only_real(policy: Policy) -> Policy:
-    """`policy`, but complex values are computed again: JAX rounds kept values, and cannot round those."""
+    """Returns `policy`, except that complex values are computed again: JAX rounds kept values, but cannot round
+    these."""
     # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
 
     def keep(primitive: Primitive, *operands: ShapedArray, **params: object) -> bool:
@@ -38,7 +39,7 @@ keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"
 
 @only_real
 def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
-    """Keeps results of matrix products and convolutions, but no gathered weights, and no cheap results."""
+    """Keeps the results of matrix products and convolutions, but no gathered weights and no cheap results."""
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
@@ -60,12 +61,13 @@ def scan_layers(
 ) -> X:
     """Applies layers one after another: `x = layer_fn(layer, x)`.
 
-    Between layers `x` stays split over the batch and whole over its features, so that the compiler moves
-    weights, which are small, and not activations. Under `train_step`, `eval_step` and `predict_step`, weights
-    that are split over `fsdp` are gathered when their layer begins, forward and again backward, and gradients
-    are reduced and scattered. That sends three times the bytes of the weights, and at most one layer is whole
-    at a time (ZeRO-3). Outside of a step the compiler decides when to gather, and it gathers a whole stack.
-    Over `tensor` nothing is communicated here; [`column`][] and [`row`][] say what the layers communicate.
+    Between layers, `x` stays split over the batch and whole over its features, so that the compiler moves
+    weights, which are small, instead of activations. Under `train_step`, `eval_step` and `predict_step`,
+    weights that are split over `fsdp` are gathered when their layer begins, forward and again backward, and
+    gradients are reduced and scattered. This sends three times the bytes of the weights, and at most one layer
+    is whole at a time (ZeRO-3). Outside a step, the compiler decides when to gather, and gathers a whole stack.
+    `scan_layers` itself communicates nothing over `tensor`; see [`column`][] and [`row`][] for the
+    communication of the layers.
 
     ```python
     def block(mlp, x):
@@ -79,21 +81,21 @@ def scan_layers(
     **Arguments:**
 
     - `layer_fn`: `(layer, x) -> x`.
-    - `layers`: a list of layers, which is unrolled; or one layer whose arrays have a leading dim that numbers
-        the layers (as `eqx.filter_vmap` makes it), which is scanned: compile time does not grow with depth.
+    - `layers`: a list of layers, which is unrolled, or a stack, which is scanned, so that compile time does not
+        grow with depth. In a stack, all arrays have a leading dim for the layers (as from `eqx.filter_vmap`).
         Put anything else that differs between layers beside them: `{"block": stack, "key": keys}`, or a list of
-        such pairs. For a single layer in a loop that you write, pass a list of one.
+        such dicts. For a single layer in your own loop, pass a list of one.
     - `x`: the PyTree of arrays that flows through the layers.
-    - `remat`: says which activations the backward pass keeps; it recomputes the others. `none` keeps all
-        activations (under `fsdp`: the results of matrix products, because the operations between them are
+    - `remat`: the activations that the backward pass keeps; it recomputes the others. `none` keeps all
+        activations (under `fsdp`, only the results of matrix products, because the operations between them are
         cheap, and gathered weights must not be kept). `full` keeps only `x` at each layer. `row_out` also keeps
         the outputs of `row`, so that no sum over `tensor` is repeated.
-    - `batched`: true if the leading dim is the batch; for all of `x`, or for parts of `x` as a prefix of its
-        tree. Pass `False` under a `vmap` over examples, and `None` for parts whose layout is left open:
+    - `batched`: true if the leading dim is the batch. Pass one value for all of `x`, or a prefix of its tree.
+        Pass `False` under a `vmap` over examples, and `None` for parts with an open layout:
         `scan_layers(fn, layers, (x, cache), batched=(True, None))`.
-    - `sequence_parallel`: between layers `x` is also split over `tensor` along dim 1, `(batch, length,
-        features)`, so that activations that are kept take that much less memory. Pass it to `column` and `row`
-        too.
+    - `sequence_parallel`: also splits `x` between layers over `tensor` along dim 1 of
+        `(batch, length, features)`, so that kept activations take proportionally less memory. Pass it to
+        `column` and `row`, too.
 
     **Returns:**
 
@@ -101,8 +103,8 @@ def scan_layers(
 
     **Raises:**
 
-    `ValueError` if `remat` is not known, the arrays of `layers` differ in their leading dim, or the length does
-    not divide under `sequence_parallel`.
+    `ValueError` if `remat` is not known, if the arrays of `layers` differ in their leading dim, or if the
+    length does not divide evenly under `sequence_parallel`.
     """
     check_remat(remat)
     is_list = isinstance(layers, list | tuple)
@@ -123,7 +125,8 @@ def scan_layers(
         return hold(layer_fn(layer, hold(x)))
 
     if policy is not None:
-        # Inside a scan the compiler cannot merge anything with the forward pass, so nothing has to prevent it.
+        # Inside a scan, the compiler cannot merge anything with the forward pass, so nothing needs to prevent
+        # it.
         apply = eqx.filter_checkpoint(apply, policy=policy, prevent_cse=is_list)
     if is_list:
         for layer in layers:
@@ -145,12 +148,12 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
         return jax.checkpoint_policies.nothing_saveable
     if remat == "row_out":
         return keep_row_out
-    # Gathered weights count as activations, so the policy has to name the values that are kept.
+    # Gathered weights count as activations, so the policy must name the values to keep.
     return keep_products_and_row_out if has_fsdp else None
 
 
 def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_parallel: bool) -> PyTree:
-    """Lays out an array as it lies between layers; anything else stays as it is."""
+    """Gives an array its layout between layers. Anything else stays as it is."""
     if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
         return x
     if mesh is None:
@@ -165,12 +168,12 @@ def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_paral
 
 @jax.named_scope("redco_eqx.stream")
 def _marked(x: Array) -> Array:
-    """Returns `x`, marked in the traced program for analyses that decide a layout before there is a mesh."""
+    """Marks `x` in the traced program for analyses that choose a layout before there is a mesh."""
     return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
-    """Raises `ValueError` if there are no layers, or if arrays of a stack disagree on their number."""
+    """Raises `ValueError` if there are no layers, or if the arrays of a stack disagree on their number."""
     arrays = {path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)}
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}

@@ -1,4 +1,4 @@
-"""Both ends of a language model over a split vocabulary: the lookup, and the cross-entropy."""
+"""Both ends of a language model with a split vocabulary: the lookup and the cross-entropy."""
 
 import functools
 from typing import TypeAlias
@@ -31,12 +31,13 @@ def embed(
 ) -> Float[Array, "*batch size"]:
     """Looks up rows of an embedding table that is split over its rows (the vocabulary).
 
-    The result is that of `jnp.take(table, ids, axis=0)`. On every mesh a negative id counts from the end, and
-    an id outside of the table gives NaN.
+    The result equals `jnp.take(table, ids, axis=0)`. On every mesh, a negative id counts from the end, and an
+    id outside the table gives NaN.
 
-    Over `tensor` each shard looks up the rows that it has, and one all-reduce of the size of the result adds
-    these up. Over `fsdp` the width of the table is gathered, and the gradient is reduced and scattered; without
-    this block, the compiler would gather the batch. Index a table that is not split, such as one of positions.
+    Over `tensor`, each shard looks up the rows that it has, and one all-reduce of the size of the result adds
+    these up. Over `fsdp`, the width of the table is gathered, and the gradient is reduced and scattered.
+    Without this block, the compiler would gather the batch. Use plain indexing for a table that is not split,
+    such as one of positions.
 
     ```python
     x = rx.layers.embed(table, tokens)
@@ -45,9 +46,9 @@ def embed(
     **Arguments:**
 
     - `table`: one row for each token.
-    - `ids`: `(batch, length)`; for any other rank (as under a `vmap`) the compiler decides the layout.
-    - `sequence_parallel`: splits the result over `tensor` along dim 1: it is reduced and scattered, instead of
-        reduced. If the rows of the table do not divide over `tensor`, the result is whole.
+    - `ids`: `(batch, length)`. For any other rank (as under a `vmap`), the compiler decides the layout.
+    - `sequence_parallel`: splits the result over `tensor` along dim 1. It is then reduced and scattered instead
+        of reduced. If the rows of the table do not divide over `tensor`, the result is whole.
 
     **Raises:**
 
@@ -87,7 +88,7 @@ def embed(
 
 
 Head: TypeAlias = Float[Array, "rows size"] | Layer
-"""The table itself, or a layer, that turns hidden states into logits."""
+"""A table or a layer that turns hidden states into logits."""
 
 
 @jax.named_scope("redco_eqx.cross_entropy")
@@ -101,11 +102,12 @@ def cross_entropy(
     num_chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Mean:
-    """The mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, with the head inside.
+    """Computes the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, and applies the
+    head.
 
-    Over `tensor` the logits stay split over the vocabulary. Forward, three numbers for each token are reduced;
-    backward, there is one all-reduce of the size of `hidden`. The batch is not gathered, nor are the logits.
-    Over `fsdp` the head is gathered once, and the gradient of the head is reduced and scattered once, for any
+    Over `tensor`, the logits stay split over the vocabulary. The forward pass reduces three numbers for each
+    token. The backward pass has one all-reduce of the size of `hidden`. Neither the batch nor the logits are
+    gathered. Over `fsdp`, the head is gathered once, and its gradient is reduced and scattered once, for any
     number of chunks.
 
     ```python
@@ -114,27 +116,27 @@ def cross_entropy(
 
     **Arguments:**
 
-    - `hidden`: `(batch, length, size)`, the input of the head; for any other rank (as under a `vmap`) the
+    - `hidden`: `(batch, length, size)`, the input of the head. For any other rank (as under a `vmap`), the
         compiler decides the layout.
-    - `head`: a Linear-like module, or an array with one row for each token: the table of a tied embedding.
-    - `labels`: the right token after each one. A label that is negative or beyond the vocabulary gives NaN.
-    - `weights`: how much each token counts; 1 by default. A token of weight 0 adds nothing to the loss or to
-        the gradients by `hidden` and `head`, whatever the label is, and even if the hidden state or logits are
+    - `head`: a Linear-like module, or an array with one row for each token (the table of a tied embedding).
+    - `labels`: the correct next token at each position. A label that is negative or beyond the vocabulary gives
         NaN.
+    - `weights`: the weight of each token; 1 by default. A token with weight 0 adds nothing to the loss or to
+        the gradients of `hidden` and `head`, whatever its label, even if its hidden state or logits are NaN.
     - `ignore_label`: tokens with this label have weight 0.
-    - `num_chunks`: the number of parts into which the length is cut. Logits exist for one part at a time,
-        forward and backward, so that they take that much less memory; the head is applied once more.
-    - `sequence_parallel`: says that `hidden` is split over `tensor` along dim 1. `hidden` is gathered here, and
-        its gradient is reduced and scattered.
+    - `num_chunks`: the number of parts that the length is divided into. Logits exist for one part at a time,
+        forward and backward, so they take proportionally less memory. In return, the head is applied once more.
+    - `sequence_parallel`: pass true if `hidden` is split over `tensor` along dim 1. `hidden` is gathered here,
+        and its gradient is reduced and scattered.
 
     **Returns:**
 
-    `Mean(total, weight)`: its `value` is the loss.
+    `Mean(total, weight)`, whose `value` is the loss.
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit, or the length does not divide by `num_chunks`, or by `tensor` under
-    `sequence_parallel`.
+    `ValueError` if the shapes do not fit, or if the length does not divide by `num_chunks`, or by `tensor`
+    under `sequence_parallel`.
     """
     given = {"labels": labels, "weights": labels if weights is None else weights}
     for name, x in given.items():
@@ -164,7 +166,7 @@ def cross_entropy(
     of_hidden = PartitionSpec(rows, "tensor") if sequence_parallel else PartitionSpec(rows)
 
     def body(hidden: Array, labels: Array, weights: Array, arrays: list[Array]) -> tuple[Array, Array]:
-        # Varying from here on: gradients add up over the chunks first, and then over the devices, once.
+        # Vary from here on, so that gradients add up over the chunks first, and then once over the devices.
         arrays = [_vary(x, spec, axes) for x, spec in zip(arrays, split.specs)]
         if sequence_parallel:
             hidden = jax.lax.all_gather(hidden, "tensor", axis=1, tiled=True)
@@ -189,7 +191,7 @@ def _chunked(
     num_chunks: int,
     axis: str | None,
 ) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """The weighted sum of the cross-entropy, and the sum of the weights."""
+    """Returns the weighted sum of the cross-entropy, and the sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
         return jnp.sum(weights * _cross_entropy(hidden, head, labels, weights != 0, axis))
@@ -214,12 +216,13 @@ def _cross_entropy(
     counts: Bool[Array, "*tokens"],
     axis: str | None,
 ) -> Float[Array, "*tokens"]:
-    """The cross-entropy of each token, finite for one that does not count.
+    """Returns the cross-entropy of each token, which is finite for a token that does not count.
 
     With `axis`, the head gives the logits of this shard.
     """
-    # A token that does not count is replaced only where it is not finite: at weight 0, the derivative by the
-    # weight is still the token's cross-entropy. A NaN would stay a NaN where it is multiplied by 0 backward.
+    # Replace a token that does not count only if it is not finite, because at weight 0, the derivative with
+    # respect to the weight is still the token's cross-entropy. A NaN would stay NaN when it is multiplied by 0
+    # backward.
     is_safe = counts | (jnp.max(jnp.abs(jax.lax.stop_gradient(hidden)), axis=-1) < jnp.inf)
     logits = head(jnp.where(is_safe[..., None], hidden, 0))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -234,8 +237,8 @@ def _cross_entropy(
     size, labels = logits.shape[-1], _wide(labels)
     own, is_here, is_outside = _own_part_of(labels, size, axis)
     if axis is None:
-        # Outside of the vocabulary the lookup fills in NaN, which shows the wrong label. A negative label is
-        # moved down once more, or else it would count from the end.
+        # Outside the vocabulary, the lookup fills in NaN, which shows the wrong label. A negative label is
+        # moved down once more; otherwise it would count from the end.
         own = jnp.where(is_here, labels, jnp.where(counts, labels - size * (labels < 0), 0))
     picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
     if axis is None:
@@ -248,7 +251,7 @@ def _cross_entropy(
 
 
 def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Casts ids to a dtype that has room for the size of a vocabulary."""
+    """Casts ids to a dtype that can hold the size of a vocabulary."""
     return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
@@ -266,7 +269,8 @@ def _own_part_of(
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
-    """A head cut over its outputs, the vocabulary; whole if there is one shard, `None` if it cannot be cut."""
+    """Cuts a head over its outputs (the vocabulary). Returns it whole for one shard, and `None` if it cannot be
+    cut."""
     if num_shards > 1 and callable(head):
         return split_layer(head, "column", num_shards, 1)
     if num_shards > 1 and not callable(head) and head.shape[0] % num_shards:
@@ -277,6 +281,6 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
-    """Marks an array that came in by `spec` as different on each device along all of `axes`."""
+    """Marks an array that came in with `spec` as different on each device along all of `axes`."""
     missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

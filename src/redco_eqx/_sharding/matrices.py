@@ -22,7 +22,7 @@ class Node:
     - `stack`: the number of leading dims that count stacked copies, for every array below.
     - `matrix`, `table`: set if this node is a Linear-like module, or an embedding table (rows to features).
     - `is_block`: true if the node is one of several (a stack, or an element of a list in which each has
-      matrices). No matrix inside it then follows one outside.
+        matrices). No matrix inside it then follows one outside.
     """
 
     path: str

@@ -90,13 +90,13 @@ def make_mesh(
 
     - `tensor`: the number of devices over which each layer's matrices are split (Megatron).
     - `fsdp`: the number of devices over which parameters and optimizer state are split, and gathered for use
-      (ZeRO). Each of these devices takes a different part of the batch.
+        (ZeRO). Each of these devices takes a different part of the batch.
     - `data`: the number of replicas; -1 takes all remaining devices.
     - `devices`: the devices to use, by default `jax.devices()`. If you set `data` and fewer devices are needed,
-      the first ones are used (with one process only).
+        the first ones are used (with one process only).
     - `mesh`: a mesh with any names and axis types, instead of all arguments above.
     - `names`: the new name of each axis of `mesh`, in order. By default, the axes keep their names. Axes with
-      the same name become one axis.
+        the same name become one axis.
 
     **Raises:**
 

@@ -84,7 +84,7 @@ class Explanation:
     - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
     - `mesh`: the mesh that the layout is for.
     - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
-      analysis of the program cannot follow).
+        analysis of the program cannot follow).
     """
 
     decisions: dict[str, Decision]
@@ -207,13 +207,13 @@ def shard_rules(
     - `model`: any PyTree; its arrays may be abstract (`jax.ShapeDtypeStruct`).
     - `mesh`: from `make_mesh`, or any mesh of Auto axes, some of them named `data`, `fsdp`, `tensor`.
     - `overrides`: pairs `(pattern, PartitionSpec)`. A pattern is a glob over the whole path of a leaf
-      (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides. For an
-      entry `("fsdp", "tensor")`, both axes are gathered for use; for `("tensor", "fsdp")`, only `fsdp` is.
+        (`layers.*.mlp.up.weight`; `*` also matches dots). The first pattern that matches an array decides. For
+        an entry `("fsdp", "tensor")`, both axes are gathered for use; for `("tensor", "fsdp")`, only `fsdp` is.
     - `loss_fn`: a function of `(model, batch, key)`: the loss to train, or a predict function.
     - `batch`: a batch for `loss_fn`, of real or abstract arrays. Only shapes and dtypes count, and the sizes
-      hardly matter. Pass a model with an `eqx.nn.State` as the pair `(model, state)`.
+        hardly matter. Pass a model with an `eqx.nn.State` as the pair `(model, state)`.
     - `max_bytes_per_device`: a limit on the bytes of the model's arrays on one device. Among the layouts that
-      fit, the result is the one that sends the least. It needs `loss_fn` and `batch`.
+        fit, the result is the one that sends the least. It needs `loss_fn` and `batch`.
 
     **Returns:**
 

@@ -1,1 +1,1 @@
-"""The state of a run, and pure functions of that state."""
+"""The state of a run, and pure functions of it."""

@@ -1,4 +1,4 @@
-"""Puts a chosen layout of values into the program, as sharding constraints where the choice changes."""
+"""Put a chosen layout of values into the program, as sharding constraints where the layout changes."""
 
 import functools
 import warnings
@@ -22,7 +22,7 @@ from redco_eqx._step.mends import lay
 
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
-    """The program of a step with each value laid out. `tensor` splits the `dims` of parameters, by path."""
+    """Lay out each value in the program of a step. `tensor` splits the `dims` of parameters, by path."""
     walk = walk_through(traced)
     values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
     try:
@@ -40,13 +40,13 @@ class _Constraints:
         self.values, self.state, self.mesh = solution.values, solution.state, mesh
         pairs = [(o.step, s) for o, s in zip(self.values.operations, solution.strategies) if o.step]
         self._of_step = {id(step): s for step, s in pairs if not step.handed}
-        # The strategies of values that are handed into a body or out of it, by the operation that has the body.
+        # The strategies of values that enter or leave a body, by the operation that has the body.
         self._handed = {(id(step.equation), id(step.operands[0])): s for step, s in pairs if step.handed}
         self._axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
     def spec(self, value: Value, state: State) -> PartitionSpec:
-        """The layout of a value; `state` is that of its group."""
-        # Gradients of weights stay free here: the gathers say which other axes split them.
+        """The layout of a value. `state` is that of its group."""
+        # Leave gradients of weights open, because the gathers say which other axes split them.
         is_free = "fsdp" in self._axes and value.is_data and not self.values.batch_dims(value)
         entries: list[Any] = [()] * len(value.dims)
         for dim in self.values.batch_dims(value):
@@ -58,7 +58,7 @@ class _Constraints:
         return PartitionSpec(*(e[0] if len(e) == 1 else e or other for e in entries))
 
     def program(self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None) -> Jaxpr:
-        """Constrains a program that was walked, as `found` says; it is the body of the operation `around`."""
+        """Constrains a program as `found` says. The program is the body of the operation `around`."""
         names: dict[Var, Operand] = {}
         changed: dict[tuple[Var, State], Operand] = {}
         equations: list[JaxprEqn] = []
@@ -87,7 +87,7 @@ class _Constraints:
             return handed
 
         def leave() -> list[Operand]:
-            """Returns the results. Those of all branches have one layout, or XLA refuses the program."""
+            """Returns the results. All branches need the same layout, or XLA refuses the program."""
             if around is None or around.equation.primitive.name != "cond":
                 return hand(around, jaxpr.outvars, found.results)
             pairs = zip(jaxpr.outvars, around.results)
@@ -96,14 +96,14 @@ class _Constraints:
             ]
 
         outside = [x for x in found.arguments if not x.is_data] if around is None else around.operands
-        known = {id(x) for x in outside}  # laid out already
+        known = {id(x) for x in outside}  # already laid out
         for var, value in zip(jaxpr.invars, found.arguments):
             if id(value) not in known and any(value.dims):
                 names[var] = put(var, value, self.state(value))
         visits = {id(visit.equation): visit for visit in found.steps}
         for equation in jaxpr.eqns:
             visit = visits.get(id(equation))
-            if visit is None:  # no result depends on it, but it may print or write
+            if visit is None:  # no result depends on this, but it may print or write
                 equations.append(equation.replace(invars=[read(atom) for atom in equation.invars]))
                 continue
             operands = [read(atom) for atom in visit.equation.invars]
@@ -129,7 +129,7 @@ class _Constraints:
                     continue
                 own, out = self.state(value), put(var, value, WHOLE, apart) if apart else var
                 given = given if given is None else self.values.slot(value, given)
-                # With a constraint to another split right away, the partitioner would change the operands
+                # With a constraint to another split right here, the partitioner would change the operands
                 # instead.
                 if given is not None and given != own and own != PENDING:
                     out = put(out, value, WHOLE if given == PENDING else given)
@@ -146,8 +146,8 @@ class _Constraints:
         state: State,
         whole: Sequence[int] = (),
     ) -> Operand:
-        """Adds a constraint of `atom` to `equations`, and returns its result. It splits no dim in `whole`."""
-        # `jax.new_ref` makes something else than an array, to be written in place.
+        """Adds a constraint of `atom` to `equations`, and returns its result. Splits no dim in `whole`."""
+        # `jax.new_ref` makes something other than an array, which is written in place.
         is_array = isinstance(atom.aval, ShapedArray) and not jnp.issubdtype(
             dtype_of(atom), jax.dtypes.extended
         )
@@ -160,10 +160,10 @@ class _Constraints:
         return one.jaxpr.outvars[0]
 
     def _apart(self, visit: Step) -> list[int]:
-        """Returns the padded dims that the batch splits before or after, but not both.
+        """Returns the padded dims that the batch splits either before or after, but not both.
 
-        With padding between elements, or a negative one, XLA's partitioner computes wrong numbers there (as in
-        plain JAX 0.10.2 under the same constraints), so they are whole on both sides.
+        With padding between elements, or negative padding, XLA's partitioner computes wrong numbers there (as
+        in plain JAX 0.10.2 under the same constraints), so these dims stay whole on both sides.
         """
         if visit.equation.primitive.name != "pad":
             return []
@@ -176,7 +176,7 @@ class _Constraints:
         ]
 
     def _inside(self, visit: Step) -> JaxprEqn:
-        """The operation with its bodies constrained."""
+        """The operation, with constraints in its bodies."""
         equation = visit.equation
         if equation.primitive.name == "custom_linear_solve":
             return equation

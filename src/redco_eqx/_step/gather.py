@@ -1,9 +1,9 @@
-"""FSDP: gathers parameters that are split where they are stored, at the place of their first use.
+"""FSDP: gather parameters that are stored split, where they are first used.
 
-They are gathered over `fsdp`; and over both axes if the spec splits a dim by an entry `("fsdp", "tensor")`.
+They are gathered over `fsdp`, and over both axes if the spec splits a dim by an entry `("fsdp", "tensor")`.
 
 If the first use is in the body of a `lax.scan` over a stack of layers, of a `jax.checkpoint`, or of a
-`shard_map`, the gather stands in that body. So at most one layer of a scan is whole, and a checkpoint gathers
+`shard_map`, the gather is put into that body. So at most one layer of a scan is whole, and a checkpoint gathers
 again for the gradient instead of keeping the gathered weights. Gathered weights that are to be kept have the
 name `KEPT`, and checkpoints keep values of this name.
 """
@@ -36,7 +36,7 @@ from redco_eqx._sharding.mesh import STORED, axes_of, axis_size, for_use, stored
 
 
 def is_split(sharding: NamedSharding) -> bool:
-    """True if an array of this layout is split over more devices where it is stored than for use."""
+    """True if an array with this layout is split over more devices when stored than when used."""
     return axis_size(sharding.mesh, stored_axes(sharding.spec)) > 1
 
 
@@ -48,10 +48,10 @@ _keep_nothing = jax.checkpoint_policies.nothing_saveable
 
 
 def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> Array:
-    """Gathers `x`, which is laid out by `sharding`, for use: one all-gather. Backward it is one reduce-scatter.
+    """Gathers `x`, which has this sharding, for use: one all-gather forward, one reduce-scatter backward.
 
-    A plain constraint would do for the forward pass, but it transposes to itself: the gradient would be summed
-    whole.
+    A plain constraint would be enough for the forward pass, but its transpose is itself, so the gradient would
+    be summed whole.
     """
     whole = NamedSharding(sharding.mesh, for_use(sharding.spec))
     over_fsdp = ("fsdp" if entry == STORED else entry for entry in sharding.spec)
@@ -65,8 +65,9 @@ def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> 
         return checkpoint_name(gathered(x), KEPT) if keep else gathered(x), None
 
     def backward(residual: None, gradient: Array) -> tuple[Array]:
-        # Along `tensor` each device has the same gradient, and keeps a part of it. Without the first constraint
-        # the compiler would compute only that part, from activations that it splits and gathers for this.
+        # Along `tensor`, each device has the same gradient, and keeps a part of it. Without the first
+        # constraint, the compiler would compute only that part, from activations that it splits and gathers for
+        # this.
         gradient = jax.lax.with_sharding_constraint(gradient, summed)
         return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
@@ -75,15 +76,15 @@ def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> 
 
 
 Shardings: TypeAlias = Sequence[NamedSharding | None]
-"""The layout in which each of some arrays is stored; `None` for an array that is no weight."""
+"""The layout in which each of some arrays is stored; `None` for an array that is not a weight."""
 
 
 def gather_where_used(
     program: Program, layout: Shardings, *, reshard: bool | None = True
 ) -> tuple[Program, Policy | None]:
-    """Gathers the inputs of `program` that `layout` splits where they are stored. No number changes.
+    """Gathers the inputs of `program` that are stored split by `layout`. No number changes.
 
-    An operation that reads a weight number by number, such as a cast, reads it split. So does a sum to a
+    An operation that reads a weight number by number, such as a cast, reads it split, and so does a sum to a
     scalar.
 
     - `reshard`: the `reshard_after_forward` of `train_step`.
@@ -96,7 +97,7 @@ def gather_where_used(
     mesh = next((s.mesh for s in layout if s is not None and is_split(s)), None)
     if mesh is None:
         return program, None
-    # For a weight that needs no gather it only matters that it is a weight.
+    # If a weight needs no gather, it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
     # The compiler for CPU needs as much memory for the whole gradients of a list of layers, which it keeps.
     on_cpu = isinstance(mesh, Mesh) and {x.platform for x in mesh.devices.flat} == {"cpu"}
@@ -113,7 +114,8 @@ def _and_kept(policy: Policy | None) -> Policy:
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """An operation that takes weights as they are: the operation, the operands, the weights that come out."""
+    """An operation that takes weights ungathered: the operation, its operands, and the weights among its
+    results."""
 
     equation: JaxprEqn
     operands: Sequence[int] = ()
@@ -122,7 +124,7 @@ class _Taken:
 
 @dataclasses.dataclass
 class _Walk:
-    """One walk through a program.
+    """A walk through a program.
 
     - `keep`, `keep_in_scans`: true to keep what is gathered here, and in the bodies of scans, for the gradient.
     - `has_checkpoint`: true once the walk has met a `jax.checkpoint` that reads weights.
@@ -137,7 +139,7 @@ class _Walk:
     ) -> tuple[Jaxpr, Shardings]:
         """Changes a program whose inputs are these `weights` and other values.
 
-        Some weights may come out as results. Returns the program and the layout of these results. If nothing is
+        Weights may also be results. Returns the program, and the layout of these results. If nothing is
         gathered, the program is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
@@ -170,10 +172,10 @@ class _Walk:
         return jaxpr, layout_of(outvars)
 
     def take(self, equation: JaxprEqn, inputs: Shardings) -> _Taken:
-        """Choose the operands that `equation` can take as they are; there are none by default."""
+        """Choose the operands that `equation` can take ungathered (by default, none)."""
         kind = equation.primitive.name
         if not any(shape_of(out) for out in equation.outvars) and "jaxpr" not in equation.params:
-            return _Taken(equation, range(len(inputs)))  # a sum of squares, say
+            return _Taken(equation, range(len(inputs)))  # for example, a sum of squares
         if kind in ("scan", "jit", "pjit", *CHECKPOINTS):
             self.has_checkpoint |= kind in CHECKPOINTS
             inside = _in_one_step(equation, inputs) if kind == "scan" else inputs
@@ -201,7 +203,7 @@ def _with_body(equation: JaxprEqn, jaxpr: Jaxpr) -> JaxprEqn:
 
 
 def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
-    """The layout of one layer of each stack; `None` for a value that all steps of the scan share."""
+    """The layout of one layer of each stack, or `None` for a value that all steps of the scan share."""
 
     def one(sharding: NamedSharding | None, outer: Operand, inner: Operand) -> NamedSharding | None:
         is_stack = len(shape_of(inner)) < len(shape_of(outer))
@@ -216,7 +218,7 @@ def _in_one_step(scan: JaxprEqn, inputs: Shardings) -> Shardings:
 
 
 def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """An elementwise operation: if all arrays among the operands are split alike, so are the results."""
+    """An elementwise operation. If all arrays among the operands have the same split, so do the results."""
     arrays = [i for i, atom in enumerate(equation.invars) if shape_of(atom)]
     specs = {inputs[i] for i in arrays}
     shapes = {shape_of(atom) for atom in (*equation.invars, *equation.outvars)} - {()}
@@ -226,7 +228,7 @@ def _number_by_number(equation: JaxprEqn, inputs: Shardings) -> _Taken:
 
 
 def _part_of_it(equation: JaxprEqn, inputs: Shardings) -> _Taken:
-    """A slice that does not cut a dim that is split; or an array from which dims of size 1 are removed."""
+    """A slice that does not cut a split dim, or an array from which dims of size 1 are removed."""
     sharding, before, after = inputs[0], shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     if sharding is None:
         return _Taken(equation)
@@ -244,14 +246,14 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
 }
 
 
-# In the body of a shard_map a constraint would have no effect, so the gather is written out there.
+# In the body of a shard_map, a constraint would have no effect, so the gather is written out there.
 
 
 def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
-    """Takes operands of a `shard_map` split as they are, if the body first casts them to vary along `fsdp`.
+    """Takes operands of a `shard_map` ungathered, if the body first casts them to vary along `fsdp`.
 
     Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place of the cast gives the
-    same value, and the transpose of the gather, a reduce-scatter, leaves each device its part of the gradient.
+    same value. The transpose of the gather, a reduce-scatter, leaves each device with its part of the gradient.
     """
     inside, specs = equation.params["jaxpr"], list(equation.params["in_specs"])
     invars, equations, taken = list(inside.invars), list(inside.eqns), []
@@ -280,7 +282,7 @@ def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Ta
 
 
 def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec | None:
-    """`spec`, with `fsdp` where `split` has it; `None` if the two do not fit together."""
+    """`spec` with `fsdp` where `split` has it, or `None` if the two do not fit together."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     for dim, entry in enumerate(split):
         if entry == "fsdp" and entries[dim] is None:
@@ -292,7 +294,7 @@ def _join(spec: PartitionSpec, split: PartitionSpec, ndim: int) -> PartitionSpec
 def _traced_in(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, axes: Sequence[str], aval: ShapedArray, keep: bool
 ) -> Jaxpr:
-    """The body of a `shard_map` that casts its operand to vary over `axes`, and then gathers it.
+    """The body of a `shard_map` that casts its operand to vary over `axes` and then gathers it.
 
     The cast comes first, so that the gradient is summed over the other axes in parts.
     """
@@ -312,5 +314,5 @@ def _traced_in(
 
 
 def _traced(function: Callable[[Array], Array], aval: ShapedArray) -> Jaxpr:
-    """The program of a function of one array, with new variables each time."""
+    """The program of a function of one array. It has new variables each time."""
     return jax.make_jaxpr(function)(abstract(aval)).jaxpr

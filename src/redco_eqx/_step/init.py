@@ -1,4 +1,4 @@
-"""`init_state`: makes a state from a model, laid out like the model."""
+"""`init_state`: make a state from a model, with the layout of the model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -34,10 +34,10 @@ def init_state(
     key: Key,
     trainable: Any = is_trainable,
 ) -> TrainState:
-    """Makes the state of a new run of `model`, on the mesh that the model's arrays lie on.
+    """Creates the state of a new run, on the mesh of the model's arrays.
 
-    The state takes the model's arrays without a copy: a step that donates the state deletes the model's arrays
-    too.
+    The state shares the model's arrays without a copy, so a step that donates the state also deletes the
+    model's arrays.
 
     ```python
     state = rx.init_state(model, optimizer, key=jax.random.key(1))
@@ -50,18 +50,19 @@ def init_state(
 
     - `model`: an Equinox model, or the pair `(model, eqx.nn.State)` of `eqx.nn.make_with_state`. If the arrays
         are abstract (`jax.ShapeDtypeStruct`, with or without a sharding), the state is abstract too.
-    - `optimizer`: an optimizer of optax. Its state is made with the shardings of the parameters. Without an
-        optimizer, the state serves evaluation and prediction.
-    - `key`: a PRNG key, from which all randomness of the run comes.
-    - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default
-        every floating JAX array is trained. NumPy arrays, integers and keys are never trained; `init_model`
-        keeps NumPy arrays, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not. Arrays of any kind are
-        never trained if the class of a module lists them in a tuple `buffers`, by their paths in the module.
+    - `optimizer`: an optax optimizer. Its state is created with the shardings of the parameters. Without an
+        optimizer, you can use the state only for evaluation and prediction.
+    - `key`: the PRNG key for all randomness of the run.
+    - `trainable`: a filter spec as in `eqx.filter`: a function of a leaf, or a tree of booleans. By default,
+        every floating JAX array is trained. NumPy arrays, integers and keys are never trained. (`init_model`
+        keeps NumPy arrays as they are, but `eqx.filter_shard` and `eqx.filter_eval_shape` do not.) Arrays that
+        the class of a module lists in a tuple `buffers`, by their paths in the module, are never trained
+        either.
 
     **Raises:**
 
-    `ValueError`, naming the leaf: two leaves share one buffer, a static field has an array or an unhashable
-    value, arrays lie on different meshes, an array is deleted, or no leaf is trainable although there is an
+    `ValueError` that names the leaf: two leaves share a buffer, a static field has an array or an unhashable
+    value, arrays lie on different meshes, an array is deleted, or no leaf is trainable although you passed an
     optimizer.
     """
     if isinstance(model, TrainState):
@@ -95,7 +96,7 @@ def init_state(
         frozen=frozen,
         model_state={path: place(path, x) for path, x in state_arrays.items()},
         opt_state=() if optimizer is None else init_optimizer(optimizer, params, layout),
-        # A copy, because the caller may use this key after the state is donated.
+        # Copy the key, because the caller may use it after the state is donated.
         key=place(None, key if isinstance(key, jax.ShapeDtypeStruct) else jnp.copy(key)),
         step=place(None, jnp.zeros((), jnp.int32)),
         structure=(Structure(model), None if model_state is None else Structure(model_state)),
@@ -106,7 +107,7 @@ def init_state(
 
 
 def _check_no_index(model: Any) -> None:
-    """Raises `ValueError` for a model whose layers need an `eqx.nn.State` that was not passed along."""
+    """Raises `ValueError` if layers of the model need an `eqx.nn.State` that was not passed."""
     nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[0]
     for keypath, x in nodes:
         if isinstance(x, eqx.nn.StateIndex):
@@ -121,11 +122,11 @@ def _placement(
     arrays: dict[str, Any],
     state_arrays: dict[str, Any],
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
-    """A function that places an array by path (`None`: replicated), and the layout of `arrays`.
+    """Returns a function that places an array by path (`None`: replicated), and the layout of `arrays`.
 
     The arrays of an `eqx.nn.State` (`state_arrays`) are replicated.
 
-    Under a trace, and for abstract arrays without a mesh, nothing is placed and the layout is `None`.
+    Under a trace, and for abstract arrays without a mesh, nothing is placed, and the layout is `None`.
     """
     if any(isinstance(x, Tracer) for x in arrays.values()):
         return lambda _, x: jnp.asarray(x), None
@@ -154,7 +155,7 @@ def _placement(
         sharding = whole if path is None else layout.get(path, whole)
         if abstract:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if isinstance(x, jax.Array) and x.aval.weak_type:  # after the first update it would not be weak
+        if isinstance(x, jax.Array) and x.aval.weak_type:  # it would no longer be weak after the first update
             x = jax.lax.convert_element_type(x, x.dtype)
         return put_global(x, sharding)
 
@@ -175,7 +176,8 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
 
 
 def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
-    """Raises `ValueError` if one array is two leaves. `arrays` has the identity and the path of each leaf."""
+    """Raises `ValueError` if two leaves are the same array. `arrays` has the identity and the path of each
+    leaf."""
     first: dict[Hashable, str] = {}
     for array, path in arrays:
         if first.setdefault(array, path) != path:
@@ -186,7 +188,7 @@ def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
 
 
 def _buffers(x: jax.Array) -> list[Any]:
-    """Identify the memory of an array: the address of each piece, and its device."""
+    """Identify the memory of an array by the address and device of each piece."""
     if x.size == 0 or is_key(x):
         return [id(x)]
     return [(piece.device, piece.data.unsafe_buffer_pointer()) for piece in x.addressable_shards]

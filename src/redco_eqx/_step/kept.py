@@ -1,4 +1,4 @@
-"""Keeps compiled programs from call to call, while the objects that they were traced from stay the same."""
+"""Keep compiled programs from call to call, as long as the objects that they were traced from stay the same."""
 
 import collections
 import contextlib
@@ -17,27 +17,26 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-# Installed modules do not change while a program runs: their global names and classes are not looked into.
+# Installed modules do not change while a program runs, so their global names and classes are not compared.
 _INSTALLED = tuple(str(pathlib.Path(x).parents[1]) for x in (collections.__file__, jax.__file__, __file__))
 
-# With more values than this to compare (a table of words, say), it is better to compile again.
+# With more values than this to compare (in a table of words, for example), compiling again is better.
 _MOST_VALUES = 20_000
 
 
 class NotComparableError(Exception):
-    """Raised if there are too many values to compare, or if one belongs to a trace, which may be over."""
+    """There are too many values to compare, or one belongs to a trace, which may have ended."""
 
 
 def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
-    """A key that is equal for two values of the same definition, and the objects in it that are only an `id`.
+    """A key that is equal for values with the same definition, and the objects that it compares by `id`.
 
-    Numbers compare with their type, and NaN equals itself. Functions compare by code, defaults, attributes and
-    the values that they close over. NumPy arrays and other objects compare by their contents. Objects that
-    cannot be looked into, such as arrays of JAX, compare by identity: the key is valid only as long as these
-    exist.
+    Numbers are compared with their types, and NaN equals itself. Functions are compared by code, defaults,
+    attributes and the values that they close over, and NumPy arrays and other objects by their contents. Opaque
+    objects, such as JAX arrays, are compared by identity: the key is valid only as long as they exist.
 
-    - `deep`: also compares the other values that functions may read: the globals that their code names, and the
-        functions, classes and modules among those in turn. Raises `NotComparableError`.
+    - `deep`: also compares the other values that functions may read: the globals that their code names, and in
+        turn the functions, classes and modules among those. Raises `NotComparableError`.
     """
     objects: list[Any] = []
     seen: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that no `id` is used twice
@@ -63,7 +62,7 @@ def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
         alone = None if parts else _alone(x)
         objects.extend([x] if alone == id(x) else [])
         key = key_of(kind), alone, tuple(map(key_of, parts))
-        if not deep:  # then a shared object is no different from an equal one
+        if not deep:  # then a shared object equals a separate one
             del seen[id(x)]
         return key
 
@@ -71,7 +70,8 @@ def definition(x: Any, *, deep: bool = False) -> tuple[Hashable, list[Any]]:
 
 
 def _alone(x: Any) -> Hashable:
-    """The key of an object without parts: the object if it defines equality, `None` for a marker, or `id`."""
+    """The key of an object without parts: the object itself if it defines equality, `None` for a marker, or its
+    `id`."""
     kind = type(x)
     if kind.__eq__ is not object.__eq__ and isinstance(x, Hashable) and not isinstance(x, jax.Array):
         return x
@@ -105,13 +105,13 @@ def _of_function(function: types.FunctionType, deep: bool) -> Iterator[Any]:
         for name in sorted(names & scope.keys()):
             x = scope[name]
             yield name, x
-            # Also the attributes of a module that have one of the names: code reads an attribute by its name.
+            # Add the attributes of a module with one of these names, because code reads attributes by name.
             if deep and isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
                 scopes += [] if any(vars(x) is other for other in scopes) else [vars(x)]
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names of attributes and of all but local variables in a code, with those in inner functions."""
+    """The names of attributes and of non-local variables in a code object and in its inner functions."""
     inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return {*code.co_freevars, *code.co_names}.union(*inner)
 
@@ -126,7 +126,7 @@ _CONTENTS: dict[Any, Callable[[Any], Any]] = {
     **dict.fromkeys((tuple, list, set, frozenset, bytearray, collections.deque), iter),
     **dict.fromkeys((dict, types.MappingProxyType), lambda x: x.items()),
 }
-"""The values that objects of each kind consist of, in order."""
+"""The values that make up objects of each kind, in order."""
 
 
 def _is_installed(module: str) -> bool:
@@ -136,30 +136,30 @@ def _is_installed(module: str) -> bool:
 
 # Keeping compiled programs from call to call.
 
-# Enough for a few tasks that take turns at training, evaluation and prediction.
+# Enough for a few tasks that alternate training, evaluation and prediction.
 _MOST = 16
 
 T = TypeVar("T")
 
-# For each key, the value and the objects that must stay alive. The entry that was used last comes last.
+# For each key, the value and the objects that must stay alive. The most recently used entry comes last.
 _entries: collections.OrderedDict[Hashable, tuple[Any, list[Any]]] = collections.OrderedDict()
 
 
 def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
-    """Return the value that `make()` returned before for the same functions and key; otherwise call it now.
+    """Return the earlier value of `make()` for the same functions and key, or call it now.
 
     Functions are the same if they have the same code and capture the same values: those in their closures,
-    defaults and attributes, the globals that their code names, and the functions, classes and modules among all
-    of these in turn. Numbers, text and NumPy arrays compare by value. Arrays of JAX, and objects that cannot be
-    looked into, compare by identity, through weak references: the program goes when they go. An object
-    that changes while it is traced, such as a list of calls, differs from before, and makes the program compile
-    again. The value must not refer to the functions.
+    defaults and attributes, the globals that their code names, and in turn the functions, classes and modules
+    among all of these. Numbers, text and NumPy arrays are compared by value. JAX arrays and opaque objects are
+    compared by identity, through weak references, so the program is dropped when they are. If an object changes
+    while it is traced, such as a list of calls, the program is compiled again. The value must not refer to the
+    functions.
     """
     captured = captured_by(functions)
     if captured is None:
         return make()
     content, objects = captured
-    # JAX's options change the traced and compiled program.
+    # JAX's options affect the traced and compiled program.
     options = tuple(repr(getattr(jax.config, name, None)) for name in jax.config.values)
     full = key, content, options, jax.sharding.get_abstract_mesh()
     if full not in _entries:
@@ -173,19 +173,20 @@ def kept(functions: tuple[Any, ...], key: Hashable, make: Callable[[], T]) -> T:
 
 
 def signature(tree: PyTree) -> Hashable:
-    """The form of the arguments that a compiled program takes: structure, shapes, dtypes and shardings."""
+    """The signature of a compiled program: structure, shapes, dtypes and shardings of its arguments."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
 
 
 def captured_by(values: tuple[Any, ...]) -> tuple[Hashable, list[Any]] | None:
-    """The `definition` of values, with all that functions among them may read; `None` if there is none."""
+    """The `definition` of values, with everything that functions among them may read; `None` if there is
+    none."""
     with contextlib.suppress(NotComparableError):
         return definition(values, deep=True)
     return None
 
 
 def _held(x: Any, entry: Hashable) -> Any:
-    """A weak reference to `x`, which removes the entry when `x` goes; `x` itself if it allows none."""
+    """A weak reference to `x`, which removes the entry when `x` is dropped, or `x` itself if it allows none."""
     is_weak = type(x).__weakrefoffset__ != 0
     return weakref.ref(x, lambda _: _entries.pop(entry, None)) if is_weak else x

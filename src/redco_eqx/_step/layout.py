@@ -1,4 +1,4 @@
-"""The layout of a step over the mesh, and the program of a step: traced, gathered where used, mended."""
+"""The layout of a step on the mesh, and its program: traced, with gathers and replaced operations."""
 
 import math
 import warnings
@@ -34,9 +34,9 @@ Layout: TypeAlias = dict[str, NamedSharding]
 
 
 def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
-    """The shardings in a tree, by path; for a pair `(model, state)`, the shardings of the model.
+    """The shardings in a tree, by path. For a pair `(model, state)`, those of the model.
 
-    Raises `ValueError`, naming the parameter, if a parameter has none.
+    Raises `ValueError`, naming the parameter, if a parameter has no sharding.
     """
     if is_pair(shardings):
         shardings, _ = shardings
@@ -51,27 +51,27 @@ def shardings_by_path(shardings: PyTree, state: TrainState) -> Layout:
 
 
 def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of the layout, or else the mesh on which `arrays` lie; `None` if they lie on none."""
+    """The mesh of the layout, or else the mesh of `arrays`, or `None`."""
     return next(iter(layout.values())).mesh if layout else traced_mesh(arrays)
 
 
 def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
-    """Lays out arrays by path. Without a layout they stay as they are."""
+    """Lays out arrays by path. Without a layout, they stay as they are."""
     if layout is None:
         return params
     return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
 
 
-# The rows of a batch, split over the mesh even if the batch was not placed.
+# Split the rows of a batch over the mesh, even if the batch was not placed.
 
 
 def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) -> Batch:
-    """Splits this dim of the arrays of `batch` over `data` and `fsdp`. The other dims lie as they did.
+    """Splits this dim of the arrays in `batch` over `data` and `fsdp`. The other dims stay as they are.
 
-    Otherwise each data shard would compute all of a batch that is not placed: the compiler splits an array only
-    if a placed argument or a constraint says so. An array whose dim does not divide is left as it is, and
-    outside of `jit` every array is. Warns of a dim that has more rows than there are shards and does not
-    divide.
+    Otherwise, each data shard would compute all of a batch that is not placed, because the compiler splits an
+    array only if a placed argument or a constraint says so. An array whose dim does not divide evenly stays as
+    it is, and so does every array outside `jit`. Warns if a dim has more rows than there are shards, but does
+    not divide evenly.
     """
     shards = 1 if mesh is None else num_batch_shards(mesh)
     if mesh is None or shards == 1:
@@ -97,14 +97,14 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
-# A batch in microbatches.
+# Microbatches.
 
 
 def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool) -> Batch:
-    """Cuts a batch into `(number, size / number, ...)`: example i goes to microbatch i % number.
+    """Cuts a batch into `(number, size / number, ...)`. Example i goes to microbatch i % number.
 
-    With neighbours in one microbatch, each microbatch would lie on only a part of the devices.
-    Raises `ValueError` if the batch does not divide; with `must_divide`, the microbatches must also divide over
+    If neighbours were in one microbatch, each microbatch would lie on only some of the devices. Raises
+    `ValueError` if the batch does not divide evenly. With `must_divide`, the microbatches must also divide over
     the data shards of `mesh`.
     """
     shards = num_batch_shards(mesh) if must_divide and mesh is not None else 1
@@ -119,7 +119,7 @@ def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *,
 
 
 Inputs: TypeAlias = tuple[dict[str, Array], dict[str, Array], dict[str, Array], Batch, Key]
-"""Parameters, frozen arrays and model state, each by path; then the batch and the key."""
+"""Parameters, frozen arrays and model state (each by path), the batch, and the key."""
 
 _PAIR = "To get the pair (model, eqx.nn.State), pass it to init_state: init_state((model, model_state), ...)."
 
@@ -153,10 +153,10 @@ def program_of(
     differentiates: bool = False,
     reshard: bool | None = True,
 ) -> Program:
-    """The program of a function of [`Inputs`][]. The function is traced once.
+    """Returns the program of a function of [`Inputs`][], which is traced once.
 
     - `splits`: lays out the activations over `tensor`.
-    - `differentiates`: makes the program of `jax.value_and_grad(function, has_aux=True)` instead.
+    - `differentiates`: returns the program of `jax.value_and_grad(function, has_aux=True)` instead.
     - `reshard`: the `reshard_after_forward` of `train_step`.
     """
     mesh = mesh_of(layout, inputs)
@@ -182,7 +182,7 @@ def program_of(
 
 
 def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: bool) -> Program:
-    """The program with each value laid out over `tensor`."""
+    """Returns the program with each value laid out over `tensor`."""
     from redco_eqx._dataflow.tracing import TracedStep
     from redco_eqx._step.constraints import lay_out
 
@@ -198,7 +198,7 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warns of parameters on which the loss does not depend: their gradient is zero for any input."""
+    """Warns about parameters that the loss does not depend on: their gradient is zero for any input."""
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 

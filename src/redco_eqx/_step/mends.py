@@ -1,4 +1,4 @@
-"""Mends of XLA and JAX: operations that the partitioner gets wrong, and a constraint for use under `vmap`."""
+"""Workarounds for XLA and JAX: operations that the partitioner gets wrong, and a constraint for `vmap`."""
 
 import functools
 import math
@@ -35,16 +35,16 @@ Params: TypeAlias = dict[str, Any]
 """The parameters of an operation."""
 
 Kernels: TypeAlias = Collection[int]
-"""The number of elements of each kernel that `tensor` splits. Two kernels of the same size are assumed to be
-split alike, which at worst costs communication."""
+"""The number of elements of each kernel that `tensor` splits. Two kernels of the same size are assumed to have
+the same split, which at worst costs communication."""
 
 
 def replace_convolution(
     equation: JaxprEqn, mesh: Mesh | AbstractMesh, kernels: Kernels
 ) -> Callable[..., Array] | None:
-    """Return the replacement of `equation` in a program on `mesh`, if it is a grouped convolution.
+    """Return the replacement for `equation` in a program on `mesh`, if it is a grouped convolution.
 
-    In a `shard_map` over all axes nothing is replaced.
+    In a `shard_map` over all axes, nothing is replaced.
 
     Raises `ValueError`, naming the line, for a grouped convolution in a `shard_map` that leaves axes to the
     compiler.
@@ -69,10 +69,10 @@ def replace_convolution(
 
 
 def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: Array, rhs: Array) -> Array:
-    """The convolution, cut over the axes of the batch: along the examples, or else along the groups.
+    """The convolution, cut over the axes of the batch along the examples, or else along the groups.
 
-    A weight gradient contracts the examples, and the sum over devices is written out. `tensor` cuts the groups
-    if channels are split; otherwise all devices along `tensor` do the same.
+    A weight gradient contracts the examples, so the sum over devices is written out. If channels are split,
+    `tensor` cuts the groups; otherwise, all devices along `tensor` do the same work.
     """
     dims, contracts = params["dimension_numbers"], params["batch_group_count"] > 1
     count = "batch_group_count" if contracts else "feature_group_count"
@@ -111,7 +111,7 @@ def _cut(params: Params, mesh: Mesh | AbstractMesh, split_channels: bool, lhs: A
 
 
 def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
-    # A sharding from outside may name other axes than a `shard_map` has.
+    # A sharding from outside may name axes that a `shard_map` does not have.
     params = {name: None if name == "out_sharding" else value for name, value in params.items()}
     return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
@@ -125,10 +125,10 @@ def _convolve(params: Params, lhs: Array, rhs: Array) -> Array:
 
 
 def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., Array] | None:
-    """Return the replacement of `equation`, if it is an FFT: the same over dims that are whole on each device.
+    """Return the replacement for `equation`, if it is an FFT: an FFT over dims that are whole on each device.
 
-    The leading dim is split over the axes of the batch, unless it is transformed or does not divide. In a
-    `shard_map` nothing is replaced.
+    The leading dim is split over the axes of the batch, unless it is transformed or does not divide evenly. In
+    a `shard_map`, nothing is replaced.
     """
     if equation.primitive.name != "fft" or manual_axes(equation):
         return None
@@ -138,7 +138,7 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     def part(x: Array) -> Array:
-        # The layout is fixed before and after, because the transpose of an FFT is an FFT too.
+        # Fix the layout before and after, because the transpose of an FFT is an FFT, too.
         return in_order(equation.primitive.bind(in_order(x), **equation.params))
 
     def transform(x: Array) -> Array:
@@ -149,11 +149,11 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
 
 
 def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()) -> Program:
-    """Replaces operations of `program` that the partitioner gets wrong on `mesh`; `None` is one device.
+    """Replaces operations of `program` that the partitioner gets wrong on `mesh` (`None`: one device).
 
     - `kernels`: see [`Kernels`][].
 
-    Raises `ValueError`, naming the line, for an operation that cannot be made right.
+    Raises `ValueError`, naming the line, for an operation that cannot be corrected.
     """
     if mesh is None or mesh.size == 1:
         return program
@@ -167,7 +167,7 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
 
 
 def lay(x: Array, sharding: NamedSharding) -> Array:
-    """Constrains the layout of an array. Under `vmap`, an axis that `spmd_axis_name` names is left to it."""
+    """Constrains the layout of an array. Under `vmap`, it leaves out the axis that `spmd_axis_name` names."""
     return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
 
 
@@ -176,7 +176,7 @@ def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 
 def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Constrains the same dims of each array under `vmap`, but not over axes that `spmd_axis_name` names."""
+    """Constrains the same dims of each array under `vmap`, without the axes that `spmd_axis_name` names."""
     (x,), (new,) = operands, dims
     taken = getattr(axis, "spmd_name", None) or ()
     entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]
@@ -189,8 +189,8 @@ def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, 
     return _lay_p.bind(x, mesh=mesh, spec=PartitionSpec(*entries)), new
 
 
-# A primitive, because `with_sharding_constraint` raises an error, where it should give way, under
-# `vmap(spmd_axis_name="data")`, which lays clients over `data`.
+# A primitive, because `with_sharding_constraint` raises an error under `vmap(spmd_axis_name="data")`, which
+# lays out clients over `data`, although it should give way.
 _lay_p = Primitive("lay")
 _lay_p.def_impl(lambda x, **_: x)
 _lay_p.def_abstract_eval(lambda x, **_: x)

@@ -1,4 +1,4 @@
-"""Finds the source of values that are not finite: an index outside of a table, or one operation of the step."""
+"""Find the source of values that are not finite: an index outside a table, or one operation of the step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,26 +20,25 @@ from redco_eqx._step.layout import on_arrays
 from redco_eqx._step.state import TRAIN, TrainState, stream
 from redco_eqx._step.steps import unpack_loss
 
-# Lookups outside of a table.
+# Lookups outside a table.
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:
-    """Describes an index outside of its table, with the leaf of the batch that has it; `None` if there is none.
+    """Describes an index outside its table, and the leaf of the batch that has it; `None` if there is none.
 
-    Only the indices of the lookups in `loss_fn` are computed, on one device, with zeros for the model's arrays.
-    So a wrong index that depends on these arrays is missed. Rows that lie on another process are zeros too, and
-    nothing is communicated.
+    Computes only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. So
+    it misses a wrong index that depends on these arrays. Rows on other processes are zeros, too, and nothing is
+    communicated.
     """
-    # Take one device's copies of the key and the step, which every device has whole.
+    # Take the copies of the key and the step on one device. Every device has them whole.
     state = dataclasses.replace(state, key=state.key.addressable_data(0), step=state.step.addressable_data(0))
     inputs = state.params, state.frozen, state.model_state, batch, stream(state, TRAIN)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)  # on no mesh
     program = trace(on_arrays(state, loss_fn), *shapes)
     jaxpr = program.closed.jaxpr
-    # One by one: the line that matters is that of the outermost operation, since JAX caches traces of inner
-    # ones.
+    # Go one by one. The line of the outermost operation matters, because JAX caches traces of inner ones.
     parts = [rewrite(jaxpr.replace(eqns=[e]), partial(_checked, source_line(e))) for e in jaxpr.eqns]
-    # Under `jit` the compiler leaves out everything but the indices, because nothing uses the result.
+    # Under `jit`, the compiler computes only the indices, because nothing uses the result.
     checked = checkify.checkify(program.replace(jaxpr.replace(eqns=[part.eqns[0] for part in parts])))
 
     def error_of(batch: Batch, key: Key) -> checkify.Error:
@@ -63,7 +62,7 @@ def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | N
 
 
 def _checked(line: str, equation: JaxprEqn) -> Callable[..., Array] | None:
-    """A lookup that gives NaN outside of the table, with a check of the indices that names this line."""
+    """A lookup that gives NaN outside the table, with a check of the indices that names this line."""
     params = equation.params
     if equation.primitive.name != "gather" or params["mode"] != GatherScatterMode.FILL_OR_DROP:
         return None
@@ -79,7 +78,7 @@ def _checked(line: str, equation: JaxprEqn) -> Callable[..., Array] | None:
 
 
 def _rows_here(x: Any) -> np.ndarray:
-    """The array, with zeros for the parts that lie on other processes."""
+    """The array, with zeros for the parts on other processes."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     whole = np.zeros(x.shape, x.dtype)
@@ -92,11 +91,11 @@ def _rows_here(x: Any) -> np.ndarray:
 
 
 def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
-    """Describes the first metric that is not finite, or else the first parameter whose gradient is not finite.
+    """Describes the first metric that is not finite, or else the first parameter with such a gradient.
 
-    Operations run one at a time, not compiled as a whole. So under `jax_debug_nans` or `jax_debug_infs` the
-    operation that makes the first such number raises `FloatingPointError`, from the line of `loss_fn` where it
-    stands. Microbatches are taken as one batch.
+    Operations run one at a time, and are not compiled as a whole. So under `jax_debug_nans` or
+    `jax_debug_infs`, the operation that makes the first such number raises `FloatingPointError` from its line
+    of `loss_fn`. Microbatches are treated as one batch.
     """
     key = stream(state, TRAIN)
 

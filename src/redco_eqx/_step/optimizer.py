@@ -1,4 +1,4 @@
-"""The state of an optimizer, laid out like its parameters, and the learning rate that it holds."""
+"""The state of an optimizer, with the layout of its parameters, and the learning rate in it."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from redco_eqx._step.state import TrainState
 
 
 def check_is_optimizer(where: str, optimizer: object) -> None:
-    """Raises `TypeError` for anything but an optimizer of optax."""
+    """Raises `TypeError` if it is not an optax optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
@@ -46,7 +46,7 @@ _UNSUPPORTED = {
 
 
 def check_supported(opt_state: PyTree) -> None:
-    """Raises `ValueError`, by name, for an optimizer of optax that needs more than a step passes to it."""
+    """Raises `ValueError` for an optax optimizer, which it names, that needs more than a step passes to it."""
     nodes = jax.tree.flatten(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED)[0]
     name = next((name for x in nodes if (name := type(x).__name__) in _UNSUPPORTED), None)
     if name is not None:
@@ -58,10 +58,10 @@ def init_optimizer(
     params: dict[str, Any],
     layout: dict[str, NamedSharding] | None,
 ) -> PyTree:
-    """`optimizer.init(params)`: each moment gets the sharding of its parameter, and is never whole."""
+    """Runs `optimizer.init(params)`. Each moment gets the sharding of its parameter, and is never whole."""
 
     def init(params: dict[str, Any]) -> PyTree:
-        # Weak types would change at the first update, and compile the step twice.
+        # Weak types would change at the first update, and the step would be compiled twice.
         return jax.tree.map(
             lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), optimizer.init(params)
         )
@@ -82,7 +82,7 @@ def init_optimizer(
     if is_abstract:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     jitted = jax.jit(init, out_shardings=shardings)
-    # The optimizer may also be part of a trace: of a gradient by its learning rate, say.
+    # The optimizer may also be part of a trace (of a gradient with respect to its learning rate, for example).
     if captured_by((optimizer, params)) is None:
         return jitted(params)
     key = "init_optimizer", signature(params)
@@ -101,8 +101,8 @@ def update(
 
     **Arguments:**
 
-    - `value_and_grad`: value and gradient of the loss. An optimizer that evaluates the loss elsewhere, or
-        differentiates it, gets exactly the gradient that the step computes.
+    - `value_and_grad`: the value and gradient of the loss. An optimizer that evaluates or differentiates the
+        loss elsewhere gets exactly the gradient that the step computes.
     """
 
     @jax.custom_vjp
@@ -117,7 +117,7 @@ def update(
     named = {"value": value, "grad": grads, "value_fn": value_fn}
     named["grad_fn"] = lambda params, _: value_and_grad(params)[1]
     parameters = inspect.signature(optimizer.update).parameters
-    # Line searches take any arguments, but raise an error for those that `value_fn` does not take.
+    # Line searches accept any arguments, but raise an error for those that `value_fn` does not take.
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     extra = {name: named[name] for name in named if name in parameters or (takes_any and name != "grad_fn")}
     try:
@@ -133,10 +133,10 @@ def update(
 def like_params(
     opt_state: PyTree, params: dict[str, Any], shardings: dict[str, NamedSharding]
 ) -> PyTree[NamedSharding]:
-    """The sharding for each array of an optimizer state, from the parameter that the array belongs to.
+    """Returns the sharding of each array of an optimizer state, according to the parameter that it belongs to.
 
-    An array with a parameter's shape takes the parameter's sharding, and so does a stack of such arrays
-    (L-BFGS's memory). An array that lacks a single dim (Adafactor's factored moments) takes the sharding of the
+    An array with the shape of a parameter gets the parameter's sharding, and so does a stack of such arrays
+    (L-BFGS's memory). An array that lacks a single dim (Adafactor's factored moments) gets the sharding of the
     remaining dims, if that is unambiguous. All other arrays are replicated.
     """
     whole = replicated(next(iter(shardings.values())).mesh)
@@ -164,10 +164,10 @@ def like_params(
 def check_optimizer(
     where: str, state: TrainState, optimizer: optax.GradientTransformation, *, exactly: bool = True
 ) -> None:
-    """Raises `TypeError` for anything but an optimizer, and `ValueError` for one that does not fit `state`.
+    """Raises `TypeError` if it is not an optimizer, and `ValueError` if it does not fit `state`.
 
-    An optimizer does not fit if its state has other classes than `state.opt_state` or, if `exactly`, arrays of
-    another shape or dtype.
+    An optimizer does not fit if its state has different classes from `state.opt_state` or, with `exactly`,
+    arrays with different shapes or dtypes.
     """
     check_is_optimizer(where, optimizer)
     expected = _nodes(jax.eval_shape(optimizer.init, state.params), "opt_state", exactly)
@@ -186,7 +186,7 @@ def check_optimizer(
 
 
 def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
-    """Name each node, by path, from the root. Two optimizers may differ in nodes that contain no array."""
+    """Name each node by its path, from the root. Two optimizers may differ in nodes that contain no array."""
     if jax.tree_util.all_leaves([tree]):
         return {path: describe(tree) if exactly and is_array(tree) else "an array"}
     found = {path: type(tree).__name__}
@@ -196,6 +196,6 @@ def _nodes(tree: PyTree, path: str, exactly: bool) -> dict[str, str]:
 
 
 def learning_rate_of(opt_state: PyTree) -> Array | None:
-    """The learning rate that `optax.inject_hyperparams` keeps in the state; `None` without it."""
+    """The learning rate that `optax.inject_hyperparams` keeps in the state, or `None`."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     return next((value for _, value in found if jnp.shape(value) == ()), None)

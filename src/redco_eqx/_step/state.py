@@ -1,4 +1,4 @@
-"""`TrainState`: all arrays of a run, flat and by name."""
+"""`TrainState`: all arrays of a run, in a flat form, by name."""
 
 import dataclasses
 import functools
@@ -26,15 +26,15 @@ from redco_eqx._base.tree import (
 from redco_eqx._sharding.mesh import as_stored, check_mesh, one_device_mesh, trimmed
 from redco_eqx._step.kept import definition
 
-# Structures: everything in a tree but its arrays, as one hashable value that compares by definition.
+# Structures: everything in a tree except its arrays, as one hashable value that is compared by definition.
 #
-# Two models built alike have equal structures, so that their states can be mapped over together and share
-# one compiled step. Equality of plain PyTree definitions cannot do that: it compares functions by identity
-# and treats `1`, `1.0` and `True` as the same.
+# Two models that are built in the same way have equal structures, so you can map over their states together,
+# and they share one compiled step. The equality of plain PyTree definitions does not allow that: it compares
+# functions by identity, and treats `1`, `1.0` and `True` as the same.
 
 
 class Structure:
-    """A tree with its arrays taken out: `Structure(tree).build(to_arrays(tree))` is `tree`."""
+    """A tree without its arrays: `Structure(tree).build(to_arrays(tree))` is `tree`."""
 
     def __init__(self, tree: PyTree):
         pairs = leaves_with_paths(tree)
@@ -50,7 +50,7 @@ class Structure:
     @functools.cached_property
     def _compared(self) -> tuple[int, Any, list[Any]]:
         content, objects = definition((self._paths, self._treedef, self._leaves))
-        return hash(content), content, objects  # the objects stay alive, as the key requires
+        return hash(content), content, objects  # keeps the objects alive, as the key requires
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_compared"}  # valid only in this process
@@ -66,9 +66,9 @@ class Structure:
 
 
 def check_static(tree: PyTree, path: str = "") -> None:
-    """Raises `ValueError`, naming the path, for an array or an unhashable value in a static field.
+    """Raises `ValueError`, naming the path, if a static field has an array or an unhashable value.
 
-    Such a field would be compared by value on each call, or could change unseen.
+    Such a field would be compared by value on each call, or could change unnoticed.
     """
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
@@ -91,16 +91,16 @@ def check_static(tree: PyTree, path: str = "") -> None:
         check_static(child, join(path, name))
 
 
-# Streams of randomness from one key. They are separated before any number is folded in.
+# Streams of random numbers from one key. They are separated before any number is folded in.
 TRAIN, EVALUATE, PREDICT, ORDER = range(4)
 
 
 class TrainState(eqx.Module):
-    """Everything that a training step reads and writes. All leaves are arrays; `init_state` makes it.
+    """Everything that a training step reads and writes. All leaves are arrays. `init_state` creates it.
 
-    The state is a PyTree that plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape` take without any
-    filtering. `dataclasses.replace` makes a changed copy. Arrays of the model are stored flat, by path, so that
-    a state of a thousand leaves is flattened in C++ and reads like a checkpoint.
+    The state is a PyTree that you can pass to plain `jax.jit`, `lax.scan`, `vmap`, `grad` and `eval_shape`
+    without filtering. `dataclasses.replace` makes a changed copy. The arrays of the model are stored flat, by
+    path, so that a state with a thousand leaves is flattened in C++, and looks like a checkpoint.
 
     ```python
     state: rx.TrainState = rx.init_state(model, optimizer, key=jax.random.key(1))
@@ -113,12 +113,12 @@ class TrainState(eqx.Module):
     - `frozen`: the model's other arrays.
     - `model_state`: the arrays of the model's `eqx.nn.State`; empty if there is none.
     - `opt_state`: the state of the optax optimizer, over `params`; `()` without an optimizer.
-    - `key`: a typed PRNG key. It is never consumed: all randomness is folded from it and `step`.
-    - `step`: number of steps taken, int32.
-    - `structure`: everything in the model but its arrays, and the same for the `eqx.nn.State`.
-    - `stored`: the paths of arrays of the model that `tensor` splits where they are stored, and not for use.
-        The shardings of these arrays need not say this: JAX may return results of a program under another spec
-        that means the same to JAX.
+    - `key`: a typed PRNG key. It is never consumed: all random numbers derive from it and `step`.
+    - `step`: the number of steps taken, int32.
+    - `structure`: everything in the model except its arrays, and the same for the `eqx.nn.State`.
+    - `stored`: the paths of the model's arrays that `tensor` splits only where they are stored, not for use.
+        The shardings of these arrays may not say this, because JAX may return them under another spec that
+        means the same to JAX.
     """
 
     params: dict[str, AnyArray]
@@ -157,20 +157,20 @@ class TrainState(eqx.Module):
         model_state: dict[str, AnyArray],
         frozen: dict[str, AnyArray] | None = None,
     ) -> Any:
-        """Builds the model with these arrays in place of those in the state."""
+        """Builds the model with these arrays instead of those in the state."""
         structure, state_structure = self.structure
         model = structure.build({**params, **(self.frozen if frozen is None else frozen)})
         return model if state_structure is None else (model, state_structure.build(model_state))
 
 
 def stream(state: TrainState, tag: int, index: int | Int[AnyArray, ""] | None = None) -> Key:
-    """The key of one stream of randomness at this step; with `index`, the key of one batch in the stream."""
+    """The key of a stream of random numbers at this step; with `index`, the key of one batch in the stream."""
     key = jax.random.fold_in(jax.random.fold_in(state.key, tag), state.step)
     return key if index is None else jax.random.fold_in(key, index)
 
 
 def order_key(state: TrainState, begin: int) -> Key:
-    """The key from which `fit` draws the order of the examples in a run that began at step `begin`."""
+    """The key for the order of the examples in a run of `fit` that began at step `begin`."""
     return jax.random.fold_in(jax.random.fold_in(state.key, ORDER), begin)
 
 
@@ -180,7 +180,7 @@ def step_of(state: TrainState) -> int:
 
 
 def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
-    """Return the shardings of the model's arrays, by path; `None` unless all trained arrays lie on a mesh."""
+    """Return the shardings of the model's arrays by path, or `None` if some trained array is not on a mesh."""
     layout = {}
     for path, x in {**state.params, **state.frozen}.items():
         if not isinstance(x.sharding, NamedSharding):
@@ -195,7 +195,7 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
 def state_mesh(state: TrainState) -> Mesh:
     """The mesh that a state lies on.
 
-    Raises `ValueError` if the state was donated or deleted, or if the mesh is not of a kind that can be used.
+    Raises `ValueError` if the state was donated or deleted, or if this kind of mesh cannot be used.
     """
     check_alive(state)
     sharding = state.step.sharding
@@ -206,7 +206,7 @@ def state_mesh(state: TrainState) -> Mesh:
 
 
 def check_is_state(x: object, what: str) -> None:
-    """Raises `TypeError`, naming the argument as `what`, for anything but a state."""
+    """Raises `TypeError`, naming the argument as `what`, if it is not a state."""
     if isinstance(x, TrainState):
         return
     if isinstance(x, eqx.Module) or is_pair(x):
@@ -219,7 +219,8 @@ def check_is_state(x: object, what: str) -> None:
 
 
 def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
-    """The first leaf in which two trees differ by shape or dtype: the path, and the leaf before and after."""
+    """The first leaf that differs between two trees by shape or dtype: its path, and the leaf before and
+    after."""
     old, new = (
         {path_of(keypath): describe(x) for keypath, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
         for tree in (before, after)
@@ -232,7 +233,7 @@ def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
 
 
 def check_alive(state: TrainState) -> None:
-    """Raises `ValueError` for a state whose arrays were donated to a step."""
+    """Raises `ValueError` if arrays of the state were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
         lack = lack_of_value(x)

@@ -80,15 +80,15 @@ def train_step(
     shardings: PyTree | None = None,
     reshard_after_forward: bool | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Updates the parameters once: pure, stateless, not jitted.
+    """Updates the parameters once. The function is pure and not jitted.
 
-    Put it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the state
-    and raises an error for one that was donated before. Under plain `jax.jit(..., donate_argnums=0)` some
+    Use it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the state,
+    and raises an error if the state was donated before. Under plain `jax.jit(..., donate_argnums=0)`, some
     versions of JAX end the process with a segmentation fault when such a state is used again.
 
-    The leading dim of the batch is split over `data` and `fsdp` where it divides, whether or not the batch was
-    placed so; if it does not divide, the step warns. Under `vmap` the axes that `spmd_axis_name` names are left
-    out.
+    The step splits the leading dim of the batch over `data` and `fsdp`, even if you have not placed the batch.
+    If the dim does not divide evenly, the step warns. Under `vmap`, it leaves out the axes that
+    `spmd_axis_name` names.
 
     Where `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered where the loss first
     uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as
@@ -98,7 +98,7 @@ def train_step(
     kept until the gradient is done. `reshard_after_forward` says which gathered weights are kept instead. The
     gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
-    `loss_fn` is traced once. The step warns, once, of parameters on which the loss does not depend.
+    `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
 
     ```python
     step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
@@ -109,15 +109,15 @@ def train_step(
     **Arguments:**
 
     - `state`: from `init_state`.
-    - `batch`: a PyTree of arrays with one leading dim.
-    - `loss_fn`: see [`LossFn`][]. The model arrives in training mode.
-    - `optimizer`: the optimizer that `state` was made with. If its update takes them, it also receives `value`
+    - `batch`: a PyTree of arrays with the same leading dim.
+    - `loss_fn`: see [`LossFn`][]. It gets the model in training mode.
+    - `optimizer`: the optimizer that you passed to `init_state`. If its update takes them, it also gets `value`
         (the loss), `grad`, `value_fn` (the loss of this batch as a function of the parameters, for a line
-        search) and `grad_fn` (the gradient of the loss, as `optax.contrib.sam` calls it).
-    - `num_microbatches`: the number of parts into which the batch is cut. Their gradients are accumulated in
-        float32 and weighted, so that the result is that of the whole batch. The number must divide the batch.
+        search) and `grad_fn` (the gradient of the loss, for `optax.contrib.sam`).
+    - `num_microbatches`: the number of parts that the batch is divided into. Their weighted gradients are
+        accumulated in float32, so the result is that of the whole batch. The number must divide the batch.
     - `shardings`: the tree of `shard_rules`, for the model or for the pair `(model, eqx.nn.State)`. Parameters,
-        gradients, optimizer state and new parameters are constrained to it. Without it the compiler decides.
+        gradients, optimizer state and new parameters are constrained to it. Without it, the compiler decides.
     - `reshard_after_forward`: the name and the meaning of PyTorch's FSDP2. `True`: gathered weights are split
         again after use, and gathered again for the gradient. `False`: they are kept until the gradient is done,
         also by checkpoints, and the loss does not become one; this sends a quarter less, and takes more memory
@@ -126,14 +126,14 @@ def train_step(
 
     **Returns:**
 
-    The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (global L2 norm
-    before the optimizer), and `learning_rate` if `optax.inject_hyperparams` makes it visible.
+    The new state, and the metrics as [`Mean`][]s: `loss`, the metrics of `loss_fn`, `grad_norm` (the global L2
+    norm before the optimizer), and `learning_rate` if the optimizer uses `optax.inject_hyperparams`.
 
     **Raises:**
 
-    `ValueError` while tracing: a loss that is not a scalar or a `Mean`, a reserved metric name, a batch that
-    does not divide into the microbatches, a state of another optimizer, a `jit` under `jax.set_mesh` of devices
-    in another order.
+    `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a metric has a reserved
+    name; the batch does not divide into the microbatches; the state belongs to another optimizer; a `jit` is
+    under `jax.set_mesh` of devices in another order.
     """
     check_is_state(state, "train_step: state")
     check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
@@ -194,7 +194,7 @@ def train_step(
     if layout is not None:
         of_params = {path: layout[path] for path in params}
         opt_state = jax.lax.with_sharding_constraint(opt_state, like_params(opt_state, params, of_params))
-        # As `init_state` places them. Split otherwise, they would compile the next step once more.
+        # Place them as `init_state` does. With another split, the next step would be compiled again.
         whole = replicated(next(iter(layout.values())).mesh)
         model_state = constrain(model_state, dict.fromkeys(model_state, whole))
     wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
@@ -221,9 +221,9 @@ def eval_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> Metrics:
-    """Computes the loss and metrics of one batch, as [`Mean`][]s to add over batches.
+    """Computes the loss and metrics of one batch, as [`Mean`][]s that you can add over batches.
 
-    The model is in inference mode (`eqx.nn.inference_mode`). A scalar that `loss_fn` returns is weighted by the
+    The model is in inference mode (`eqx.nn.inference_mode`). If `loss_fn` returns a scalar, its weight is the
     number of examples. The other arguments are those of `predict_step`.
 
     ```python
@@ -263,9 +263,9 @@ def predict_step(
 
     - `state`, `batch`, `shardings`: see `train_step`.
     - `predict_fn`: see [`PredictFn`][].
-    - `index`: the number of this batch among those that the same state sees (the step of a rollout, say), if
-        `predict_fn` draws random numbers. Without it the random numbers are the same for each batch until the
-        next `train_step`.
+    - `index`: a number that tells apart the batches that the same state sees (such as the step of a rollout),
+        if `predict_fn` draws random numbers. Without it, the random numbers are the same for each batch until
+        the next `train_step`.
 
     **Returns:**
 
@@ -292,7 +292,8 @@ def predict_step(
 
 
 def _num_rows(where: str, batch: Batch) -> int:
-    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if the batch is not made of arrays."""
+    """The leading dim of a batch. Raises `TypeError`, naming the leaf, if the batch does not consist of
+    arrays."""
     x: Any
     path, x = next(iter(leaves_with_paths(batch)), ("", None))
     if not is_array(x) or x.ndim == 0:
@@ -327,7 +328,7 @@ R = TypeVar("R")
 
 
 class JittedStep(Generic[R]):
-    """The result of `jit_step`: call it like the step, or inspect the program by `lower(state, batch)`."""
+    """The result of `jit_step`. Call it like the step, or inspect the program with `lower(state, batch)`."""
 
     def __init__(self, step: Callable[..., R], *, donate: bool):
         @functools.wraps(step, assigned=("__doc__",))
@@ -344,18 +345,18 @@ class JittedStep(Generic[R]):
             return self._jitted(state, *arguments, **named)
 
     def lower(self, state: TrainState, *arguments: Any, **named: Any) -> jax.stages.Lowered:
-        """`jax.jit(step).lower(...)`; the arguments may be abstract."""
+        """Returns `jax.jit(step).lower(...)`. The arguments may be abstract."""
         with context_of(state):
             return self._jitted.lower(state, *arguments, **named)
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
-    """`jax.jit(step, donate_argnums=0)` for a function of a state and a batch, with two safeguards.
+    """Compiles a function of a state and a batch as `jax.jit(step, donate_argnums=0)`, with two safeguards.
 
-    A state that was donated before raises an error that names the array; some versions of JAX end the process
-    instead. And the gradients of a step that you write are right on every mesh, as those of `train_step` are:
-    XLA's partitioner makes the gradients of grouped convolutions too large where a batch is split over only
-    some of the mesh axes.
+    If the state was donated before, you get an error that names the array; some versions of JAX would end the
+    process instead. And the gradients of a step that you write yourself are correct on every mesh, like those
+    of `train_step`. (XLA's partitioner makes the gradients of grouped convolutions too large if the batch is
+    split over only some of the mesh axes.)
 
     ```python
     step = rx.jit_step(partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings))
@@ -364,14 +365,14 @@ def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
 
     **Arguments:**
 
-    - `step`: `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`; pure. Further arrays are
-        passed on, by position or by name (the `index` of `predict_step`, say).
-    - `donate`: true if the step takes over the memory of the state, which is then deleted. Pass `False` for a
+    - `step`: a pure function `(state, batch) -> ...`, such as `functools.partial(train_step, ...)`. Further
+        arrays are passed on, by position or by name (such as the `index` of `predict_step`).
+    - `donate`: true to let the step reuse the memory of the state, which is then deleted. Pass `False` for a
         step that returns no state, such as `eval_step`.
 
     **Returns:**
 
-    The compiled step, which also has `lower(state, batch)`.
+    The compiled step, which also has a method `lower(state, batch)`.
 
     **Raises:**
 

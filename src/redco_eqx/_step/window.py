@@ -1,4 +1,4 @@
-"""Steps with a guard against numbers that are not finite; metrics of a loop, added up on the devices."""
+"""Steps that guard against numbers that are not finite, and metrics that are added up on the devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,14 +15,15 @@ from redco_eqx._base.tree import AnyArray
 from redco_eqx._step.state import TrainState, first_change
 
 StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
-"""`(state, batch) -> (state, metrics)`, pure; `metrics` is a dict of scalars or `Mean`s that has a `"loss"`."""
+"""A pure function `(state, batch) -> (state, metrics)`. `metrics` is a dict of scalars or `Mean`s with a
+`"loss"`."""
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
-    """Makes a step that skips an update that is not finite: then only `step` in the state advances.
+    """Makes a step that skips updates that are not finite. In that case, only `step` in the state advances.
 
-    The metrics get a further entry `"skipped"`, a mean of 0 and 1. The step is pure, and costs no
-    synchronisation. Use it in a loop that you write; [`fit`][] ends the run by `NonFiniteError` instead.
+    The metrics get another entry, `"skipped"`, a mean of 0s and 1s. The step is pure, and needs no
+    synchronisation. Use it in your own loop; [`fit`][] ends the run with `NonFiniteError` instead.
 
     ```python
     train_step = partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=shardings)
@@ -36,8 +37,8 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     **Returns:** A function like `step_fn`. If `loss` or `grad_norm` of the metrics is NaN or infinite, only the
     `step` of the state changes.
 
-    Raises `ValueError` while tracing if the metrics are not a dict of scalars that has a `"loss"`, or if the
-    step changes the structure, a shape or a dtype of the state.
+    Raises `ValueError` while tracing if the metrics are not a dict of scalars with a `"loss"`, or if the step
+    changes the structure, a shape or a dtype of the state.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -49,11 +50,11 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
 
 
 class Window(eqx.Module):
-    """Metrics since the last row of the log, still on the devices.
+    """The metrics since the last row of the log, still on the devices.
 
     - `metrics`: the metrics, added up over the steps that were taken.
-    - `num_steps`: number of steps.
-    - `ok`: false once a step was not finite; the state then stays as it was before that step.
+    - `num_steps`: the number of steps.
+    - `ok`: false if a step was not finite. The state then stays as it was before that step.
     """
 
     metrics: Metrics
@@ -62,10 +63,10 @@ class Window(eqx.Module):
 
 
 def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
-    """Makes a step the body of `fit`'s loop: `(state, window, batch) -> (state, window)`, pure, not jitted.
+    """Turns a step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state, window)`.
 
-    Once the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state
-    or the metrics. So the last good state is still there when the metrics are read late.
+    If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
+    the metrics. So the last good state is still there, even if the metrics are read late.
 
     Raises `ValueError` while tracing if the metrics are not those of a `StepFn`, or if the step changes the
     structure, a shape or a dtype of the state.
@@ -91,8 +92,8 @@ def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
 
 
 def window_row(window: Window) -> dict[str, float]:
-    """The row of a log for a window that was fetched: `train/loss`, and the other metrics by name."""
-    names = sorted(window.metrics, key=lambda name: name != "loss")  # jit sorted them; the loss comes first
+    """The row of a log for a fetched window: `train/loss`, and the other metrics by name."""
+    names = sorted(window.metrics, key=lambda name: name != "loss")  # jit has sorted them; put the loss first
     return {f"train/{name}": float(window.metrics[name]) for name in names}
 
 
