@@ -90,13 +90,13 @@ def train_step(
     If the dim does not divide evenly, the step warns. Under `vmap`, it leaves out the axes that
     `spmd_axis_name` names.
 
-    Where `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered where the loss first
-    uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as
-    [`scan_layers`][] makes) gathers again for the gradient: so at most one layer is whole (ZeRO-3). If no
+    If `shardings` splits arrays over `fsdp`, trained or frozen, each array is gathered where the loss first
+    uses it. A `lax.scan` over stacked layers gathers one layer at a time, and a `jax.checkpoint` (such as the
+    one in [`scan_layers`][]) gathers again for the gradient, so at most one layer is whole (ZeRO-3). If no
     checkpoint in the loss reads weights, the whole loss becomes one checkpoint, which keeps the results of
-    matrix products and of convolutions. If one does, weights that are read outside of it are gathered once, and
-    kept until the gradient is done. `reshard_after_forward` says which gathered weights are kept instead. The
-    gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
+    matrix products and convolutions. If a checkpoint does read weights, weights that are read outside it are
+    gathered once, and kept until the gradient is done. `reshard_after_forward` says which gathered weights are
+    kept instead. The gathers have no forward-mode derivative (`jax.jvp`, `jax.hessian`).
 
     `loss_fn` is traced once. The step warns, once, about parameters that the loss does not depend on.
 

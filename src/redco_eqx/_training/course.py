@@ -1,5 +1,5 @@
-"""The course of a run: the things that are due at a step, the changes that a hook may make, and the early end
-of a run by a step that is not finite or by a signal. The state survives either end."""
+"""The course of a run: what is due at a step, the changes that a hook may make, and the early end of a run
+after a step that is not finite or a signal. The state survives either end."""
 
 import dataclasses
 import signal
@@ -20,17 +20,17 @@ from redco_eqx._sharding.mesh import put_global
 from redco_eqx._step.state import TrainState, check_is_state, first_change
 from redco_eqx._training.loggers import History
 
-# The things that are due at a step: a pure function of the plan and of the run so far.
+# The things that are due at a step, as a pure function of the plan and the run so far.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The length of a run, and the intervals at which it logs, evaluates and saves.
 
-    - `num_epochs`, `num_steps`: the length of the run; exactly one of them.
+    - `num_epochs`, `num_steps`: the length of the run. Exactly one of them is given.
     - `log_every`: the number of steps that a row of the log covers.
-    - `evaluate`, `save`: the number of steps between two of them: 0 for once after each epoch, `None` for
-        never. Unless it is `None`, the end of the run has one, too.
+    - `evaluate`, `save`: the number of steps between two evaluations or saves; 0 for one after each epoch,
+        `None` for none. Unless it is `None`, there is also one at the end of the run.
 
     Raises `ValueError` for numbers that cannot be used.
     """
@@ -55,7 +55,7 @@ class Due:
     """The things that are due after a step, in this order.
 
     - `log`: a row with the metrics since the last row.
-    - `evaluate`: an evaluation, on a state that is known to be finite.
+    - `evaluate`: an evaluation of a state that is known to be finite.
     - `save`: a checkpoint, which includes the results of the evaluation.
     - `finish`: the end of the run.
     """
@@ -67,15 +67,15 @@ class Due:
 
 
 def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False) -> Due:
-    """Lists the things that are due at the present step of a run: after it was taken, or when the run resumes.
+    """Lists the things that are due at the current step of a run: after the step, or when the run resumes.
 
     **Arguments:**
 
     - `plan`: the plan of the run.
-    - `run`: the run so far, with its evaluations: no step is evaluated twice.
-    - `stop`: whether a signal is to end the run. It then saves, and does not evaluate. The checkpoint includes
-        the metrics that are not logged yet; a run that does not save logs them.
-    - `is_end`: whether there are no more batches.
+    - `run`: the run so far, with its evaluations, so that no step is evaluated twice.
+    - `stop`: true if a signal ends the run. It then saves, and does not evaluate. The checkpoint includes the
+        metrics that are not logged yet. A run that does not save logs them instead.
+    - `is_end`: true if there are no more batches.
     """
     is_end = is_end or run.stopped or (plan.num_steps is not None and run.num_steps >= plan.num_steps)
     is_end = is_end or (plan.num_epochs is not None and run.epoch >= plan.num_epochs)
@@ -106,10 +106,10 @@ class Change:
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=2, hook=patient, evaluation=evaluation)
     ```
 
-    - `stop`: whether the run ends here. It ends as at its last step: with an evaluation, if it makes any, and a
-        save.
-    - `state`: the state to go on with. It has the structure, shapes, dtypes, `key` and `step` of the state that
-        the hook received, and is laid out like that state.
+    - `stop`: true to end the run here. It ends as it would at its last step: with an evaluation, if the run has
+        any, and a save.
+    - `state`: the state to continue with. It must have the structure, shapes, dtypes, `key` and `step` of the
+        state that the hook received. `fit` gives it the same layout.
     """
 
     stop: bool = False
@@ -122,12 +122,12 @@ class Hook(Protocol):
 
     - `run`: the run so far ([`RunRecord`][]), with all its `evaluations`.
     - `row`: the metrics that were just logged: `train/...` of the steps since the last row, or `eval/...`.
-    - `state`: the state after the last step. The next step deletes its arrays; copy those that you want to
+    - `state`: the state after the last step. The next step deletes its arrays, so copy those that you want to
         keep with `jax.device_get`.
 
-    `fit` calls the hook on every process at the same steps. All processes must change the state alike; process
-    0 decides whether the run stops. A resumed run is exact if the hook decides by its arguments alone: anything
-    that it stores elsewhere is lost when the run ends.
+    `fit` calls the hook on every process at the same steps. All processes must change the state in the same
+    way; process 0 decides whether the run stops. A resumed run is exact if the hook depends only on its
+    arguments. Anything that it stores elsewhere is lost when the run ends.
     """
 
     def __call__(self, run: RunRecord, row: Mapping[str, float], state: TrainState, /) -> Change | None: ...
@@ -156,8 +156,8 @@ def apply_hook(
 
 
 def _changed(old: TrainState, new: TrainState) -> TrainState:
-    """Returns `new`, laid out like `old`. Each array is the one of `old` if `new` has that one in the same
-    place, and otherwise a copy."""
+    """Returns `new` with the layout of `old`. An array that `new` has in the same place as `old` is kept; any
+    other array is copied."""
     check_is_state(new, "hook: Change's state")
     change = first_change(old, new)
     if change is not None:
@@ -176,23 +176,23 @@ def _changed(old: TrainState, new: TrainState) -> TrainState:
             )
 
     def one(before: Any, after: jax.Array) -> jax.Array:
-        # The next step takes over the memory, so an array that is used twice, or elsewhere, must be copied.
+        # The next step reuses the memory, so an array that is used twice, or elsewhere, must be copied.
         return before if after is before else jnp.copy(put_global(after, before.sharding))
 
     return jax.tree.map(one, old, new)
 
 
-# The early end of a run.
+# Ending a run early.
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm was not finite. `state` is the last good one, before `step`; `history` has
-    the rows until then.
+    """The loss or the gradient norm was not finite. `state` is the last good state, before `step`. `history`
+    has the rows until then.
 
-    If an id or label of the batch is outside the table in which it is looked up, the message names it (on many
-    processes, only on the process that has that row). Under `jax_debug_nans` the message names the metric that
-    is not finite, or the parameter whose gradient is not.
+    If an id or label of the batch is outside the table that it indexes, the message names it (with many
+    processes, only on the process that has that row). Under `jax_debug_nans`, the message names the metric that
+    is not finite, or the parameter with such a gradient.
     """
 
     state: TrainState
@@ -210,10 +210,10 @@ class NonFiniteError(ArithmeticError):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainingInterrupted(KeyboardInterrupt):
-    """SIGINT (Ctrl-C) or SIGTERM (preemption) ended `fit`. Uncaught, this error ends the program with the exit
-    code 128 + `signal`: 130 or 143.
+    """SIGINT (Ctrl-C) or SIGTERM (preemption) ended `fit`. If you do not catch this error, it ends the program
+    with the exit code 128 + `signal`: 130 or 143.
 
-    In IPython and Jupyter Ctrl-C only ends the cell, and `sys.last_value` is this error.
+    In IPython and Jupyter, Ctrl-C only ends the cell, and `sys.last_value` is this error.
 
     - `state`: the state after the last whole step.
     - `step`: the number of that step.
@@ -246,11 +246,11 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The same error as an exit: Python ends with its `code`, and prints no traceback."""
+    """The same error as an exit: Python ends with its `code` and prints no traceback."""
 
 
 def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
-    """Makes the error to raise. It ends the program, except for Ctrl-C in IPython: there an exit would print a
+    """Makes the error to raise. It ends the program, except for Ctrl-C in IPython, where an exit would print a
     hint about how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None
@@ -259,9 +259,9 @@ def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: A
 
 
 class InterruptFlag:
-    """A context in which the first SIGINT or SIGTERM only sets `signal`, and the second has its usual effect.
+    """A context in which the first SIGINT or SIGTERM only sets `signal`. The second has its usual effect.
 
-    Does nothing outside the main thread, nor for a signal that the program handles itself.
+    Does nothing outside the main thread, or for a signal that the program handles itself.
     """
 
     def __init__(self) -> None:
@@ -282,5 +282,5 @@ class InterruptFlag:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signal = signum
-        # Restored at once, so that a second signal also ends a program that is stuck outside Python.
+        # Restore it at once, so that a second signal also ends a program that is stuck outside Python.
         self.__exit__()

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict`, and `Evaluation`: each covers a whole set of examples, every example exactly once."""
+"""`evaluate`, `predict` and `Evaluation`: each covers every example of a set exactly once."""
 
 import contextlib
 import dataclasses
@@ -38,8 +38,8 @@ from redco_eqx._step.steps import eval_step, predict_step
 from redco_eqx._training.loggers import write_whole
 
 NUM_AHEAD = 4
-"""The most steps that may be unfinished at a time. Waiting batches take memory, and the CPU client can deadlock
-when computations that wait for each other take all of its threads (see `give_threads`; no upstream issue
+"""The maximum number of unfinished steps. Waiting batches take memory, and the CPU client can deadlock when
+computations that wait for each other take all of its threads (see `give_threads`; no upstream issue is
 known)."""
 
 
@@ -52,10 +52,10 @@ def evaluate(
     loss_fn: LossFn,
     batch_size: int,
 ) -> dict[str, float]:
-    """The loss and metrics over all examples: exact weighted means, independent of batch size and mesh.
+    """Computes the loss and metrics over all examples, as exact weighted means, for any batch size and mesh.
 
-    The model is in inference mode. A scalar that `loss_fn` returns is weighted by the number of examples in the
-    batch, and a [`Mean`][] by its weight. The compiled program is kept for the next call with the same
+    The model is in inference mode. If `loss_fn` returns a scalar, its weight is the number of examples in the
+    batch; a [`Mean`][] has its own weight. The compiled program is kept for the next call with the same
     `loss_fn`.
 
     ```python
@@ -65,12 +65,12 @@ def evaluate(
 
     **Arguments:**
 
-    - `state`: from `init_state` (an optimizer is not needed). The mesh and the random key are those of the
+    - `state`: from `init_state`, with or without an optimizer. The mesh and the random key are those of the
         state.
     - `examples`: as for `batches`.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
-    - `batch_size`: a multiple of the number of data shards. The last examples, if they do not fill a batch,
-        are evaluated without padding.
+    - `batch_size`: a multiple of the number of data shards. If the last examples do not fill a batch, they are
+        evaluated without padding.
 
     **Returns:**
 
@@ -93,9 +93,9 @@ def predict(
     output_fn: OutputFn | None = None,
     batch_size: int,
 ) -> list[Any]:
-    """Computes `predict_fn` for each example, in order, on every process.
+    """Computes `predict_fn` for each example, and returns all predictions, in order, on every process.
 
-    The model is in inference mode. The last batch is filled up by repeating its last example; the predictions
+    The model is in inference mode. The last batch is filled by repeating its last example, and the predictions
     for the repetitions are dropped.
 
     ```python
@@ -103,15 +103,15 @@ def predict(
     print(len(outputs), outputs[0].shape)
     ```
 
-    **Arguments:** as for `evaluate`, with `predict_fn` a [`PredictFn`][], and
+    **Arguments:** as for `evaluate`, with `predict_fn` (a [`PredictFn`][]) in place of `loss_fn`, and
 
     - `output_fn`: `(example, prediction) -> anything`. It turns the arrays of one example into something that a
-        person can read: decoded text, or the name of a label.
+        person can read, such as decoded text or the name of a label.
 
     **Returns:**
 
-    A list with one entry per example: the result of `predict_fn` as NumPy arrays without the batch dim, or
-    the result of `output_fn` if there is one.
+    A list with one entry per example: the result of `predict_fn` as NumPy arrays without the batch dim, or the
+    result of `output_fn` if you pass one.
 
     **Raises:**
 
@@ -132,10 +132,10 @@ def _outputs(
     watch: Callable[[], object] = lambda: None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
-    """Yields the result of `step` for each batch, once a few more batches have been dispatched.
+    """Yields the result of `step` for each batch, after a few more batches have been dispatched.
 
-    `function` is the one function of the user's that `step` takes, by name. `watch` is called before each
-    batch, and at the end; an error that it raises ends this.
+    `function` is the user's function that `step` takes, by name. `watch` is called before each batch, and at
+    the end. If it raises an error, the generator ends.
     """
     check_is_state(state, f"{where}: state")
     check_examples(f"{where}: examples", examples)
@@ -173,7 +173,7 @@ def _outputs(
 def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
     """Computes the means over all batches, summed in float64."""
     totals: dict[str, np.ndarray] = {}
-    with contextlib.closing(outputs):  # an error keeps this frame alive, and the frame keeps the thread
+    with contextlib.closing(outputs):  # an error would keep this frame alive, and with it the thread
         for metrics in outputs:
             for name, mean in jax.device_get(metrics).items():
                 totals[name] = totals.get(name, 0.0) + np.array([mean.total, mean.weight], np.float64)
@@ -181,7 +181,7 @@ def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
 
 
 def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
-    """Returns the result of `output_fn` for each example, without the predictions for the padding of the last
+    """Returns the result of `output_fn` for each example. Drops the predictions for the padding of the last
     batch."""
     rows: list[Any] = []
     with contextlib.closing(outputs):
@@ -199,7 +199,7 @@ def _to_host(x: Array) -> np.ndarray:
     return np.asarray(x if is_here else multihost_utils.process_allgather(x, tiled=True))
 
 
-# `Evaluation`: the loss, the predictions and the metrics of these, which a run measures on other examples.
+# `Evaluation`: the loss, the predictions and their metrics, which a run measures on other examples.
 
 
 MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
@@ -208,8 +208,8 @@ MetricFn: TypeAlias = Callable[[Examples, list[Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that [`fit`][] makes: the examples, the times, and the functions. A call with a state
-    evaluates that state at once.
+    """An evaluation for [`fit`][]: its examples, intervals and functions. Call it with a state to evaluate that
+    state at once.
 
     ```python
     def worst(examples, outputs):
@@ -221,13 +221,15 @@ class Evaluation:
     ```
 
     - `examples`: the examples to evaluate (see `evaluate`). Each evaluation reads a stream from its beginning.
-    - `every_steps`: the number of steps between two evaluations; without it there is one after each epoch. The
-        end of a run always has one.
-    - `collate_fn`, `loss_fn`, `batch_size`: by default those of the call of `fit`.
-    - `state_fn`: turns the state of the run into the state to evaluate: the same with averaged parameters, say.
-    - `predict_fn`, `output_fn`: make a prediction for each example (see `predict`), and turn it into something
-        that a person can read.
-    - `metric_fn`: `metric_fn(examples, predictions)` returns a dict of numbers, computed from these outputs.
+    - `every_steps`: the number of steps between two evaluations. Without it, there is one after each epoch.
+        There is always one at the end of a run.
+    - `collate_fn`, `loss_fn`, `batch_size`: by default, those that you pass to `fit`.
+    - `state_fn`: turns the state of the run into the state to evaluate, for example one with averaged
+        parameters.
+    - `predict_fn`, `output_fn`: make a prediction for each example, and turn it into something that a person
+        can read (see `predict`).
+    - `metric_fn`: a function `metric_fn(examples, predictions)` that returns a dict of numbers. The predictions
+        are the outputs of the functions above.
     - `predictions_directory`: the directory for the outputs and their examples, as `step-<step>.jsonl`.
 
     Raises `ValueError` for values that cannot be used together.
@@ -260,13 +262,13 @@ class Evaluation:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
 
     def or_else(self, **defaults: Any) -> "Evaluation":
-        """Returns a copy, with these values for the fields that are `None`."""
+        """Returns a copy with these values for the fields that are `None`."""
         return dataclasses.replace(
             self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
         )
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
-        """Evaluates one batch, so that an error comes before a run and not during it. Writes no file."""
+        """Evaluates one batch, so that an error comes before a run and not during it. Writes no files."""
         with noting("This happened when fit tried the evaluation on the first batch of its examples."):
             first = as_sequence(self.examples, first=self.batch_size or 1)
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
@@ -275,9 +277,10 @@ class Evaluation:
     def __call__(self, state: TrainState, *, watch: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Returns the row `{"eval/loss": ..., "eval/<metric>": ...}`, and writes the predictions to their file.
 
-        `watch` is called before each batch, and at the end; an error that it raises ends the evaluation.
+        `watch` is called before each batch, and at the end. If it raises an error, the evaluation ends.
 
-        Raises `ValueError` for a value that is missing or cannot be used, and whatever the functions raise.
+        Raises `ValueError` for a value that is missing or cannot be used, and any error that the functions
+        raise.
         """
         if self.collate_fn is None or self.loss_fn is None or self.batch_size is None:
             raise ValueError("Evaluation: outside of fit it needs collate_fn, loss_fn and batch_size.")
@@ -301,7 +304,7 @@ class Evaluation:
 
 
 def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
-    """Makes a row of the result of `metric_fn`. The names in `taken` are those of the metrics of `loss_fn`."""
+    """Makes a row from the result of `metric_fn`. The metrics of `loss_fn` have the names in `taken`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
@@ -320,7 +323,8 @@ def _number(name: str, x: Any) -> float:
 
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
-    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`: the whole file or none."""
+    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`. Writes the whole file or
+    nothing."""
     pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
     lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,10 +335,10 @@ def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) 
 def _json(x: Any) -> str:
     try:
         return json.dumps(x, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object within itself
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, an object in itself
         return json.dumps(repr(x), ensure_ascii=False)
 
 
 def _plain(x: Any) -> Any:
-    """Turns an array into nested lists, and any other object for which JSON has no form into its `repr`."""
+    """Turns an array into nested lists, and any other object that JSON cannot represent into its `repr`."""
     return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)

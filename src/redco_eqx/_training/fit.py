@@ -1,4 +1,4 @@
-"""`fit`: the training loop. Evaluations, logs and signals are handled around the pure steps."""
+"""`fit`: the training loop, which handles evaluations, logs and signals around the pure steps."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from redco_eqx._training.evaluation import Evaluation
 from redco_eqx._training.loggers import ConsoleLogger, History, Reporter
 from redco_eqx._training.run import Training
 
-if TYPE_CHECKING:  # otherwise imported only for a run with checkpoints
+if TYPE_CHECKING:  # imported at run time only for a run with checkpoints
     from redco_eqx._checkpoint.checkpoints import Checkpoints
     from redco_eqx._training.saving import Saver
 
@@ -58,12 +58,12 @@ def fit(
     loggers: Sequence[Logger] | None = None,
     step_timeout_seconds: float | None = None,
 ) -> tuple[TrainState, History]:
-    """Trains, and returns the new state and the numbers of the run.
+    """Trains a model, and returns the new state and the history of the run.
 
-    `fit` reads mesh and layout from the arrays of `state`. Each call starts new epochs. The order of their
-    examples depends on the key of `state` and on the step at which the call begins. At the end of an epoch
-    training drops the examples that do not fill a batch (others each time). The compiled step is kept: the
-    next call with the same functions, which close over the same values, and the same shapes compiles nothing.
+    `fit` reads the mesh and the layout from the arrays of `state`. Each call starts new epochs. The order of
+    their examples depends on the key of `state` and on the step at which the call begins. At the end of an
+    epoch, training drops the examples that do not fill a batch (different ones each time). The compiled step is
+    kept: the next call with the same functions, the same captured values and the same shapes compiles nothing.
 
     ```python
     state, history = rx.fit(state, examples, collate_fn=collate_fn, loss_fn=loss_fn, optimizer=optimizer,
@@ -72,34 +72,35 @@ def fit(
 
     **Main arguments:**
 
-    - `state`: from `init_state`. `fit` deletes its arrays (and so the model's); only the returned state can be
-        used afterwards. To keep `state`, pass a copy: `jax.tree.map(jnp.copy, state)`.
-    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one. [`Data`][]
-        also sets how they are read. A [`Stream`][] has examples that come one after the other.
+    - `state`: from `init_state`. `fit` deletes its arrays (and so those of the model), so use only the returned
+        state afterwards. To keep `state`, pass a copy: `jax.tree.map(jnp.copy, state)`.
+    - `train_examples`: a sequence of examples (see `batches`), or a function from the epoch to one. Pass
+        [`Data`][] to set how they are read, or a [`Stream`][] for examples that come one after the other.
     - `collate_fn`, `loss_fn`: see [`CollateFn`][], [`LossFn`][].
     - `optimizer`: the same one as for `init_state`.
-    - `batch_size`: number of examples in a step, over all devices.
-    - `num_epochs`, `num_steps`: the length of the run. Pass exactly one of them, and `num_steps` for a stream.
+    - `batch_size`: the number of examples in a step, over all devices.
+    - `num_epochs`, `num_steps`: the length of the run. Pass exactly one of them; for a stream, pass
+        `num_steps`.
 
     **Other arguments:**
 
     - `num_microbatches`: see `train_step`.
-    - `evaluation`: an [`Evaluation`][] of other examples, after each epoch or every so many steps, and at the
-        end. `fit` tries it on one batch of them before it compiles anything for training.
+    - `evaluation`: an [`Evaluation`][] on other examples, after each epoch or a given number of steps, and at
+        the end. `fit` tries it on one batch before it compiles anything for training.
     - `hook`: a [`Hook`][], called with the run, the row and the state after each row and each evaluation. It
-        may end the run, change the state, or do anything else; each call waits for the devices.
-    - `checkpoints`: a directory, or [`Checkpoints`][], which also sets when to save and which checkpoints to
+        may end the run, change the state, or do anything else. Each call waits for the devices.
+    - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and which checkpoints to
         keep. If a run that began with `state` has left checkpoints there, that run continues exactly: `fit`
-        reads its state, and drops the rows of later steps from `loggers` (by their method `rewind`, if they
-        have one). A run that ended before its first checkpoint begins again, and its rows are dropped likewise.
-    - `log_every`: number of steps that a row of training metrics covers; fewer where an evaluation or the
-        end comes first.
-    - `loggers`: called on process 0 with `(step, row)`; by default one [`ConsoleLogger`][], which also shows a
-        bar on a terminal. `()` prints nothing at all. Names in a row are `train/loss`, `eval/loss` and the
-        like.
-    - `step_timeout_seconds`: ends this process, and thereby the others, if no step of training or evaluation
-        finishes for this many seconds, and prints the stack of each thread. The time to compile a step counts,
-        and so does the time to get back to a place in a stream, which may have to be read again.
+        reads its state, and drops the rows of later steps from `loggers` (with their method `rewind`, if they
+        have one). If a run ended before its first checkpoint, it begins again, and its rows are dropped, too.
+    - `log_every`: the number of steps that a row of training metrics covers. A row covers fewer if an
+        evaluation or the end comes first.
+    - `loggers`: functions that are called on process 0 with `(step, row)`. By default, a [`ConsoleLogger`][],
+        which also shows a progress bar on a terminal. `()` prints nothing at all. Names in a row are
+        `train/loss`, `eval/loss` and the like.
+    - `step_timeout_seconds`: if no step of training or evaluation finishes within this time, prints the stack
+        of each thread and ends all processes. The time to compile a step counts, and so does the time to return
+        to a place in a stream, which may have to be read again.
 
     **Returns:**
 
@@ -108,16 +109,16 @@ def fit(
 
     **Raises:**
 
-    - `ValueError`, `TypeError` before anything is compiled: an argument that cannot be used.
-    - `NonFiniteError` for a loss or a gradient norm that is not finite, with the last good state. Under
-        `jax_debug_nans` or `jax_debug_infs` it comes from the line of `loss_fn` that made the value.
-    - `TrainingInterrupted` at the step boundary after a SIGINT (Ctrl-C) or SIGTERM, with the state, which is
-        saved first if there are `checkpoints`; a second signal leaves at once.
-    - `ImportError` if `checkpoints` are wanted and Orbax is not installed.
+    - `ValueError`, `TypeError`: an argument cannot be used. They come before anything is compiled.
+    - `NonFiniteError`, with the last good state: a loss or gradient norm is not finite. Under `jax_debug_nans`
+        or `jax_debug_infs`, it comes from the line of `loss_fn` that produced the value.
+    - `TrainingInterrupted`, with the state: a SIGINT (Ctrl-C) or SIGTERM came. The current step ends first, and
+        the state is saved if there are `checkpoints`. A second signal ends the program at once.
+    - `ImportError`: you passed `checkpoints`, but Orbax is not installed.
     - `CheckpointError`: all checkpoints are damaged, or one could not be written.
 
     An error that ends the run after it has begun has two attributes: `state`, the state after the last step,
-    and `history`. The state is saved too if there are `checkpoints`.
+    and `history`. The state is also saved if there are `checkpoints`.
     """
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     check_is_state(state, "fit: state")
@@ -189,14 +190,14 @@ def fit(
             say=lambda how: reporter.say(f"fit: {how}"),
         )
         stack.enter_context(contextlib.closing(places))
-        if source is not None:  # the earlier call may have ended before it did everything due at this step
+        if source is not None:  # the earlier call may not have done everything that was due here
             places = itertools.chain([(None, place)], places)
         training = Training(
             state=state, run=run, loss_fn=loss_fn, optimizer=optimizer, num_microbatches=num_microbatches,
             plan=plan, evaluation=evaluation, hook=hook,
             reporter=reporter, saver=saver, watchdog=watchdog, interrupt=interrupt,
         )  # fmt: skip
-        del state  # `training` has it; this name would keep the memory of the initial state
+        del state  # `training` has the state; this name would keep the memory of the initial one
         with training:
             return training.loop(places)
 
@@ -213,8 +214,8 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
-    """Makes the record of the run that begins with `state`. Computes its identity only if there are `facts`:
-    see `identify`."""
+    """Makes the record of the run that begins with `state`. Computes its identity only if there are `facts`
+    (see `identify`)."""
     identity = None
     if facts is not None:
         from redco_eqx._training.identity import identify
@@ -226,8 +227,8 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
 
 
 def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object) -> None:
-    """Reports the examples of a run, the parts of them that are not compared, and the checkpoint from which
-    the run continues."""
+    """Reports the examples of a run, what is not compared about them, and the checkpoint from which the run
+    continues."""
     reporter.say(f"fit: {epochs}")
     if run.identity is not None and run.identity.get("changing"):
         changing = " and ".join(run.identity["changing"])
@@ -238,7 +239,7 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
-    """Counts the steps that `fit` takes, for learning-rate schedules.
+    """Returns the number of steps that `fit` takes, for learning-rate schedules.
 
     ```python
     num_steps = rx.num_train_steps(len(examples), batch_size=64, num_epochs=3)

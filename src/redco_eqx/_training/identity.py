@@ -1,5 +1,5 @@
-"""The identity of a run: facts about its state, functions and examples. They distinguish it from another run,
-and show a process that does something else.
+"""The identity of a run: facts about its state, functions and examples, which distinguish it from other runs,
+and reveal a process that does something else.
 
 The identity is computed once, compared between processes before the first step, stored with every checkpoint,
 and compared again when a run continues.
@@ -51,21 +51,21 @@ def identify(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
 ) -> Identity:
-    """Computes the identity of the run that begins with `state`, the same on every process. A collective call.
+    """Computes the identity of the run that begins with `state`. All processes must call it, and get the same.
 
-    Costs a pass over the model and two readings of at most 32 examples; on several processes also two calls of
-    `collate_fn` on 8.
+    Takes one pass over the model, and reads at most 32 examples twice. With several processes, it also calls
+    `collate_fn` twice on 8 examples.
 
     **Arguments:**
 
-    - `examples`: those of the first epoch; `None` for a stream, of which no item is read.
+    - `examples`: those of the first epoch; `None` for a stream, which is not read.
     - `arguments`: those of `fit`. They are compared between processes, but not stored.
 
     **Returns:** Plain JSON: `key` (hexadecimal), `parameters` (see `parameter_sums`), `examples`
-    (`{index: checksum}`), and `changing`: the names of the things that differed between the two readings, and
-    so are not compared.
+    (`{index: checksum}`), and `changing`: the names of what differed between the two readings, and so is not
+    compared.
 
-    Raises `ValueError`, naming the first thing that differs, if the processes do not all have the same.
+    Raises `ValueError`, naming the first difference, if the processes do not all have the same identity.
     """
     mesh = state_mesh(state)
     key = np.asarray(jnp.copy(jax.random.key_data(state.key)).addressable_data(0)).tobytes().hex()
@@ -94,8 +94,8 @@ def identify(
 def programs_of(
     state: TrainState, batch: Batch, *, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> dict[str, str]:
-    """Computes digests of the programs of the loss and the optimizer, on one device and for a batch of 8 rows
-    like this one.
+    """Computes digests of the programs of the loss and the optimizer, on one device, for a batch of 8 rows like
+    this one.
 
     A digest is empty if the function cannot be traced in this way.
     """
@@ -114,16 +114,17 @@ def programs_of(
 
 
 def compare_states(state: TrainState, reason: str) -> None:
-    """Compares all copies of a state's arrays. A collective call, which waits. Raises as `compare_copies`."""
+    """Compares all copies of a state's arrays, and waits. All processes must call it. Raises as
+    `compare_copies` does."""
     if is_shared(state_mesh(state)):
         compare_copies(storable(to_names(state)), reason)()
 
 
 def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0) -> Callable[[], Row]:
-    """Begins to compare the copies of arrays on all devices. A collective call, which does not wait.
+    """Begins to compare the copies of arrays on all devices. All processes must call it; it does not wait.
 
-    Returns a function that waits, and raises `ValueError` if there are arrays whose copies differ. It returns
-    the process with the most `seconds`, and by how many these are more than the least, for the row of the log.
+    Returns a function that waits, and raises `ValueError` if copies of an array differ. It returns the process
+    with the most `seconds`, and by how many these are more than the least, for the row of the log.
     """
     unlike = unlike_replicas(arrays, seconds)
 
@@ -142,9 +143,9 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
 
 
 def what_differs(before: Identity | None, now: Identity) -> list[str]:
-    """Names the differences that make a run another run than the one before.
+    """Names the differences between a run and an earlier one.
 
-    Compares parameters with a tolerance of 1e-3, since another mesh or compiler may give other last bits.
+    Compares parameters with a tolerance of 1e-3, because a different mesh or compiler may change the last bits.
     """
     if before is None:
         return []
@@ -161,12 +162,12 @@ def what_differs(before: Identity | None, now: Identity) -> list[str]:
 
 
 def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
-    """Computes eight sums over the model's floating arrays: four depend on their directions, and four on their
+    """Computes eight sums over the model's floating arrays. Four depend on their directions, and four on their
     scales.
 
-    Some elements of each array `x` are drawn, and `sum(sign * x) / norm(x)` is taken over them. The index of an
-    element alone decides its signs and whether it is drawn. The sum is of order 1 for any random array, and
-    1e-6 exact. The scale is `log(norm(x))`.
+    Takes `sum(sign * x) / norm(x)` over a sample of the elements of each array `x`. The index of an element
+    alone decides its signs and whether it is in the sample. The sum is of order 1 for any random array, and
+    accurate to 1e-6. The scale is `log(norm(x))`.
     """
     model = {
         name: x
@@ -182,7 +183,7 @@ def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> str:
-    """Computes the digest of a function of arrays that lie on no mesh; empty if it cannot be traced."""
+    """Computes the digest of a function of arrays on no mesh. It is empty if the function cannot be traced."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trace of the step gives the same warnings
@@ -191,10 +192,10 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int], Batch]:
-    """Computes checksums of some examples by index, the first ones and others, and of each leaf of the batch
-    that `collate_fn` makes of some of them. Returns both, and the batch.
+    """Computes checksums of some examples by index (the first ones and others), and of each leaf of the batch
+    that `collate_fn` makes from some of them. Returns both, and the batch.
 
-    Leaves out examples and batches that raise an error here. They end the run when training meets them.
+    Leaves out examples and batches that raise an error here. They end the run when training reaches them.
     """
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
     sample, rows, batch = {}, {}, None

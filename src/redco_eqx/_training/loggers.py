@@ -1,7 +1,7 @@
 """The history of a run, and the loggers that receive its rows: console with a bar, JSON lines, TensorBoard.
 
-A logger is any callable `logger(step, row)`; this module has the loggers of this package. They need not know
-about processes: the `Reporter` of a run calls them on one process only.
+A logger is any callable `logger(step, row)`. This module has the loggers of this package. They need not know
+about processes, because the `Reporter` of a run calls them on only one process.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ class _Closing(contextlib.AbstractContextManager[Any]):
     """Makes an object with a `close` a context manager."""
 
     def close(self) -> None:
-        """Releases the resources of this logger. May be called twice."""
+        """Releases the resources of this logger. You may call it twice."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class ConsoleLogger(_Closing):
-    """Prints one line per row, with aligned columns. In `fit` it also shows a progress bar, and prints the
-    messages of `fit`, such as the checkpoint from which a run continues.
+    """Prints one line per row, with aligned columns. In `fit`, it also shows a progress bar, and prints
+    messages, such as the checkpoint from which a run continues.
 
     ```python
     state, _ = rx.fit(state, examples, **pipeline, num_epochs=1, loggers=[rx.ConsoleLogger(progress=False)])
@@ -45,7 +45,7 @@ class ConsoleLogger(_Closing):
         """**Arguments:**
 
         - `stream`: the text stream to print to, `sys.stderr` by default.
-        - `progress`: whether `fit` shows a bar; `None` does so on a terminal.
+        - `progress`: true to let `fit` show a bar; `None` shows it only on a terminal.
         """
         self._stream = stream
         self.progress = progress
@@ -55,8 +55,8 @@ class ConsoleLogger(_Closing):
         self.say("  ".join([f"step {step:>8}", *columns]).rstrip())
 
     def say(self, message: str) -> None:
-        """Prints a line, above a bar if there is one."""
-        from tqdm import tqdm  # here and below: importing it takes as long as a third of this package
+        """Prints a line, above the bar if there is one."""
+        from tqdm import tqdm  # here and below: importing it takes a third as long as importing this package
 
         tqdm.write(message, file=self._stream or sys.stderr)
 
@@ -64,10 +64,11 @@ class ConsoleLogger(_Closing):
 class JSONLLogger(_Closing):
     """Appends each row to a file as one line of JSON: `{"step": 10, "time": 1.7e9, "train/loss": 2.3}`.
 
-    `time` is in seconds since 1970. In a run of `fit` with checkpoints there is also `run`. It lets `fit` find
-    the rows of that run again if the run is killed, so that several runs can use one file, one at a time. Each
-    line goes to the operating system at once, so that a crash loses none. JSON has no NaN or infinities: they
-    are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads back.
+    `time` is in seconds since 1970. In a run of `fit` with checkpoints, a row also has `run`. With it, `fit`
+    finds the rows of a run again after the run was killed, so that several runs can use one file, one at a
+    time. Each line goes to the operating system at once, so that a crash loses none. JSON has no NaN or
+    infinities, so they are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float` reads
+    back.
 
     ```python
     loggers = [rx.ConsoleLogger(), rx.JSONLLogger("log.jsonl")]
@@ -86,7 +87,7 @@ class JSONLLogger(_Closing):
         about = {"step": int(step), "time": time.time(), **({"run": self._run} if self._run else {})}
         line = json.dumps({**about, **values}, allow_nan=False)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Closed after each row, so that the file does not prevent the unmounting of its file system.
+        # Close the file after each row, so that its file system can be unmounted.
         with self._path.open("a+b", buffering=0) as file:
             if file.tell() > 0:  # a crash of the machine can leave half a line
                 file.seek(-1, os.SEEK_END)
@@ -98,8 +99,8 @@ class JSONLLogger(_Closing):
         self._run = run
 
     def rewind(self, step: int) -> list[Row]:
-        """Drops the run's rows after `step`, and any incomplete line: for a run that continues from there. Rows
-        of other runs stay.
+        """Drops the run's rows after `step`, and any incomplete line, so that the run can continue from there.
+        Rows of other runs stay.
 
         Returns the remaining rows of the run, as the logger received them, with `step` first.
         """
@@ -156,7 +157,7 @@ class TensorBoardLogger(_Closing):
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Makes TensorBoard hide the rows after `step`: for a run that continues from there."""
+        """Makes TensorBoard hide the rows after `step`, so that a run can continue from there."""
         self.close()
         self._arguments["purge_step"] = step + 1
 
@@ -169,7 +170,7 @@ class TensorBoardLogger(_Closing):
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
-    """Makes a tqdm bar over the steps of a run: `total` steps (`None` if unknown), of which `initial` are done.
+    """Makes a tqdm bar for a run of `total` steps (`None` if unknown), with `initial` steps done.
 
     `show` is the `progress` of a `ConsoleLogger`; the stream is `sys.stderr` by default.
     """
@@ -181,13 +182,13 @@ def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = Non
 
 
 FILE = "history.jsonl"
-"""The name of a file in each directory of checkpoints: it has the rows of the runs there, each marked with the
+"""The name of a file in each directory of checkpoints. It has the rows of the runs there, each marked with the
 id of its run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The numbers of a run of [`fit`][] since its first step, even if several calls have made them.
+    """The numbers of a run of [`fit`][] since its first step, even if the run took several calls.
 
     ```python
     state, history = rx.fit(state, examples, **pipeline, num_epochs=2, evaluation=rx.Evaluation(held_out))
@@ -195,15 +196,15 @@ class History:
     print([evaluation["step"] for evaluation in history.evaluations])
     ```
 
-    `history["eval/loss"]` is a column: the numbers of that name in order, as a list. For a name that is in no
-    row it raises `KeyError`.
+    `history["eval/loss"]` is a list of the numbers with that name, in order. It raises `KeyError` if no row has
+    the name.
 
     - `rows`: `{"step": 50, "train/loss": 2.3, ..., "train/epoch": 0.5}` for each row of the training. It is the
-        row that the loggers receive, without the rates. Every number is the same on every process, and the
-        same in a resumed run as in an uninterrupted one.
+        row that the loggers receive, without the rates. Every number is the same on every process, and the same
+        whether or not the run was interrupted.
     - `evaluations`: `{"step": 100, "eval/loss": 2.1, ...}` for each evaluation.
 
-    If a run has checkpoints, its rows are stored beside them, in the file `history.jsonl` of their directory.
+    If a run has checkpoints, its rows are stored beside them, in the file `history.jsonl` in their directory.
     """
 
     rows: tuple[Row, ...] = ()
@@ -218,8 +219,8 @@ class History:
 
 
 class Reporter:
-    """Keeps the rows of one run. Updates the loggers, the file and the progress bar of the run, on process 0
-    only.
+    """Keeps the rows of one run. Updates the loggers, the file and the progress bar of the run, only on process
+    0.
 
     - `rows`: the rows of the training since the run began.
     - `metrics`: the metrics of the last of these rows, without rates.
@@ -239,15 +240,15 @@ class Reporter:
         num_steps: int | None,
         is_again: bool,
     ):
-        """Marks later rows as those of `run`, for loggers that have a method `set_run`. A collective call.
+        """Marks later rows as those of `run`, for loggers with a method `set_run`. All processes must call it.
 
         **Arguments:**
 
-        - `loggers`: the bar and the messages appear only if a [`ConsoleLogger`][] is among them.
+        - `loggers`: the bar and the messages appear only if one of them is a [`ConsoleLogger`][].
         - `directory`: the directory of the run's checkpoints, if it has any.
         - `num_steps`: the number of steps of the whole run, if it is known.
-        - `is_again`: whether the run began in an earlier call. Its rows after `run` will come again, so they
-            are removed: from the file, and from loggers that have a method `rewind`.
+        - `is_again`: true if the run began in an earlier call. Its rows after `run` will come again, so they
+            are removed from the file, and from loggers with a method `rewind`.
         """
         self._loggers: list[Any] = list(loggers) if jax.process_index() == 0 else []
         self.console = next((x for x in self._loggers if isinstance(x, ConsoleLogger)), None)
@@ -266,7 +267,7 @@ class Reporter:
             for logger in self._loggers:
                 if hasattr(logger, "rewind"):
                     logger.rewind(run.step)
-            # If the checkpoint has metrics that are in no row yet, the row of this step comes again, too.
+            # If the checkpoint has metrics that no row has yet, the row of this step comes again, too.
             step = run.step if run.window is None else run.step - 1
             self.rows = from_first(lambda: file.rewind(step) if file else [])
 
@@ -281,7 +282,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time of the block (an evaluation, say) from the rates."""
+        """Excludes the time of the block (such as an evaluation) from the rates."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began

@@ -1,4 +1,5 @@
-"""A run of `fit` in progress: its steps, the actions after each step, and the metrics until they are logged."""
+"""A run of `fit` in progress: its steps, the actions after each step, and the metrics that are not logged
+yet."""
 
 import contextlib
 import dataclasses
@@ -37,7 +38,7 @@ from redco_eqx._training.course import Hook, InterruptFlag, NonFiniteError, Plan
 from redco_eqx._training.evaluation import NUM_AHEAD, Evaluation
 from redco_eqx._training.loggers import History, Reporter
 
-if TYPE_CHECKING:  # few runs need this, so it is imported where it is used
+if TYPE_CHECKING:  # imported where it is used, because few runs need it
     from redco_eqx._training.saving import Saver
 
 # The compiled step.
@@ -46,11 +47,12 @@ if TYPE_CHECKING:  # few runs need this, so it is imported where it is used
 class TrainProgram(NamedTuple):
     """A compiled step that leaves the state as it was if the step is not finite.
 
-    - `compiled`: `(state, window, batch) -> (state, window)`; it takes over the memory of the state.
+    - `compiled`: `(state, window, batch) -> (state, window)`. It reuses the memory of the state.
     - `window`: an empty window, on the devices.
     - `digest`: the digest of the program text before compilation, if there are other processes to compare it
-        with; otherwise empty.
-    - `peak_seconds`: the time that its products would take on devices at their peak; 0 if that is not known.
+        with; empty otherwise.
+    - `peak_seconds`: the time that its products would take at the peak speed of the devices; 0 if that is not
+        known.
     """
 
     compiled: jax.stages.Compiled
@@ -60,8 +62,8 @@ class TrainProgram(NamedTuple):
 
 
 def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """Compiles `train_step` with these options, for states that are laid out like this one and for batches of
-    these shapes. The step leaves the state as it was if it is not finite.
+    """Compiles `train_step` with these options, for states with this layout and batches with these shapes. The
+    step leaves the state as it was if it is not finite.
 
     Raises `ValueError` as `accumulated` does, and the errors of the user's functions.
     """
@@ -80,11 +82,11 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
 
 
 def peak_seconds(program: Program, devices: np.ndarray) -> float:
-    """Computes the time that the products of a program, without those that are computed again, would take on
-    devices at their peak; 0 if that is not known."""
+    """Computes the time that the products of a program (without recomputed ones) would take at the peak speed
+    of the devices; 0 if that is not known."""
     if devices.flat[0].platform == "cpu":
         return 0.0
-    from redco_eqx._planning.memory import num_flops  # imported only where there is a peak
+    from redco_eqx._planning.memory import num_flops  # imported only if the peak is known
     from redco_eqx._planning.targets import chip_of
 
     chip = chip_of(devices.flat[0])
@@ -96,15 +98,15 @@ def peak_seconds(program: Program, devices: np.ndarray) -> float:
 
 @dataclasses.dataclass
 class _Step:
-    """A step that was dispatched and may not be done yet.
+    """A step that was dispatched, but may not have finished yet.
 
     - `number`: the number of the state after the step.
     - `window`: the window after the step.
-    - `epochs_done`: if a row of the log ends with this step, the number of epochs so far, with the fraction of
-        the present one; otherwise `None`.
-    - `waited`, `compared`: the seconds that passed while `fit` waited for the batches of this row, and a
-        function that returns the numbers of its comparison with the other processes.
-    - `done_at`: the time at which the step was first seen to be done.
+    - `epochs_done`: if a row of the log ends with this step, the number of epochs so far, including the
+        fraction of the current one; otherwise `None`.
+    - `waited`, `compared`: the seconds that `fit` waited for the batches of this row, and a function that
+        returns the numbers of its comparison with the other processes.
+    - `done_at`: the time when the step was first seen to be finished.
     """
 
     number: int
@@ -117,7 +119,7 @@ class _Step:
 
 
 class _StoppedError(Exception):
-    """A signal came, so the evaluation stops."""
+    """The evaluation stops because a signal came."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -127,8 +129,8 @@ class Training:
     - `state`: the state after the last step that was dispatched.
     - `run`: the record of the run at that step.
     - `evaluation`, `hook`, `saver`: `None` for a run without one.
-    - `watchdog`: notified of each step, also those of evaluations.
-    - the others: as in `fit`.
+    - `watchdog`: notified of each step, including those of evaluations.
+    - other fields: as in `fit`.
     """
 
     state: TrainState
@@ -151,7 +153,7 @@ class Training:
         self._ahead: deque[_Step] = deque()
         self._window: Window | None = None
         self._num_in_window = 0
-        self._waited = 0.0  # seconds for batches, since the last row
+        self._waited = 0.0  # seconds spent on batches since the last row
         if self.run.window is not None:
             everywhere, saved = replicated(self._mesh), window_from_json(self.run.window)
             self._window = jax.tree.map(lambda x: put_global(x, everywhere), saved)
@@ -164,7 +166,7 @@ class Training:
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
     def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> tuple[TrainState, History]:
-        """Takes the steps, and after each does everything that is due, until the plan is fulfilled.
+        """Takes steps, and after each does everything that is due, until the plan is complete.
 
         Raises `TrainingInterrupted` if a signal comes first.
         """
@@ -201,7 +203,7 @@ class Training:
         return self.state, self.history
 
     def _step(self, batch: Batch, place: Place) -> None:
-        """Dispatches a step; `place` is the place in the examples after it. Waits for the first step, which may
+        """Dispatches a step. `place` is the place in the examples after it. Waits for the first step, which may
         compile."""
         is_first, shapes = self._program is None, signature(batch)
         program = self._programs.get(shapes) or self._compile(batch, shapes)
@@ -213,12 +215,12 @@ class Training:
         self._window, self._num_in_window = window, self._num_in_window + 1
         self.run = self.run.advanced(place.epoch, place.batch, place.positions)
         self._ahead.append(_Step(self.run.step, batch, window))
-        # Under JAX's debugging options each step is waited for, so that the error can name the place.
+        # Under JAX's debugging options, wait for each step, so that the error can name the place.
         self._catch_up(0 if _is_debugging() else NUM_AHEAD)
         self.watchdog.beat()
         if is_first:
             if self.reporter.console is not None:
-                # Imported here because only a run with a console needs the reader of compiled text.
+                # Imported here, because only a run with a console needs the reader of compiled text.
                 from redco_eqx._compiled.communication import cost
 
                 self.reporter.say(f"fit: {cost(program.compiled, self._mesh)}")
@@ -253,7 +255,7 @@ class Training:
 
         Raises `NonFiniteError` for the first step that was not finite, while its batch is still available.
         """
-        for step in self._ahead:  # does not wait: a row is fetched only some steps after it was done
+        for step in self._ahead:  # does not wait: a row is fetched only some steps after it was finished
             ok: Any = step.window.ok
             if step.epochs_done is not None and step.done_at is None and ok.is_ready():
                 step.done_at = time.perf_counter()
@@ -271,15 +273,15 @@ class Training:
         from redco_eqx._step.nonfinite import find_nonfinite, find_outside
 
         where = None
-        with contextlib.suppress(Exception):  # another error here would hide the one to explain
+        with contextlib.suppress(Exception):  # an error here would hide the one to explain
             where = find_outside(self.state, batch, loss_fn=self.loss_fn)
         if where is None and _is_debugging():
             where = find_nonfinite(self.state, batch, loss_fn=self.loss_fn)
         return NonFiniteError(self.state, step_of(self.state), where)
 
     def _log(self, place: Place, hook: Hook | None) -> None:
-        """Ends the window, unless it is empty. Its row is reported when its last step is done; with a hook, the
-        call waits for that step."""
+        """Ends the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
+        the call waits for that step."""
         if self._num_in_window == 0 or self._window is None:
             return
         if not self._ahead:
@@ -299,7 +301,7 @@ class Training:
             self._call(hook, self.reporter.metrics)
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluates the state, which must be finite; logs the results and adds them to the record of the run.
+        """Evaluates the state, which must be finite. Logs the results, and adds them to the record of the run.
 
         Returns false if a signal came before the end of the evaluation.
         """
@@ -307,7 +309,7 @@ class Training:
 
         def watch() -> None:
             self.watchdog.beat()
-            # With several processes none stops during an evaluation: the others would wait for it.
+            # With several processes, none stops during an evaluation, because the others would wait for it.
             if self.interrupt.signal and jax.process_count() == 1:
                 raise _StoppedError
 
@@ -333,7 +335,8 @@ class Training:
         self.watchdog.beat()
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
-        """Saves the state, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`."""
+        """Saves the state, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`
+        do."""
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
         window = window_to_json(jax.device_get(self._window)) if has_metrics else None
@@ -344,12 +347,13 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
-        """Saves the state if an error ends the run, and sets the state and the history as attributes of the
-        error."""
+        """Saves the state if an error ends the run, and adds the state and the history to the error as
+        attributes."""
         if kind is None or not issubclass(kind, Exception):
             return
         is_good, where = not isinstance(error, NonFiniteError), ""
-        # Only on a single process: other processes know nothing of the error, and would not take part.
+        # Do this only with a single process: other processes know nothing about the error, and would not take
+        # part.
         is_alone = jax.process_count() == 1
         if is_good and is_alone:
             with contextlib.suppress(Exception):  # reports the rows of steps that were dispatched

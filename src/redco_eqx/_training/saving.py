@@ -1,4 +1,4 @@
-"""The checkpoints of `fit`: when it saves, which ones it keeps, and from which one a run continues."""
+"""The checkpoints of `fit`: when it saves, which checkpoints it keeps, and where a run continues."""
 
 import dataclasses
 import os
@@ -24,8 +24,8 @@ from redco_eqx._training.identity import compare_states, programs_of, what_diffe
 class Saver:
     """The checkpoints of one run of `fit`.
 
-    - `path`: the checkpoint from which the run continues; after a save, the last one that was saved.
-    - `began_before`: whether an earlier call has begun the run, with or without a checkpoint.
+    - `path`: the checkpoint from which the run continues; after a save, the last saved one.
+    - `began_before`: true if an earlier call began the run, with or without a checkpoint.
     """
 
     def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
@@ -43,7 +43,7 @@ class Saver:
         return self
 
     def check_metrics(self, row: Row) -> None:
-        """Raises `ValueError` if a metric that decides which checkpoint is best is not in the evaluations."""
+        """Raises `ValueError` if the evaluations lack a metric that decides which checkpoint is best."""
         for name in self.config.keep_best:
             if name not in row:
                 raise ValueError(
@@ -52,11 +52,12 @@ class Saver:
                 )
 
     def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
-        """Returns the newest state of the run that began with `state`, laid out like it, and the record of the
-        run at that state.
+        """Returns the newest state of the run that began with `state`, in the same layout, and the record of
+        the run at that state.
 
-        If that run has no checkpoint, returns `state` itself and the record of the beginning. The arrays of
-        `state` are deleted before those of the checkpoint are read, so that both need not fit in memory.
+        If that run has no checkpoint, returns `state` itself, and the record of the beginning. The arrays of
+        `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
+        together.
 
         **Raises:** `ValueError` if the checkpoints are of another model or of another run, or if the examples
         have changed; `CheckpointError` if all checkpoints are damaged.
@@ -86,7 +87,7 @@ class Saver:
         self._source, self.path, self._saved = info, info.path, _saved(before)
         began = {name: x for name, x in (before.identity or {}).items() if name in ("key", "parameters")}
         changes: dict[str, Any] = {
-            # If the batch size has changed, the same part of the epoch still counts as done.
+            # If the batch size has changed, the same fraction of the epoch still counts as done.
             "batch": -(-before.batch * before.batch_size // run.batch_size),
             "identity": {**(run.identity or {}), **began},
             **{name: getattr(run, name) for name in ("batch_size", "num_examples", "order")},
@@ -94,12 +95,12 @@ class Saver:
         return restored, dataclasses.replace(before, **changes)
 
     def identified(self, run: RunRecord, state: TrainState, batch: Batch, **functions: Any) -> RunRecord:
-        """Adds the digests of the functions (see `programs_of`) to the identity of the run. Warns of functions
-        whose digest has changed."""
+        """Adds the digests of the functions (see `programs_of`) to the identity of the run. Warns about
+        functions whose digest has changed."""
         info, programs = self._source, programs_of(state, batch, **functions)
         before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
         changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
-        if info is not None and changed and info.versions == versions():  # other versions trace otherwise
+        if info is not None and changed and info.versions == versions():  # other versions may trace differently
             warnings.warn(
                 f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
                 f"which continues from {info.path}.",
@@ -108,7 +109,7 @@ class Saver:
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
     def is_best(self, run: RunRecord) -> bool:
-        """Returns true if the last evaluation is better than all before it by one of the metrics. Process 0
+        """Returns true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
         decides."""
         metrics, rows = self.config.keep_best.items(), run.evaluations
         if not metrics or not run.is_evaluated:
@@ -116,11 +117,11 @@ class Saver:
         return from_first(lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics))
 
     def save(self, state: TrainState, run: RunRecord) -> None:
-        """Saves in the background, unless a checkpoint of this step with the same evaluations exists already.
+        """Saves in the background, unless a checkpoint of this step with the same evaluations already exists.
 
-        Raises as `CheckpointWriter.save`.
+        Raises as `CheckpointWriter.save` does.
         """
-        # A checkpoint of states that differ would replace one that can be read.
+        # A checkpoint of differing states would replace one that can be read.
         compare_states(state, f"That was so at step {run.step}")
         if self._saved == _saved(run):
             return
@@ -130,7 +131,7 @@ class Saver:
         self._saved = _saved(run)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if a save has failed. On many processes the next save raises it."""
+        """Raises `CheckpointError` if a save has failed. With many processes, the next save raises it."""
         if jax.process_count() == 1:
             self._writer.check()
 
@@ -140,8 +141,8 @@ class Saver:
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # A second Ctrl-C does not wait. Nor does an error on one of many processes: a save is complete when all
-        # have written, and the others may never do so.
+        # Do not wait after a second Ctrl-C, or after an error on one of many processes: a save is complete when
+        # all have written, and the others may never do so.
         waits = kind is None or issubclass(kind, TrainingInterrupted)
         waits = waits or (jax.process_count() == 1 and kind is not KeyboardInterrupt)
         try:
@@ -149,7 +150,7 @@ class Saver:
         except CheckpointError as problem:
             if error is None:
                 raise
-            error.add_note(f"fit: {problem}")  # raised instead, it would hide the error that has the state
+            error.add_note(f"fit: {problem}")  # if it were raised, it would hide the error that has the state
 
 
 def _saved(run: RunRecord) -> tuple[int, int, bool]:
@@ -157,10 +158,10 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
-    """Returns the checkpoints of the run that a state at `step` belongs to, newest first; and the checkpoint of
-    exactly this step, if the run began before it.
+    """Returns the checkpoints of the run that a state at `step` belongs to, newest first. Also returns the
+    checkpoint of exactly this step, if the run began before it.
 
-    Includes checkpoints that cannot be read, since they may belong to the run.
+    Includes checkpoints that cannot be read, because they may belong to the run.
     """
     infos, unreadable, found = [], [], entries(directory)
     for at, _, path in found:
@@ -170,7 +171,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
             unreadable += [path] if at >= step else []
     runs = {info.path: info.run for info in infos if info.run is not None}
     begins = {run.begin for run in runs.values()}
-    # If no run began at this step, the state comes from a checkpoint of a run that had not ended yet.
+    # If no run began at this step, the state comes from a checkpoint of an unfinished run.
     among = [x for x, run in runs.items() if run.step == step and not run.finished and step not in begins]
     begin = step if step in begins else runs[among[-1]].begin if among else None
     if begin is None:
@@ -193,7 +194,8 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
-    """Raises `ValueError` if a checkpoint of the same step holds a different state. A collective call."""
+    """Raises `ValueError` if a checkpoint of the same step holds a different state. All processes must call
+    it."""
     checksums, _ = digests(storable(to_names(state)))
     other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
     if other:
@@ -206,7 +208,7 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
 
 
 def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
-    """Raises `ValueError` if the run of a checkpoint is not the run that is to continue."""
+    """Raises `ValueError` if the run of a checkpoint is not the run to continue."""
     if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
         raise ValueError(
             f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "

@@ -1,10 +1,9 @@
-"""The paper's models in Equinox, with the field paths of Hugging Face's files, and a loader for these files.
+"""The paper's models in Equinox, with the field paths of Hugging Face's files, and functions to load them.
 
 To load, save and run: `load_pretrained`, `save_pretrained`, `generate`, `beam_search`. Each family has a
 configuration and a model. For images from texts: `load_stable_diffusion`, `save_stable_diffusion`,
-`sample_images`, `noise_losses`, and schedulers. The rest are building blocks for a model of your own: a
-`Config`, and a `DecoderLM`, an `EncoderDecoder` or, for a model that writes no text, a `Model`, whose layers
-take a `Context`.
+`sample_images`, `noise_losses`, and schedulers. The rest are building blocks for your own model: a `Config`,
+and a `DecoderLM`, an `EncoderDecoder`, or a `Model` (if it writes no text), whose layers take a `Context`.
 """
 
 import inspect

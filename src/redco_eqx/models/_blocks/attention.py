@@ -37,18 +37,18 @@ def attend(
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: Key | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Compute scaled dot-product attention; `h` is a multiple of `k` (grouped queries share a key/value head).
+    """Compute scaled dot-product attention. `h` is a multiple of `k` (grouped queries share a key/value head).
 
     **Arguments:**
 
     - `mask`: the positions that each query may see.
-    - `bias`: added to the scores after scaling. Each of its rows serves an equal number of neighbouring rows of
-        the batch.
-    - `causal`: without a mask, whether a query sees only the positions up to its own (`t` equals `s`), or all.
+    - `bias`: added to the scores after scaling. Each of its rows applies to the same number of neighbouring
+        rows of the batch.
+    - `causal`: true if, without a mask, a query sees only the positions up to its own (`t` equals `s`).
     - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
     - `cap`: bounds the scores smoothly, see `capped`.
-    - `implementation`: as for `jax.nn.dot_product_attention`. By default `flash_attention` on GPUs if there is
-        no mask, bias, cap or dropout, and otherwise `"xla"`.
+    - `implementation`: as for `jax.nn.dot_product_attention`. By default, `flash_attention` on GPUs if there is
+        no mask, bias, cap or dropout, and `"xla"` otherwise.
 
     Raises `ValueError` for a cap with `"cudnn"`, which has none.
     - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
@@ -98,19 +98,19 @@ def flash_attention(
     causal: bool,
     scale: float | None,
 ) -> Float[Array, "b t h d"] | None:
-    """Compute self-attention by cuDNN, which never stores the scores of all pairs of tokens. Return `None`
-    where cuDNN cannot.
+    """Compute self-attention with cuDNN, which never stores the scores of all pairs of tokens. Return `None` if
+    cuDNN cannot do it.
 
-    It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and heads of a size that
-    cuDNN takes. Rows must divide over `data` and `fsdp`, and heads over `tensor`. The mesh of the arrays says
-    which devices the program is for; without a mesh this is not known.
+    It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and a head size that cuDNN
+    supports. Rows must divide over `data` and `fsdp`, and heads over `tensor`. The mesh of the arrays says
+    which devices the program is for, so the arrays must lie on a mesh.
 
-    It can be differentiated once, in reverse: not by `jax.jvp`, nor a second time.
+    It can be differentiated once, in reverse mode, but not with `jax.jvp` or a second time.
 
     **Arguments:**
 
-    - `causal`: whether a token sees only the tokens up to itself, or all.
-    - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
+    - `causal`: true if a token sees only the tokens up to itself. - `scale`: the factor on the scores;
+        `1 / sqrt(d)` by default.
     """
     mesh = traced_mesh(query, key, value)
     if mesh is None or query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
@@ -121,7 +121,7 @@ def flash_attention(
     own = functools.partial(jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn")
     try:
         jax.eval_shape(own, query, key, value)
-    except RuntimeError:  # no cuDNN here, or none that takes such heads: JAX raises this while tracing
+    except RuntimeError:  # JAX raises this if there is no cuDNN here, or none for such heads
         return None
     if not _is_recent(device.device_kind):
         return None
@@ -143,4 +143,4 @@ def _is_recent(device_kind: str) -> bool:
     for present in jax.devices():
         if present.device_kind == device_kind:
             return int(present.compute_capability.partition(".")[0]) >= 8
-    return "V100" not in device_kind  # a planned-for device is not present: only its name is known
+    return "V100" not in device_kind  # for a planned device that is not present, only its name is known

@@ -25,17 +25,17 @@ OUTSIDE = ("rest", "generation", "source")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """The configuration that all families share, with or without text. Field names are those of `config.json`.
+    """The base of all configurations, with or without text. Field names are those of `config.json`.
 
-    A field may also be a dataclass that stands for several entries of the file (its `entries`), with its own
-    `from_json`, which is also given the family's default, and `to_json`: `Rope` is one. Or it may be the
+    A field may also be a dataclass that stands for several entries of the file (its `entries`), such as `Rope`.
+    It then has its own `to_json` and `from_json`, which also gets the family's default. Or a field may be the
     configuration of a part of the model, which is an object in the file. A family checks its own values in
     `__post_init__`.
 
     - `rest`: the entries of the file that are not fields here, as JSON, written back unchanged.
     - `generation`: the entries of `generation_config.json`, as JSON. `generate` reads the end and padding
-        tokens from here first, then from the fields above.
-    - `source`: the directory that the model was loaded from; `save_pretrained` copies its other files.
+        tokens first from here, and then from the configuration.
+    - `source`: the directory that the model was loaded from. `save_pretrained` copies its other files.
         Comparisons ignore it.
     """
 
@@ -48,16 +48,16 @@ class BaseConfig:
     weights: ClassVar[str] = "model"
     """The stem of the names of weight files, before `.safetensors`."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Common names of entries, mapped to this family's own: a file may use either."""
+    """Common names of entries, mapped to this family's own names. A file may use either."""
     only: ClassVar[Mapping[str, Json]] = {}
-    """Entries with one supported value each; any other value would change the logits."""
+    """Entries for which only one value is supported. Any other value would change the logits."""
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of sizes of which the first must be a multiple of the second, besides the width and its heads."""
+    """Pairs of sizes, besides width and heads, in which the first must be a multiple of the second."""
     has_positions: ClassVar[bool] = False
     """True if the model has a table of positions."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Projections that files store as one, with outputs side by side: the name in the file, and the projections
-    in the order of the fields.
+    """Projections that files store as one matrix, with outputs side by side: the name in the file, and the
+    projections in the order of the fields.
     """
 
     rest: str = "{}"
@@ -80,7 +80,7 @@ class BaseConfig:
                 )
 
     def entry(self, name: str) -> Any:
-        """Return the entry that most families call `name`; `None` if there is none."""
+        """Return the entry that most families call `name`, or `None`."""
         return getattr(self, self.aliases.get(name, name), None)
 
     @property
@@ -100,7 +100,7 @@ class BaseConfig:
 
     @property
     def window(self) -> int | None:
-        """Number of tokens back, itself included, that a token may see; `None` for all."""
+        """The number of tokens back, itself included, that a token may see; `None` for all."""
         return self.entry("sliding_window")
 
     @property
@@ -110,7 +110,7 @@ class BaseConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Number of positions in the model's table; `None` without one, as with rotary embeddings."""
+        """The number of positions in the model's table; `None` if there is none, as with rotary embeddings."""
         return self.entry("max_position_embeddings") if self.has_positions else None
 
     @property
@@ -204,7 +204,7 @@ def _read_part(name: str, kind: type[C], raw: Json) -> C:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(BaseConfig):
-    """The configuration that all families share that read or write text.
+    """The base of configurations for models that read or write text.
 
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: as the tokenizer numbers them. Several tokens may end a
         text.
@@ -229,7 +229,7 @@ class Labels:
 
     @classmethod
     def of(cls, num_labels: int) -> "Labels":
-        """Return `num_labels` outputs without names of their own."""
+        """Return `num_labels` outputs with default names."""
         return cls(tuple(f"LABEL_{i}" for i in range(num_labels)))
 
     @classmethod

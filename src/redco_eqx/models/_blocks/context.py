@@ -1,4 +1,4 @@
-"""The inputs of a layer besides its activations: positions, masks, the cache, and the split of the stream."""
+"""The inputs of a layer besides its activations: positions, masks, the cache, the split of the stream."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from redco_eqx.models._blocks.layers import Embedding, dropout, drops
 
 
 class Cache(eqx.Module):
-    """Keys and values of the tokens so far. Slots fill from the left, equally in all rows.
+    """The keys and values of the tokens so far. Slots fill from the left, in step in all rows.
 
     - `key`, `value`: `(layers, batch, slots, key/value heads, head size)`.
     - `mask`: `(batch, slots)`, false for an empty slot or padding.
     - `positions`: `(batch, slots)`, the position of the token in each slot, int32.
-    - `length`: number of filled slots, int32.
+    - `length`: the number of filled slots, int32.
     """
 
     key: Float[Array, "layers b slots k d"]
@@ -59,7 +59,7 @@ class Cache(eqx.Module):
 
 
 class Memory(eqx.Module):
-    """The encoder's output for the decoder's layers: keys and values of cross-attention, computed once.
+    """The encoder's output for the decoder: the keys and values of cross-attention, computed once.
 
     - `key`, `value`: `(layers, batch, source, key/value heads, head size)`; for the current layer, without the
         first dim.
@@ -89,13 +89,14 @@ class Context:
     """The token information that every layer needs besides its activations, and the operations that use it.
 
     - `positions`: `(batch, t)`, by default counted from the first token that is not padding.
-    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` where `causal` alone decides.
-    - `length`: number of slots filled before these tokens; `None` without a cache.
+    - `mask`: `(batch, 1, t, slots)`, the slots that each token may see; `None` if `causal` alone decides.
+    - `length`: the number of slots filled before these tokens; `None` without a cache.
     - `implementation`: the implementation of attention, see `attend`.
-    - `sequence_parallel`: whether the stream is split over `tensor` along the tokens, see `scan_layers`.
-    - `causal`: whether a token sees only the tokens up to itself (a decoder), or all (an encoder).
-    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer. Each row serves an
-        equal number of neighbouring rows of the batch. It comes from `relative_bias`; `None` for no bias.
+    - `sequence_parallel`: true if the stream is split over `tensor` along the tokens, see `scan_layers`.
+    - `causal`: true if a token sees only the tokens up to itself (a decoder), false if it sees all (an
+        encoder).
+    - `bias`: `(n, heads, t, slots)`, added to the scores of self-attention in every layer. Each row applies to
+        the same number of neighbouring rows of the batch. Comes from `relative_bias`; `None` for no bias.
     - `memory`: the keys and values that `cross_attend` reads; `None` without an encoder.
     - `layer`: the number of the current layer, from 0.
     - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for each layer whether it has
@@ -131,7 +132,7 @@ class Context:
         *,
         unit: int = 1,
     ) -> Float[Array, "b t out"]:
-        """Apply the projection that closes them, or the sum of several, by `redco_eqx.row`."""
+        """Apply the projection that closes a column split, or the sum of several, by `redco_eqx.row`."""
         return row(x, layer, unit=unit, sequence_parallel=self.sequence_parallel)
 
     def add(
@@ -144,7 +145,7 @@ class Context:
         unit: int = 1,
     ) -> Hidden:
         """Add branches to the stream: pairs of an input and the projection that closes it. They share one sum
-        over `tensor`; if dropout drops, each has its own dropout, and so is summed by itself.
+        over `tensor`. If dropout is active, each has its own dropout, and is summed by itself.
         """
         if any(drops(layer, key) for key in keys):
             for (hidden, close), key in zip(branches, keys, strict=True):
@@ -166,7 +167,7 @@ class Context:
         dropout_key: Key | None = None,
     ) -> tuple[Float[Array, "b t width"], LayerCache | None]:
         """Compute attention of these tokens over themselves and the cache. Return the outputs of the heads side
-        by side, and the cache with these tokens added. Options as for `attend`.
+        by side, and the cache with these tokens added. The options are those of `attend`.
         """
         if cache is not None:
             keys, values, layer = cache
@@ -199,7 +200,7 @@ class Context:
         dropout_key: Key | None = None,
     ) -> Float[Array, "b t width"]:
         """Compute attention of these tokens over the encoder's. Return the outputs of the heads side by side.
-        Options as for `attend`.
+        The options are those of `attend`.
         """
         if self.memory is None:
             raise ValueError("cross_attend: there is no memory. Pass what `encode` returns to `decode`.")
@@ -215,7 +216,7 @@ class Context:
 def check_tokens(
     input_ids: Array, attention_mask: Array | None, max_positions: int | None, cache: Cache | None = None
 ) -> None:
-    """Raise `ValueError` for tokens that are not `(batch, t)`, a mask of another shape, or too long a text."""
+    """Raise `ValueError` if tokens are not `(batch, t)`, a mask has another shape, or a text is too long."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids is {input_ids.dtype}{list(input_ids.shape)}, but it must be integers, (batch, length). "

@@ -1,4 +1,4 @@
-"""Models that write text: from tokens through the layers to logits, with or without a cache."""
+"""Models that write text: they map tokens to logits, with or without a cache."""
 
 import abc
 import dataclasses
@@ -22,7 +22,7 @@ from redco_eqx.models._blocks.vocabulary import only_tokens
 class Decoder(Model):
     """A model that returns logits of the next token. A family defines its embedding, its layers and its output.
 
-    The layers lie at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
+    The layers are at the last path of `stacks`. `lm_head` is `None` if the head is the embedding table, which
     the first entry of `tied` names. The other fields are those of `Model`.
     """
 
@@ -158,8 +158,8 @@ class DecoderLM(Decoder):
 
         - `input_ids`: tokens.
         - `attention_mask`: `(batch, t)`, 0 where a token is padding, on either side. Or `(batch, t, slots)`,
-            the slots of the cache, these tokens' included (without a cache: the tokens of this call), that each
-            token sees: with `positions`, texts that branch lie side by side in one row.
+            the slots of the cache that each token sees, including those of these tokens (without a cache: the
+            tokens of this call). With `positions`, texts that branch can then lie side by side in one row.
         - `positions`: by default counted from 0 at the first token that is not padding.
         - `cache`: the cache of the tokens before these, from `init_cache` or an earlier call.
         - `key`: for dropout, which needs a key and a model that is not in inference mode

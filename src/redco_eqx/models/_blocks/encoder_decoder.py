@@ -1,4 +1,4 @@
-"""Models that read a whole input and write a text about it: an encoder, and a decoder with cross-attention."""
+"""Models that read a whole input and write a text: an encoder, and a decoder with cross-attention."""
 
 import abc
 import functools
@@ -45,11 +45,11 @@ class EncoderDecoder(Decoder):
         """
 
     def encode(self, inputs: Array, *, attention_mask: Array | None = None, key: Key | None = None) -> Memory:
-        """Return the encoder's output as the decoder reads it: keys and values of the cross-attention of all
-        its layers.
+        """Return the encoder's output in the form that the decoder reads: keys and values for the
+        cross-attention of all its layers.
 
-        They are computed for all layers at once. So the gradient with respect to the encoder's output is summed
-        before it is reduced over `tensor`: once, instead of once a layer.
+        They are computed for all layers at once, so the gradient with respect to the encoder's output is
+        reduced over `tensor` once, instead of once for each layer.
 
         **Arguments:**
 
@@ -164,7 +164,7 @@ class EncoderDecoder(Decoder):
 def shift_right(
     labels: Int[Array, "b t"], start: int, *, pad: int, ignore_label: int = -100
 ) -> Int[Array, "b t"]:
-    """Return the decoder's input to predict `labels`: a start token, then all labels but the last.
+    """Return the decoder's input for predicting `labels`: a start token, then all labels except the last.
 
     **Arguments:**
 

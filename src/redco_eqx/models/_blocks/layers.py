@@ -58,8 +58,8 @@ class Embedding(eqx.Module):
         return jnp.take(self.weight, self.rows(ids), axis=0)
 
     def rows(self, ids: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Return the rows for these ids. An id in the padding is moved out of the table, as it is not a token
-        either.
+        """Return the rows for these ids. An id in the padding is moved out of the table, because it is not a
+        token.
         """
         num, num_rows = self.num_embeddings, self.weight.shape[0]
         if num == num_rows:
@@ -113,7 +113,7 @@ class RMSNorm(eqx.Module):
 
 
 class TiedHead(eqx.Module):
-    """A head made at the point of use for `cross_entropy`. Its weight and bias lie elsewhere in the model: the
+    """A head that is built where `cross_entropy` needs it. Its weight and bias are elsewhere in the model: the
     weight is the embedding table, for example.
 
     - `cap`: bounds the logits smoothly, before the bias is added: `cap * tanh(logits / cap)`.
@@ -139,7 +139,7 @@ class TiedHead(eqx.Module):
 
 
 def capped(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
-    """Bound numbers smoothly to `cap` on both sides; `None` leaves them as they are."""
+    """Bound numbers smoothly to `cap` on both sides. `None` leaves them unchanged."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

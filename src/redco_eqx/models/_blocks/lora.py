@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained in their place."""
+"""Low-rank adaptation (LoRA, Hu et al. 2021): small branches beside projections, trained instead of these."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -20,8 +20,8 @@ M = TypeVar("M", bound=eqx.Module)
 class LoRA(eqx.Module):
     """A projection with a branch beside it: `base(x) + scale * lora_b @ lora_a @ x`.
 
-    The sharding rules know it: the factor that meets the split dim of the base is split with it, and the other
-    one is replicated. With stacked layers, all arrays have a further leading dim.
+    The sharding rules recognise it: the factor that shares the split dim of the base is split in the same way,
+    and the other one is replicated. With stacked layers, all arrays have an additional leading dim.
 
     - `base`: the projection.
     - `lora_a`: `(rank, in)`.
@@ -54,13 +54,13 @@ def add_lora(model: M, *, targets: Iterable[str], rank: int, scale: float, key: 
 
     **Arguments:**
 
-    - `model`: any with [`Linear`][] layers, as a list or stacked.
+    - `model`: any model with [`Linear`][] layers, in a list or stacked.
     - `targets`: names of projections, such as `q_proj`, or whole paths.
     - `rank`: the rank of the branches.
     - `scale`: the factor on the branches; `alpha / rank` in other libraries.
-    - `key`: for the first factors; the second are zeros.
+    - `key`: for the first factors. The second factors are zeros.
 
-    **Returns:** The model; its other leaves are the same arrays.
+    **Returns:** The model. Its other leaves are the same arrays.
 
     **Raises:** `ValueError` if `rank` is not positive or a name matches no projection.
     """
@@ -102,7 +102,7 @@ def beside(model: M, targets: Iterable[str], branch: Callable[[str, Linear], LoR
 
 
 def lora_spec(model: PyTree) -> PyTree:
-    """Return the tree of trainable leaves: true for the factors of the branches, false for every other leaf.
+    """Return a tree of booleans: true for the factors of the branches, false for every other leaf.
 
     Use it for `trainable` of `init_state`, or as a filter specification of Equinox.
     """
@@ -114,7 +114,7 @@ def lora_spec(model: PyTree) -> PyTree:
 
 
 def merge_lora(model: M) -> M:
-    """Return the model with its branches merged into its weights: its type and shapes are those before
+    """Return the model with its branches merged into its weights. It has the type and shapes that it had before
     `add_lora`.
     """
 

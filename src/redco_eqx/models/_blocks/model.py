@@ -18,13 +18,13 @@ from redco_eqx.models._blocks.context import Cache, Context, Hidden, Memory
 
 
 class Options(TypedDict, total=False):
-    """Options for running a model, whatever it computes.
+    """Options for running any model.
 
-    - `remat`: the part that the backward pass recomputes, see `scan_layers`; by default `none`.
-    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
-        half precision if there is no mask, bias or dropout, and otherwise XLA's.
-    - `sequence_parallel`: whether to split the stream between layers over `tensor` along the tokens, see
-        `scan_layers`. The number of tokens must divide. Not with a cache.
+    - `remat`: what the backward pass recomputes, see `scan_layers`. The default is `none`.
+    - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default, cuDNN's on GPUs in
+        half precision if there is no mask, bias or dropout, and XLA's otherwise.
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see
+        `scan_layers`. The number of tokens must divide evenly. Do not use it with a cache.
     """
 
     remat: Remat
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 
 
 class Model(eqx.Module):
-    """A model that `load_pretrained` makes and `save_pretrained` writes.
+    """A model that `load_pretrained` loads and `save_pretrained` writes.
 
     A family declares `config`, a static field of its own `Config`, and its arrays under their names in files.
     `Family(config, *, stacked=False, key, **options)` makes it, with `Options`; `stacked` is as for
@@ -48,7 +48,7 @@ class Model(eqx.Module):
     architecture: ClassVar[str | None] = None
     """The model's name in `config.json`, if its configuration serves several."""
     heads: ClassVar[tuple[str, ...]] = ()
-    """Modules that files of the model without them lack: `load_pretrained` makes new ones if it has a key."""
+    """Modules that the files may lack. `load_pretrained` makes new ones if it has a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
     """Paths of the layers, as a list or stacked."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}
@@ -56,7 +56,7 @@ class Model(eqx.Module):
     them.
     """
     fused: ClassVar[tuple[str, ...]] = ()
-    """Patterns (`re.search`) of the paths of arrays whose last two dims are one in files."""
+    """Patterns (`re.search`) of the paths of arrays whose last two dims are one dim in files."""
     vocabulary: ClassVar[tuple[str, ...]] = ()
     """Patterns of the paths of modules whose arrays have a row for each token, see `pad_vocabulary`."""
     prefixes: ClassVar[tuple[str, ...]] = ()
@@ -64,7 +64,7 @@ class Model(eqx.Module):
     outer: ClassVar[tuple[str, ...]] = ()
     """The prefix of this model's keys in files of a larger model."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Patterns for parts of keys in old files, and their present names."""
+    """Patterns for parts of keys in old files, and their current names."""
     windowed: ClassVar[tuple[str, ...]] = ()
     """Patterns of the keys of matrices that old files store as convolutions of one pixel."""
     ignored: ClassVar[tuple[str, ...]] = ()
@@ -91,7 +91,8 @@ class Model(eqx.Module):
         """Return abstract arguments of a call on `batch_size` rows. `load_pretrained` traces it to choose the
         layout.
 
-        By default the tokens of a model with a vocabulary. `None` leaves the layout to the rules of names.
+        By default, these are the tokens of a model with a vocabulary. `None` leaves the layout to the path
+        rules.
         """
         return None if getattr(self.config, "vocab_size", None) is None else (self.example_tokens(batch_size),)
 
@@ -111,7 +112,7 @@ def make_layers(
 ) -> PyTree:
     """Call `make_layer(config, key=key)` `num_layers` times (`config.num_layers` by default).
 
-    Return a list; or, if `stacked`, one layer whose arrays have a leading dim for the layer number.
+    Return a list or, if `stacked`, one layer whose arrays have a leading dim for the layer number.
     """
     keys = jax.random.split(key, config.num_layers if num_layers is None else num_layers)
     if stacked:
@@ -143,7 +144,7 @@ def run_layers(
     remat: Remat,
     key: Key | None,
 ) -> tuple[Hidden, tuple[Array, ...]]:
-    """Run all layers, one after another. Return the output, and the keys and values of the cache with these
+    """Run all layers, one after another. Return the output, and the keys and values of the cache, with these
     tokens added.
 
     Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one that `Context.attend`

@@ -18,9 +18,9 @@ M = TypeVar("M", bound=Model)
 def pad_vocabulary(model: M, multiple: int) -> M:
     """Add rows of zeros to the model's embedding table and head, up to a multiple of `multiple`.
 
-    The logits of the added rows are minus infinity: they are never chosen, count in no cross-entropy, and have
-    zero gradients. `save_pretrained` leaves them out of files. GPT-2's 50257 rows do not divide by any axis of
-    a mesh; 50304 divide by 64.
+    The logits of the added rows are minus infinity, so these rows are never chosen, do not count in a
+    cross-entropy, and have zero gradients. `save_pretrained` does not write them. For example, GPT-2's 50257
+    rows do not divide by any usual axis size, but 50304 rows divide by 64.
 
     ```python
     def make_model(key):
@@ -34,7 +34,7 @@ def pad_vocabulary(model: M, multiple: int) -> M:
 
     - `model`: a decoder-only language model, abstract or not. To make a new model with padding:
         `init_model(lambda key: pad_vocabulary(GPT2LMHeadModel(config, key=key), 128), ...)`.
-    - `multiple`: a multiple of the number of devices along `tensor`, for example; 1 adds nothing.
+    - `multiple`: for example, a multiple of the number of devices along `tensor`. 1 adds nothing.
 
     **Raises:**
 

@@ -1,10 +1,10 @@
-"""The files of a checkpoint directory: the ones in force, and the replacement of one checkpoint by another.
+"""The files of a checkpoint directory: which ones are in force, and how one checkpoint replaces another.
 
 Weights are named by a stem: `model` for transformers, `diffusion_pytorch_model` for diffusers. Readers prefer
 `model.safetensors` to `model.safetensors.index.json` (diffusers prefers the index, while it exists). So one
 rename (or one removal) of either changes the weights, after all files of the new checkpoint exist under names
 that the old one does not use. If the configuration changes with the weights, the new one waits beside the old
-as `config.json.<tag>.part`. It is in force as soon as the weights, which carry its tag, are.
+one as `config.json.<tag>.part`. It is in force as soon as the weights that carry its tag are.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Images in the form that a vision model reads, by the `preprocessor_config.json` beside its weights."""
+"""Prepare images for a vision model, as the `preprocessor_config.json` beside its weights says."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ class ImageProcessor:
     std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
 
     def __call__(self, images: Sequence[Image]) -> Float[np.ndarray, "b c h w"]:
-        """Return the images as one float32 array; images without colour are converted to colour.
+        """Return the images as one float32 array. Greyscale images are converted to colour.
 
         Raises `ValueError` for an array of another kind, an image whose resized form would have more than 2**24
         pixels (one of 1 x 10000 to a shorter side of 224), a crop larger than an image, or images that end up

@@ -1,4 +1,4 @@
-"""`load_pretrained`: a sharded model from a directory in the format of Hugging Face."""
+"""`load_pretrained`: load a sharded model from a directory in Hugging Face's format."""
 
 import dataclasses
 import math
@@ -48,18 +48,18 @@ def load_pretrained(
     key: Key | None = None,
     pad_vocabulary_to: int = 1,
 ) -> Any:
-    """Load the model from a directory written by Hugging Face's libraries or `save_pretrained`, or from the
-    folder of one part of a pipeline of diffusers.
+    """Load the model from a directory that Hugging Face's libraries or `save_pretrained` wrote, or from the
+    folder of one part of a diffusers pipeline.
 
-    Loading computes nothing, and no array is ever whole on the host unless a device has it whole: each process
-    reads each slice once, straight for the devices that need it. Weights lie in `model.safetensors`, or in the
+    Loading computes nothing. No array is ever whole on the host unless a device has it whole: each process
+    reads each slice once, directly for the devices that need it. Weights lie in `model.safetensors`, or in the
     files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
     `_class_name` instead of a `model_type`, they lie in `diffusion_pytorch_model.safetensors`.
 
-    It also accepts files of the bare model; norms with `gamma` and `beta`; masks and frequencies among the
-    keys, which are ignored; and the attention of an autoencoder under its old names, also as convolutions of
-    one pixel. It accepts a head that the configuration ties to the embedding table, instead of the table or
-    beside it. Then the head must be equal to the table bit for bit, and is not kept.
+    It also accepts files of the bare model, norms with `gamma` and `beta`, and the attention of an autoencoder
+    under its old names, even as convolutions of one pixel. It ignores masks and frequencies among the keys.
+    Instead of the embedding table, or beside it, it accepts a head that the configuration ties to the table. A
+    head beside the table must equal the table bit for bit, and is not kept.
 
     ```python
     model = models.load_pretrained("tiny", mesh, stacked=True, remat="row_out")
@@ -70,28 +70,29 @@ def load_pretrained(
     - `directory`: with `config.json` and weights. Its `generation_config.json`, if there is one, names the
         tokens that end a text of `generate`.
     - `mesh`: from `make_mesh`. `shard_rules` reads the layout from the program of the model on the batch that
-        its method `example` returns. By default the default device.
+        its method `example` returns. Without it, the model is on the default device.
     - `family`: the classes of the configuration and of the model, for a `model_type` (or `_class_name`) of your
-        own. By default the family of this library that `config.json` names.
+        own. By default, the family of this library that `config.json` names.
     - `dtype`: the dtype to convert the arrays to, slice by slice; by default that of the file.
-    - `stacked`: whether the layers are one layer whose arrays have a leading dim, as `jax.lax.scan` takes them
-        (compile time does not grow with depth), instead of a list.
-    - `remat`: the part that the backward pass recomputes, see `scan_layers`.
+    - `stacked`: true for stacked layers (one layer whose arrays have a leading dim, for `jax.lax.scan`), so
+        that compile time does not grow with depth; false for a list of layers.
+    - `remat`: what the backward pass recomputes, see `scan_layers`.
     - `attention`: `"xla"` or `"cudnn"`, as for `jax.nn.dot_product_attention`. By default cuDNN's on GPUs in
         half precision if there is no mask, bias or dropout, and otherwise XLA's.
-    - `sequence_parallel`: whether to split the stream between layers over `tensor` along the tokens, see
+    - `sequence_parallel`: true to split the stream between layers over `tensor` along the tokens, see
         `scan_layers`.
     - `overrides`: as for `shard_rules`.
-    - `entries`: replace those of `config.json`: rates of dropout, for example, or `{"num_labels": 3}`.
+    - `entries`: entries that replace those of `config.json`, such as dropout rates or `{"num_labels": 3}`.
     - `key`: for arrays that the files lack in a head that the family states. For example,
         `family=(BertConfig, BertForSequenceClassification)` adds a classifier to a model that was trained
         without one.
-    - `pad_vocabulary_to`: add rows of zeros to the embedding table and the head up to a multiple of this, see
-        [`pad_vocabulary`][]; `mesh.shape["tensor"]` splits a vocabulary that does not divide.
+    - `pad_vocabulary_to`: adds rows of zeros to the embedding table and the head, up to a multiple of this
+        number (see [`pad_vocabulary`][]). Pass `mesh.shape["tensor"]` to split a vocabulary that does not
+        divide evenly.
 
     **Raises:**
 
-    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file named in the index does
+    - `FileNotFoundError` if the directory, its `config.json`, its weights, or a file that the index names does
         not exist.
     - `ValueError`, naming the file and the key, for a `model_type` or an entry of `config.json` that is not
         supported, another number of layers than in the files (before any layer is made), missing or unexpected

@@ -1,4 +1,4 @@
-"""Files of LoRA's branches alone, in the format of the library peft: `adapter_config.json` and safetensors."""
+"""Files with only LoRA branches, in peft's format: `adapter_config.json` and safetensors."""
 
 import json
 import math
@@ -55,18 +55,18 @@ _OTHERS = {
 
 
 def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | None = None) -> None:
-    """Write the branches of a model alone, as `adapter_config.json` and `adapter_model.safetensors`, which
-    `peft.PeftModel.from_pretrained(base, directory)` and other engines open.
+    """Write only the branches of a model, as `adapter_config.json` and `adapter_model.safetensors`.
+    `peft.PeftModel.from_pretrained(base, directory)` and other engines open them.
 
-    A list of layers and stacked layers produce the same files. With several processes all call this, and
-    process 0 writes. Each of the two files is whole or absent; the configuration comes last.
+    A list of layers and stacked layers produce the same files. With several processes, all must call this, and
+    process 0 writes. Each of the two files is whole or absent. The configuration comes last.
 
     **Arguments:**
 
     - `model`: with branches of one rank and scale, as `add_lora` makes them.
     - `directory`: created if it does not exist. `~` is expanded.
-    - `base`: name or directory of the model that the branches belong to; by default the directory that it was
-        loaded from.
+    - `base`: the name or directory of the model that the branches belong to; by default, the directory that it
+        was loaded from.
 
     **Raises:**
 

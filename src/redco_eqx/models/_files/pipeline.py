@@ -48,19 +48,20 @@ def load_stable_diffusion(
     remat: Remat = "none",
     attention: Implementation | None = None,
 ) -> StableDiffusion:
-    """Load the model from a directory of diffusers' `StableDiffusionPipeline`, or of `save_stable_diffusion`.
+    """Load the model from a directory that diffusers' `StableDiffusionPipeline` or `save_stable_diffusion`
+    wrote.
 
     It reads Stable Diffusion 1 and 2, and models trained from them. The tokenizer stays in its folder, for
     `transformers.CLIPTokenizer.from_pretrained(directory / "tokenizer")`. A safety checker and its feature
-    extractor are not loaded, and check nothing; saving copies them.
+    extractor are not loaded, and so check nothing. Saving copies them.
 
-    As in diffusers' pipeline, `steps_offset` is 1 and `clip_sample` false, whatever old files say.
+    As in diffusers' pipeline, `steps_offset` is 1 and `clip_sample` is false, whatever old files say.
 
     **Arguments:**
 
     - `directory`: with `model_index.json`.
     - `mesh`, `dtype`, `remat`, `attention`: as for `load_pretrained`, for each part.
-    - `scheduler`: replaces the directory's, which may then be of another kind than DDPM, DDIM and PNDM.
+    - `scheduler`: replaces the scheduler of the directory, which then need not be DDPM, DDIM or PNDM.
 
     **Raises:**
 
@@ -121,8 +122,8 @@ def save_stable_diffusion(
     unless they exist in the new one. For a model that was not loaded, save the tokenizer first, as the folder
     `tokenizer`.
 
-    Each part changes atomically, as in `save_pretrained`, and the index changes last; the parts together do not
-    change atomically. With several processes, all call this.
+    Each part changes atomically, as in `save_pretrained`, and the index changes last. The parts together do not
+    change atomically. With several processes, all must call this.
 
     **Arguments:**
 

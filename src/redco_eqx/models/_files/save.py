@@ -1,4 +1,4 @@
-"""`save_pretrained`: writes a model as a directory that Hugging Face's libraries open."""
+"""`save_pretrained`: write a model as a directory that Hugging Face's libraries can open."""
 
 import contextlib
 import itertools
@@ -24,18 +24,18 @@ from redco_eqx.models._files.safetensors import write_file
 def save_pretrained(
     model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Write a model as `config.json` and safetensors, which `transformers` and other engines open without
-    changes, or `diffusers`, if the model is a part of one of its pipelines.
+    """Write a model as `config.json` and safetensors. `transformers` and other engines open these without
+    changes, and so does `diffusers` if the model is a part of one of its pipelines.
 
     A list of layers and stacked layers produce the same files. The files beside the weights in the directory
     that the model was loaded from (a tokenizer's files, `generation_config.json`, a licence; no subdirectories)
     are copied, unless a file of the same name exists. Every file is written under a temporary name and renamed
-    at the end. So at any moment the directory contains the old checkpoint or the new one, whole; files of other
-    names (a tokenizer's) stay. If the configuration changes, then for an instant, between two renames, only
-    `load_pretrained` opens the configuration that belongs to the weights.
+    at the end. So at any moment, the directory contains either the old checkpoint or the new one, whole. Files
+    with other names (a tokenizer's) stay. If the configuration changes, then for an instant, between two
+    renames, only `load_pretrained` opens the configuration that belongs to the weights.
 
-    With several processes, all call this; all take part in fetching, and process 0 writes. It returns once the
-    new checkpoint is on the disk.
+    With several processes, all must call this: all take part in fetching, and process 0 writes. It returns when
+    the new checkpoint is on disk.
 
     ```python
     models.save_pretrained(model, "finetuned")    # transformers.AutoModelForCausalLM.from_pretrained opens it
@@ -43,12 +43,12 @@ def save_pretrained(
 
     **Arguments:**
 
-    - `model`: a model of any layout. One array at a time is copied, fetched to the host, written and dropped;
-        of stacked layers, one layer at a time.
+    - `model`: a model in any layout. One array at a time (one layer at a time, if layers are stacked) is
+        copied, fetched to the host, written and dropped.
     - `directory`: created if it does not exist. `~` is expanded.
-    - `max_shard_bytes`: weights beyond it go into several files, which an index names: by Hugging Face's
-        convention `model-00001-of-0000N.safetensors`. If the model is saved again over the same number of
-        files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
+    - `max_shard_bytes`: larger weights go into several files, which an index names. Their names follow Hugging
+        Face's convention, `model-00001-of-0000N.safetensors`. If you save the model again over the same number
+        of files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
 
     **Raises:**
 

@@ -1,4 +1,4 @@
-"""`beam_search`: a search of limited width for the most probable texts."""
+"""`beam_search`: search for the most probable texts with a limited number of beams."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def beam_search(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Hypotheses:
-    """Search for the texts of highest score that follow each row of `inputs`, by the beam search of
-    transformers 5.
+    """Search for the best-scoring texts that follow each row of `inputs`, with the beam search of transformers
+    5.
 
     It is compiled once, like `generate`, and can be a `predict_fn` in the same way. The beams of a row share
     one cache: it stores the prompt, or the encoder's output, once, nothing is reordered, and each beam sees the
@@ -47,12 +47,12 @@ def beam_search(
 
     - `model`, `inputs`, `attention_mask`, `decoder_input_ids`, `max_new_tokens`, `eos_token_id`,
         `pad_token_id`: as for `generate`.
-    - `num_beams`: the number of texts to follow. One is greedy, whatever `early_stopping` says.
-    - `length_penalty`: the score of a text is the sum of its log-probabilities over its number of new tokens to
-        this power: a value above 0 favours long texts, one below 0 short ones.
-    - `early_stopping`: the moment when a row with `num_beams` complete texts ends. `True`: at once. `False`:
-        when its best beam, if it ended now, would not be among them. `"never"`: when it could not come among
-        them, however it continues (Flax's beam search in transformers 4).
+    - `num_beams`: the number of texts to follow. With 1, the search is greedy, whatever `early_stopping` says.
+    - `length_penalty`: the score of a text is the sum of its log-probabilities, divided by its number of new
+        tokens to this power. A value above 0 favours long texts, a value below 0 short ones.
+    - `early_stopping`: when a row with `num_beams` complete texts ends. `True`: at once. `False`: when its best
+        beam, if it ended now, would not be among the best texts. `"never"`: when its best beam could not get
+        among them, however it continues (as in Flax's beam search in transformers 4).
 
     **Returns:**
 
@@ -61,8 +61,8 @@ def beam_search(
 
     **Raises:**
 
-    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, a
-    token outside of the vocabulary (as for `generate`), or a text longer than the table of positions.
+    `ValueError`, before anything is compiled, for an argument out of its range, shapes that do not fit, a token
+    outside the vocabulary (as for `generate`), or a text longer than the table of positions.
     """
     check_options(num_beams, length_penalty, early_stopping)
     prompt = read_prompt("beam_search", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)

@@ -36,7 +36,7 @@ class Hypotheses(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """The texts that continue, most probable first. At the beginning there is one, without tokens.
+    """The texts that continue, most probable first. At the beginning, there is one without tokens.
 
     - `tokens`: the tokens so far, and then padding.
     - `scores`: sums of log-probabilities; -inf for a beam that does not exist.
@@ -81,8 +81,8 @@ def begin(is_open: Bool[Array, " b"], length_penalty: Float[Array, ""], rules: R
 def advance(search: Search, logits: Float[Array, "b beams vocab"], rules: Rules) -> Search:
     """Add one token, by the logits after each beam.
 
-    The `num_beams` most probable continuations that do not end are the next beams. Those that end, and are
-    among the `num_beams` most probable of all, are compared with the complete texts so far.
+    The `num_beams` most probable continuations that do not end are the next beams. Continuations that end are
+    compared with the complete texts so far, if they are among the `num_beams` most probable of all.
     """
     candidates, is_end = _continued(search.step, search.beams, logits, rules)
     step = search.step + 1

@@ -35,11 +35,12 @@ def generate(
     pad_token_id: int | None = None,
     key: Key | None = None,
 ) -> Int[Array, "batch max_new_tokens"]:
-    """Generate the tokens that follow each row of `inputs`, or, with an encoder, a text about it; greedy by
-    default.
+    """Generate the tokens that follow each row of `inputs` or, with an encoder, a text about it. The default is
+    greedy.
 
-    It is compiled once for each shape and each set of options, by itself or inside your own `jax.jit`. On a
-    sharded model it is a `predict_fn`: `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
+    It is compiled once for each shape and each set of options, by itself or inside your own `jax.jit`. To use
+    it as a `predict_fn` with a sharded model:
+    `lambda model, batch, key: generate(model, batch["tokens"], ...)`.
 
     ```python
     tokens = models.generate(model, prompts, max_new_tokens=8, temperature=0.8, top_p=0.95, key=key)
@@ -48,26 +49,26 @@ def generate(
     **Arguments:**
 
     - `model`: any `DecoderLM` or `EncoderDecoder`. No dropout is applied.
-    - `inputs`: tokens, `(batch, prompt)`, integers; or images, `(batch, channels, height, width)`, for an
-        encoder that reads them. The encoder runs once, and so does the computation of the decoder's keys and
-        values from it.
+    - `inputs`: integer tokens, `(batch, prompt)`, or images, `(batch, channels, height, width)`, for an encoder
+        that reads them. The encoder runs once, and so does the computation of the decoder's keys and values
+        from it.
     - `attention_mask`: `(batch, prompt)`, 0 where a token is padding, on either side. The new tokens of a row
         follow its last real one, and depend on that row alone. The output for a row without real tokens is
         padding.
-    - `decoder_input_ids`: `(batch, length)`, with an encoder: the beginning of the text, which is not in the
-        output; by default `config.decoder_start_token_id`.
-    - `max_new_tokens`: the number of new tokens of each row, padding included. The loop stops early once every
-        row has ended. A table of positions limits the number of tokens, prompt included; rotary embeddings have
-        no limit, but beyond the length in training the text gets worse.
-    - `temperature`: divides the logits; 0 takes the most probable token.
+    - `decoder_input_ids`: `(batch, length)`, for a model with an encoder: the beginning of the text, which is
+        not in the output. The default is `config.decoder_start_token_id`.
+    - `max_new_tokens`: the number of new tokens in each row, including padding. The loop stops early when every
+        row has ended. A table of positions limits the number of tokens, including the prompt. Rotary embeddings
+        have no limit, but the text gets worse beyond the length used in training.
+    - `temperature`: divides the logits. 0 takes the most probable token.
     - `top_k`: draw from the `top_k` most probable tokens.
     - `top_p`: draw from the fewest tokens whose probability reaches `top_p` (after `top_k`).
-    - `eos_token_id`: the tokens that end a row, one or several. By default those of the model's
-        `generation_config.json`, else of its configuration; `()` for none. The end token is in the output.
-    - `pad_token_id`: the token after the end. The default comes from the same places, else it is the first end
-        token, else 0. Nothing else is read from `generation_config.json`: the arguments alone say how tokens
+    - `eos_token_id`: the tokens that end a row, one or several. By default, those in the model's
+        `generation_config.json`, or else in its configuration; `()` for none. The end token is in the output.
+    - `pad_token_id`: the token after the end. The default comes from the same places, or else is the first end
+        token, or else 0. Nothing else is read from `generation_config.json`: only the arguments say how tokens
         are drawn.
-    - `key`: for drawing. Step i draws with `fold_in(key, i)`: a longer text begins with the shorter one.
+    - `key`: for drawing. Step i draws with `fold_in(key, i)`, so a longer text begins with the shorter one.
 
     **Returns:**
 
@@ -75,9 +76,9 @@ def generate(
 
     **Raises:**
 
-    `ValueError`, before anything is compiled, for an argument out of its range, sampling without a key,
-    `top_k` or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, a token outside
-    of the vocabulary (not under a trace, which cannot see it), or a text longer than the table of positions.
+    `ValueError`, before anything is compiled, for an argument out of its range, sampling without a key, `top_k`
+    or `top_p` at temperature 0 (where they would do nothing), shapes that do not fit, a token outside the
+    vocabulary (except under a trace, which cannot see it), or a text longer than the table of positions.
     """
     _check_options(temperature, top_k, top_p, key)
     prompt = read_prompt("generate", model, inputs, attention_mask, decoder_input_ids, max_new_tokens)

@@ -1,4 +1,4 @@
-"""The beginning of a text: its checks, the tokens that end it, and the model's first logits."""
+"""The beginning of a text: checks of its arguments, the tokens that end it, and the model's first logits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""One token from the logits of one position."""
+"""Choose one token from the logits of one position."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def sample(
     top_p: float | None,
     key: Key | None,
 ) -> Int[Array, " b"]:
-    """Return the most probable token of each row at temperature 0, otherwise one drawn with `key`.
+    """Return the most probable token of each row at temperature 0, or otherwise a token drawn with `key`.
 
     The order is that of Hugging Face's processors: the temperature, then `top_k`, then `top_p`. Among equal
     logits, the lower token id always comes first, so `top_k=1` is the same as `temperature=0`.

@@ -12,9 +12,10 @@ def top_k(x: Float[Array, "b *choices"], k: int) -> tuple[Float[Array, "b k"], I
     """Return the `k` largest entries of each row, in order, and their indices among all its choices, counted
     row by row.
 
-    Of equal ones the first comes first, on every mesh. Over `tensor` each shard takes the largest of its part
-    of the last dim, and only these are gathered: on each device at most `8 * tensor * k` bytes for a row. If
-    that is more than the row, the row itself is gathered. Over the batch nothing is communicated.
+    Among equal entries, the first comes first, on every mesh. Over `tensor`, each shard takes the largest
+    entries of its part of the last dim, and only these are gathered: on each device, at most `8 * tensor * k`
+    bytes for a row. If that is more than the row, the row itself is gathered. Over the batch, nothing is
+    communicated.
 
     **Arguments:**
 

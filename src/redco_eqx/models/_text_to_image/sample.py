@@ -21,21 +21,22 @@ def sample_images(
     latents: Float[Array, "b latent h w"] | None = None,
     key: Key | None = None,
 ) -> Float[Array, "b c height width"]:
-    """Sample images of the texts by the model's scheduler, with classifier-free guidance (Ho and Salimans
-    2022).
+    """Sample images for texts with the model's scheduler and classifier-free guidance (Ho and Salimans 2022).
 
-    It is compiled once for each shape and number of steps, by itself or inside your own `jax.jit`. On a sharded
-    model it is a `predict_fn`. No dropout is applied, and nothing checks the content of an image.
+    It is compiled once for each shape and number of steps, by itself or inside your own `jax.jit`. You can use
+    it as a `predict_fn` with a sharded model. No dropout is applied, and nothing checks the content of an
+    image.
 
     **Arguments:**
 
     - `model`: a model of any layout; its scheduler takes the steps.
-    - `input_ids`: the texts, padded as the tokenizer of the model's directory pads them.
-    - `negative_ids`: the texts to lead away from: the empty text, if there is no other.
+    - `input_ids`: the texts, padded by the tokenizer in the model's directory.
+    - `negative_ids`: the texts to steer away from; pass the empty text if you have no other.
     - `num_steps`: the number of steps of the scheduler.
-    - `guidance_scale`: the distance to go from the prediction without the text to the prediction with it, and
-        beyond; 1 for no guidance, then without `negative_ids`.
-    - `latents`: the initial noise; by default drawn, `unet.config.sample_size` high and wide.
+    - `guidance_scale`: how far to go from the prediction without the text towards the prediction with it, and
+        beyond. With 1, there is no guidance; then leave out `negative_ids`.
+    - `latents`: the initial noise. By default, it is drawn, with the height and width
+        `unet.config.sample_size`.
     - `key`: for that noise, and for the noise that a scheduler draws at each step.
 
     **Returns:**

@@ -72,7 +72,7 @@ class StableDiffusion(eqx.Module):
 
 
 def parts_spec(model: StableDiffusion, *parts: str) -> StableDiffusion:
-    """Return booleans, true for the arrays of some parts, as `init_state` takes them for `trainable`.
+    """Return a tree of booleans for `trainable` of `init_state`: true for the arrays of these parts.
 
     `parts_spec(model, "unet")` is the choice for training and for fine-tuning Stable Diffusion. Raises
     `ValueError` for a name that is not a part.
@@ -95,10 +95,9 @@ def noise_losses(
 
     **Arguments:**
 
-    - `model`: its parts frozen or not, by `trainable` of `init_state`; no gradients are computed for frozen
-        parts.
+    - `model`: the model. No gradients are computed for parts that `trainable` of `init_state` freezes.
     - `images`: from -1 to 1.
-    - `input_ids`: their texts; those of the empty text now and then, if `sample_images` will use guidance.
+    - `input_ids`: their texts. If `sample_images` will use guidance, use the empty text for some of them.
     - `key`: for latents, timesteps, noise, and dropout.
     """
     latent_key, time_key, noise_key, text_key, unet_key = jax.random.split(key, 5)
