@@ -4,7 +4,7 @@ The goldens are written from the design alone, independently of the code that th
 """
 
 from . import conv, feedforward, language
-from ._entry import Entry, goldens, of_rows, stack, strip
+from ._entry import Entry, goldens, of_rows, stack, unlike
 
 ZOO: list[Entry] = [*language.ENTRIES, *feedforward.ENTRIES, *conv.ENTRIES]
 BY_NAME: dict[str, Entry] = {entry.name: entry for entry in ZOO}
@@ -16,4 +16,4 @@ BY_PROGRAM_ALONE: dict[str, str] = {
     "shared_head": "the bias of a head whose weight is another leaf: left whole",
 }
 
-__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "goldens", "of_rows", "stack", "strip"]
+__all__ = ["BY_NAME", "BY_PROGRAM_ALONE", "ZOO", "Entry", "goldens", "of_rows", "stack", "unlike"]

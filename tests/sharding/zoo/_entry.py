@@ -68,11 +68,17 @@ def strip(spec: Any) -> tuple[Any, ...]:
 def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
     """`{path: spec}` for every array leaf; `...` where any layout is right."""
     model = eqx.filter_eval_shape(entry.make, jax.random.key(0)) if model is None else model
-    specs = {
-        path: next((spec for pattern, spec in entry.specs.items() if fnmatchcase(path, pattern)), ())
+    patterns = entry.specs.items()
+    return {
+        path: next((spec for pattern, spec in patterns if fnmatchcase(path, pattern)), ())
         for path in rx.to_arrays(model)
     }
-    return {path: spec if spec is ... else strip(spec) for path, spec in specs.items()}
+
+
+def unlike(specs: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:
+    """Where a layout is another than the golden one, and which these are."""
+    pairs = {path: (spec, golden[path]) for path, spec in specs.items()}
+    return {path: (x, y) for path, (x, y) in pairs.items() if y is not ... and strip(x) != strip(y)}
 
 
 # Layers
