@@ -1,20 +1,90 @@
-"""Code that the tests of this directory share: layouts by the program, for entries of the zoo."""
+"""Code that the tests of this directory share: programs beside the zoo, and layouts by the program for all."""
 
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from helpers import abstract, abstract_mesh
 from jax.sharding import PartitionSpec
-from sharding.zoo import BY_NAME, Entry
-from solves_and_groups import ENTRIES
+from sharding.zoo import BY_NAME, Entry, of_rows
 
 import redco_eqx as rx
 from redco_eqx.types import Explanation
 
+# Programs with linear solves and with products by groups of rows, in the form of the zoo's entries.
+
+LENGTH, DIM, HIDDEN, HEADS, GROUPS = 16, 32, 64, 8, 4
+COLUMN_ROW = {"up": (None, "tensor"), "down": ("tensor",)}
+COLUMN_ROW_BY_GROUP = {"up": (None, None, "tensor"), "down": (None, "tensor")}
+
+
+def weights(*lead: int) -> Any:
+    def make(key: Any) -> Any:
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (*lead, DIM, HIDDEN)) / DIM**0.5,
+            "down": jax.random.normal(down, (*lead, HIDDEN, DIM)) / HIDDEN**0.5,
+        }
+
+    return make
+
+
+def of_groups(num_rows: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((num_rows, LENGTH, DIM), np.float32)
+    return {"x": x, "group": np.random.default_rng(1).integers(0, GROUPS, (num_rows, LENGTH), np.int32)}
+
+
+def ridge_of_heads(model: Any, x: Any) -> Any:
+    """Each head fits its own features by least squares."""
+    h = (x @ model["up"]).reshape(LENGTH, HEADS, -1)
+    gram = jnp.einsum("lhd,lhe->hde", h, h) + LENGTH * jnp.eye(HIDDEN // HEADS)
+    solved = jnp.linalg.solve(gram, jnp.moveaxis(h, 0, -1))
+    return jnp.moveaxis(solved, -1, 0).reshape(LENGTH, HIDDEN) @ model["down"]
+
+
+def solve_of_rows(model: Any, x: Any) -> Any:
+    """Rows are mixed by the inverse of a matrix of their own: columns are gathered to be solved for."""
+    return jnp.linalg.solve(LENGTH * jnp.eye(LENGTH) + x @ x.T, x @ model["up"]) @ model["down"]
+
+
+def experts_of_rows(model: Any, batch: Any) -> Any:
+    """All rows of the batch, sorted by their expert."""
+    x, group = batch["x"].reshape(-1, DIM), batch["group"].reshape(-1)
+    order, sizes = jnp.argsort(group), jnp.bincount(group, length=GROUPS)
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(x[order], model["up"], sizes))
+    y = jax.lax.ragged_dot(hidden, model["down"], sizes)[jnp.argsort(order)]
+    return jnp.mean((y - x) ** 2)
+
+
+def experts_by_example(model: Any, batch: Any) -> Any:
+    """The rows of each example are in the order of their experts, `vmap` is over examples."""
+    sizes = jax.vmap(lambda group: jnp.bincount(group, length=GROUPS))(batch["group"])
+
+    def product(x: Any, weight: Any) -> Any:
+        return jax.vmap(jax.lax.ragged_dot)(x, jnp.broadcast_to(weight, (len(x), *weight.shape)), sizes)
+
+    hidden = jax.nn.gelu(product(batch["x"], model["up"]))
+    return jnp.mean((product(hidden, model["down"]) - batch["x"]) ** 2)
+
+
+SOLVES_AND_GROUPS = {
+    entry.name: entry
+    for entry in (
+        of_rows("ridge_of_heads", weights(), ridge_of_heads, COLUMN_ROW, None, x=(LENGTH, DIM)),
+        of_rows("solve_of_rows", weights(), solve_of_rows, {"*": ...}, None, x=(LENGTH, DIM)),
+        Entry("experts_of_rows", weights(GROUPS), of_groups, experts_of_rows, COLUMN_ROW_BY_GROUP),
+        Entry("experts_by_example", weights(GROUPS), of_groups, experts_by_example, COLUMN_ROW_BY_GROUP),
+    )
+}
+
+# Layouts by the program.
+
 MESH, ROWS = abstract_mesh(data=2, tensor=4), 8
-PROGRAMS = {**BY_NAME, **ENTRIES}
+PROGRAMS = {**BY_NAME, **SOLVES_AND_GROUPS}
 
 
 def loss_of(entry: Entry) -> Any:

@@ -10,11 +10,10 @@ import numpy as np
 import optax
 import pytest
 import workloads
-from cases import MESH, PROGRAMS, ROWS, explained, loss_of, sent, specs_of
+from cases import MESH, PROGRAMS, ROWS, SOLVES_AND_GROUPS, explained, loss_of, sent, specs_of
 from helpers import abstract, decide, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes, family_cases
-from solves_and_groups import ENTRIES as SOLVES_AND_GROUPS
 
 import redco_eqx as rx
 

@@ -7,6 +7,7 @@ knows what is written on the page above it, and not what another example has mad
 import functools
 import re
 
+import helpers
 import jax
 import jax.numpy as jnp
 import pages
@@ -73,3 +74,23 @@ def test_the_blocks_of_a_page_run_and_print_what_stands_below_them(page, capfd, 
     # For the next page. In the same dict, which the functions on the first page look in.
     namespace.clear()
     namespace.update(before)
+
+
+# The exported program of a page runs where neither this library nor Equinox can be imported.
+
+BLOCKED = "import sys; sys.modules['redco_eqx'] = sys.modules['equinox'] = None\n"
+
+
+def test_an_exported_program_needs_only_jax(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "page"}
+    blocks = [block.code for block in pages.blocks_of(pages.PAGES / "howto/use.md", "python")]
+    [reader] = [code for code in blocks if "export.deserialize" in code]
+    for code in blocks[: blocks.index(reader)]:
+        exec(compile(code, "page", "exec"), namespace)
+    capfd.readouterr()
+    there = helpers.printed(f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())")
+    np = namespace["np"]
+    row = np.frombuffer(b"ArgumentParser(description=text)"[:32], np.uint8) / 128 - 1
+    here = namespace["predict"](row[None].astype(np.float32))
+    assert there.split() == ["(1,)", str(here.item())]
