@@ -13,7 +13,7 @@ from redco_eqx._dataflow.solution import Solution, solve
 
 @dataclasses.dataclass(frozen=True)
 class ActivationLayout(Analysis):
-    """An analysis with a choice for each value, which stands in for its layout."""
+    """An analysis with a choice for each value, which takes the place of its layout."""
 
     solution: Solution
 
@@ -33,7 +33,7 @@ class ActivationLayout(Analysis):
         return role, reason, dim, stack
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "ActivationLayout | None":
-        """The layout with these dims of parameters split, by path; `None` if there is none."""
+        """The layout that splits these dims of parameters, by path, or `None` if there is none."""
         fixed = self.traced.by_leaf(dims)
         if all(self.dim_of(leaf) == dim for leaf, dim in fixed.items()):
             return self
@@ -56,14 +56,14 @@ def choose_with_activations(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> ActivationLayout:
-    """Chooses the layout of all values that sends least.
+    """Chooses the layout of all values that sends the least.
 
     **Arguments:**
 
-    - `analysis`: an analysis with a layout of parameters alone. In the new layout the parameters take at most
-        as much memory.
-    - `fixed`: for some arrays, by path, a decision that stands: the dim that is split, or `None`.
-    - `max_bytes`: a limit on the bytes of parameters on one device, in place of the bytes in `analysis`.
+    - `analysis`: an analysis with a layout of only the parameters. In the new layout, the parameters take no
+        more memory.
+    - `fixed`: decisions that stand for some arrays, by path: the dim that is split, or `None`.
+    - `max_bytes`: a limit on the bytes of parameters on one device, instead of the bytes in `analysis`.
 
     Raises `ValueError` if no layout fits.
     """

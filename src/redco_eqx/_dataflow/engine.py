@@ -113,7 +113,8 @@ def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], p
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [(paths[other], number) for other, number in layout.items() if number in clashing]
         if others:
-            # Name the nearest parameter without the number of its layer, so that alike layers share one reason.
+            # Name the nearest parameter without the number of its layer, so that similar layers share one
+            # reason.
             nearest, number = max(others, key=lambda other: _num_shared(other[0], paths[leaf]))
             parts, shared = nearest.split("."), _num_shared(nearest, paths[leaf])
             if shared and not parts[shared - 1].isdigit():
@@ -134,8 +135,8 @@ SCANNED = "scanned over"
 RoleOf: TypeAlias = tuple[str, str, int | None, int]
 """`(role, reason, dim, stack)` of an array.
 
-If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`; otherwise it is
-`whole`, `vector` or `buffer`. The first `stack` dims number layers of a scan: no axis may split them."""
+If `tensor` splits `dim`, `role` is `column`, `row`, `vocabulary`, `expert` or `follows`. Otherwise, it is
+`whole`, `vector` or `buffer`. The first `stack` dims number the layers of a scan, so no axis may split them."""
 
 HeldBytes: TypeAlias = Callable[[str, int | None, int, bool], float]
 """`(path, dim, stack, is_buffer) -> bytes`: the bytes of an array on one device if `tensor` splits this dim, or
@@ -144,7 +145,7 @@ none. `stack` is the number of leading dims that number layers of a scan."""
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The results of a walk through a program, about the layout of its parameters.
+    """The results of a walk through a program, and a layout of its parameters.
 
     - `layout`: the number of the split for each parameter that is split, by the parameter's number.
     """
@@ -160,7 +161,7 @@ class Analysis:
         return simulate(self.costs, self.walk, self.layout)
 
     def laid_out(self, dims: Mapping[str, int | None]) -> "Analysis | None":
-        """The analysis with a layout that splits these dims, by path; `None` if its cost is not known."""
+        """The analysis with a layout that splits these dims, by path, or `None` if its cost is not known."""
         layout = as_layout(self.costs, self.traced.by_leaf(dims))
         return None if layout is None else dataclasses.replace(self, layout=layout)
 
@@ -192,7 +193,7 @@ class Analysis:
         return name, reason, None, stack
 
     def name_of(self, leaf: int, dim: Dim) -> str:
-        """Name the split of `dim` after the first operation that uses the parameter on data."""
+        """Name the split of `dim` after the first operation that applies the parameter to data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -225,7 +226,8 @@ def walk_through(traced: TracedStep) -> Walk:
 
 
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split over `tensor` devices of a batch in `num_shards` parts.
+    """Walks through a program, and weighs every split over `tensor` devices, with a batch in `num_shards`
+    parts.
 
     `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.
     """
@@ -258,9 +260,9 @@ def choose_layout(
 
     **Arguments:**
 
-    - `given`: a layout to compare with: by path, the dim that is split.
-    - `fixed`: for some arrays, a decision that stands: the dim that is split, or `None`. The others are chosen
-        to go with these.
+    - `given`: a layout to compare with, as the dim that is split, by path.
+    - `fixed`: decisions that stand for some arrays: the dim that is split, or `None`. The others are chosen to
+        fit these.
     - `max_bytes`: a limit on the bytes of parameters on one device.
 
     Raises `ValueError` if no layout fits into `max_bytes`.

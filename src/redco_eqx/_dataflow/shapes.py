@@ -1,4 +1,4 @@
-"""Rules for operations number by number or along one dim, for lookups, and for operations that move dims."""
+"""Rules for operations that act number by number or along one dim, for lookups, and for moving dims."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
-# Operations that go number by number or along one dim, or are of unknown kind.
+# Operations that act number by number or along one dim, or are of unknown kind.
 
 
 def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
-    """An operation without a rule: if the shapes agree, it is assumed to go number by number."""
+    """An operation without a rule. If the shapes agree, it is assumed to act number by number."""
     name = walk.equation.primitive.name
     shapes = [shape for shape in (*walk.before, *walk.after) if shape]
     if not shapes:
@@ -48,7 +48,7 @@ def add(walk: Walk, operands: list[Value]) -> Results:
 
 
 def copy(walk: Walk, operands: list[Value]) -> Results:
-    """Arrays stay as they are. Between layers, the library's blocks keep them whole, except for their rows."""
+    """Arrays are passed on unchanged. Between layers, the library's blocks keep them whole, except for rows."""
     if walk.block == STREAM:
         walk.event("whole", operands[0].dims[1:], operands[0])
     return operands
@@ -60,7 +60,7 @@ def unrelated(walk: Walk, operands: list[Value]) -> Results:
 
 
 def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
-    """Cumulative sums, sorts, reversals: they need the dim that they go along whole."""
+    """Cumulative sums, sorts and reversals, which need the dim that they act along whole."""
     params = walk.params
     named: Any = params.get("dimensions", params.get("dimension", params.get("axis")))
     first = operands[0]
@@ -76,7 +76,8 @@ def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
 
 
 def last_dims(num_dims: int) -> Rule:
-    """A rule for operations on the last dims, for each entry of the others: decompositions, top-k."""
+    """A rule for operations on the last dims, separately for each entry of the others: decompositions,
+    top-k."""
 
     def rule(walk: Walk, operands: list[Value]) -> Results:
         fitting = [x for x in operands if len(x.dims) >= num_dims]
@@ -91,7 +92,7 @@ def last_dims(num_dims: int) -> Rule:
 
 
 def fft(walk: Walk, operands: list[Value]) -> Results:
-    """An FFT. Every dim but the batch is whole on each device, because the compiler goes wrong otherwise."""
+    """An FFT. All dims except the batch are whole on each device, because the compiler would otherwise fail."""
     (operand,) = operands
     walk.event("whole", operand.dims, operand)
     kept = operand.dims[: len(operand.dims) - len(walk.params["fft_lengths"])]
@@ -139,13 +140,13 @@ def gather(walk: Walk, operands: list[Value]) -> Results:
     out = walk.result(dims, operands)
     walk.event("lookup", [operand.dims[i] for i in picked], out, arrays=operands)
     roles = ["vocabulary" if i in picked else "column" for i in range(len(shape))]
-    # Counts as much as the product with one-hot rows: that much a split table is worth in training.
+    # Count it like a product with one-hot rows, because a split table is worth that much in training.
     walk.use(operand, indices, roles, out, math.prod(shape[i] for i in picked))
     return [out]
 
 
 def scatter(walk: Walk, operands: list[Value]) -> Results:
-    """Updates that are written or added at rows. Each device takes the updates for its part of the operand."""
+    """Writes or adds updates at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
     numbers = walk.params["dimension_numbers"]
     batching = numbers.operand_batching_dims
@@ -175,7 +176,7 @@ def transpose(walk: Walk, operands: list[Value]) -> Results:
 
 
 def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:
-    """A value with the same numbers. All that can be done with their sum over devices can still be done."""
+    """A value with the same numbers, whose pending sum over devices can be handled as before."""
     out = walk.result(dims, [operand])
     out.sums = operand.sums
     return out
@@ -292,7 +293,7 @@ def tile(walk: Walk, operands: list[Value]) -> Results:
 
 
 def reduce(walk: Walk, operands: list[Value]) -> Results:
-    """Sums, maxima and the like. `psum` over a dim that `vmap` named is one too."""
+    """Sums, maxima and the like, including `psum` over a dim that `vmap` named."""
     params = walk.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
     results = []
@@ -304,7 +305,7 @@ def reduce(walk: Walk, operands: list[Value]) -> Results:
 
 
 def window(walk: Walk, operands: list[Value]) -> Results:
-    """Pooling and its gradients. They need the dims that the window moves along whole."""
+    """Pooling and its gradients, which need the dims that the window moves along whole."""
     sizes = walk.params["window_dimensions"]
     first, kept = operands[0], [i for i, n in enumerate(sizes) if n == 1]
     for operand in operands:

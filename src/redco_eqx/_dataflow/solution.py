@@ -1,4 +1,4 @@
-"""The choice with the least cost for each value, by an integer program."""
+"""Find the choice with the lowest cost for all values, by an integer program."""
 
 import itertools
 import math
@@ -14,12 +14,13 @@ from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import WORK, depth_of
 
 MADE = 0.003
-"""A byte that is made on a device costs as much as this many bytes sent. So of choices that send the same, the
-one that makes less is chosen. Work is weighed as for layouts of parameters alone."""
+"""A byte that a device computes costs this many bytes sent. So among choices that send the same, the one that
+computes less is chosen. Work is weighed as it is for layouts of only the parameters."""
 
 
 class Solution(NamedTuple):
-    """The states of groups, the strategies of operations, and bytes that a device sends by a ring, by kind."""
+    """The states of groups, the strategies of operations, and the bytes that a device sends by the ring, by
+    kind."""
 
     values: Values
     states: dict[int, State]
@@ -38,11 +39,11 @@ def solve(
     max_bytes: float | None = None,
     held: Callable[[int, int | None], float] | None = None,
 ) -> Solution:
-    """Makes the choice with the least cost.
+    """Makes the choice with the lowest cost.
 
     **Arguments:**
 
-    - `fixed`: for some parameters, by number, the dim that is split, or `None`.
+    - `fixed`: decisions for some parameters, by number: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device.
     - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
 
@@ -60,7 +61,7 @@ def solve(
 class _Search:
     """An integer program: a state for each group, a strategy for each operation, and flows between these.
 
-    Flows join the states and strategies that meet. With flows the relaxation is almost exact.
+    Flows connect the states and strategies that meet. With flows, the relaxation is almost exact.
     """
 
     def __init__(self, values: Values):
@@ -104,7 +105,7 @@ class _Search:
         return self.values.slot(value, state) in self.values.states[self.values.group(value)]
 
     def fix(self, fixed: Mapping[int, int | None]) -> None:
-        """Decides the states of some parameters. Raises `ValueError` for a state that one cannot have."""
+        """Decides the states of some parameters. Raises `ValueError` if a parameter cannot have its state."""
         for leaf, dim in fixed.items():
             value, wanted = self.values.walk.parameters[leaf], WHOLE if dim is None else dim
             if not self.can_be(value, wanted):
@@ -122,7 +123,7 @@ class _Search:
         self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
     def add(self, operation: Operation) -> None:
-        """Adds an operation: its strategies, and the flows from and to the values that it joins."""
+        """Adds an operation: its strategies, and the flows from and to its values."""
         numbers: dict[int, int] = {}
         results = list(enumerate(operation.results))
         closed = [(place, x) for place, x in results if not self.states_of(x)]
@@ -149,7 +150,7 @@ class _Search:
     def sent(
         self, operation: Operation, value: Value, given: State, own: State, is_late: bool = False
     ) -> list[tuple[str, float]]:
-        """Bytes that are sent, by kind, for a result in state `own` that is given in state `given`."""
+        """The bytes that are sent, by kind, if a result in state `own` is needed in state `given`."""
         times = operation.times[1]
         found = [(kind(given, own), times * self.values.change(value, given, own))]
         if operation.over_batch:
@@ -184,7 +185,7 @@ class _Search:
 
     def solved(self) -> Solution:
         """Solves the integer program. Raises `ValueError` if there is no solution."""
-        for (_, *way), several in self.changes.items():  # a change that several operations need is made once
+        for (_, *way), several in self.changes.items():  # a change that several operations need counts once
             once = self.variable(0.0, [(kind(*way), max(price for _, price in several))])
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]
         found = cheapest(self.cost, self.rows, self.integer, mip_rel_gap=1e-3, node_limit=200)

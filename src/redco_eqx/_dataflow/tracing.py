@@ -23,9 +23,9 @@ class TracedStep:
 
     - `jaxpr`: the program. It takes the model's arrays, the batch and the key, flat.
     - `paths`, `shapes`: those of the model's arrays that the program takes.
-    - `fixed`: for each of these arrays, the reason why it is not split; empty if it may be split.
+    - `fixed`: for each of these arrays, the reason why it must not be split; empty if it may be split.
     - `trained`: for each of these arrays, the number of the result that is its gradient, or `None`.
-    - `num_batch`: how many of the inputs after the model's arrays are the batch.
+    - `num_batch`: the number of inputs after the model's arrays that are the batch.
     """
 
     jaxpr: Jaxpr
@@ -135,7 +135,8 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _loss_of(result: Any) -> Any | None:
-    """The loss, if a loss function returned `result`: a scalar or a `Mean`, alone or first of several."""
+    """The loss, if a loss function returned `result`: a scalar or a `Mean`, alone or as the first of several
+    results."""
     first = result[0] if isinstance(result, tuple) and result else result
     if isinstance(first, Mean):
         first = first.value

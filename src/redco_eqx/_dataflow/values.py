@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._base.jaxprs import source_line
 
-# The place in the user's code that an operation comes from.
+# Find the place in the user's code that an operation comes from.
 
 
 ADDING = ("redco_eqx.column", "redco_eqx.row")
@@ -50,7 +50,7 @@ def short_line(equation: JaxprEqn) -> str:
 class Atom:
     """One factor of dims.
 
-    - `size`: how many values the index takes.
+    - `size`: the number of values that the index takes.
     - `parts`: the atoms that this atom turned out to consist of: one other, or several, major to minor. Empty
         if there are none.
     - `pin`: the reason why `tensor` never splits the atom; empty if it may.
@@ -65,7 +65,7 @@ Dim: TypeAlias = tuple[Atom, ...]
 
 
 def new_dim(size: int) -> Dim:
-    """A dim of which nothing is known. A dim of size 1 or 0 has no index."""
+    """A dim that nothing is known about. A dim of size 1 or 0 has no index."""
     return (Atom(size),) if size > 1 else ()
 
 
@@ -131,7 +131,7 @@ def pin(dim: Dim, reason: str) -> None:
         atom.pin = atom.pin or reason
 
 
-# The knowledge of a walk about the values of a program, and the records that it writes.
+# The values of a program as a walk sees them, and the records that it writes.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -168,8 +168,8 @@ class Event:
         sum over devices, once; the compiler for CPU does not.
     - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
         on every backend.
-    - `times`: how often the operation is done, in loops; `waits`: how often in loops that go through one
-        sequence by the same weights, so that each trip waits for the last.
+    - `times`: how often the operation is done, in loops; `waits`: how often in loops over one sequence with the
+        same weights, in which each trip waits for the one before.
     """
 
     kind: str

@@ -258,7 +258,7 @@ def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
 def _own_part_of(
     ids: Int[Array, "*batch"], num_rows: int, axis: str | None
 ) -> tuple[Int[Array, "*batch"], Bool[Array, "*batch"], Bool[Array, "*batch"]]:
-    """Return for each id the row on this shard, if it is on this shard, and if it is on none.
+    """Return, for each id, its row on this shard, whether it is on this shard, and whether it is on no shard.
 
     Each shard has `num_rows` rows of the vocabulary.
     """

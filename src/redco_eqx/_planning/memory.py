@@ -19,12 +19,12 @@ from redco_eqx._step.state import TrainState
 
 
 def num_flops(program: Jaxpr, *, recomputed: bool = True) -> float:
-    """Counts the floating-point operations of all products of matrices and convolutions, on all devices: two
-    for each pair of numbers that is multiplied.
+    """Counts the floating-point operations of all matrix products and convolutions, on all devices: two for
+    each pair of numbers that is multiplied.
 
-    The body of a scan counts as often as it runs, that of a `while` once; of a conditional, the branch with the
-    most operations counts. Elementwise work, solvers and kernels are not counted, and without `recomputed` no
-    operation that a `jax.checkpoint` repeats.
+    The body of a scan counts for each of its runs, and the body of a `while` once. For a conditional, the
+    branch with the most operations counts. Elementwise work, solvers and kernels do not count, and without
+    `recomputed`, neither do operations that a `jax.checkpoint` repeats.
     """
     return sum((_of(equation, recomputed) for equation in program.eqns), 0.0)
 
@@ -45,7 +45,7 @@ def _of(equation: JaxprEqn, recomputed: bool) -> float:
 
 
 def _depth(equation: JaxprEqn) -> float:
-    """Counts the products that are summed for each number of the result: 0 if it is not a sum of products."""
+    """Counts the products that are summed for each number of the result (0 if it is not a sum of products)."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
@@ -60,7 +60,7 @@ def _depth(equation: JaxprEqn) -> float:
     return depth / shape_of(equation.outvars[0])[0] if is_by_group else depth
 
 
-# The memory of a device while it takes a step.
+# The memory of a device during a step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Memory:
     - `parameters`: the arrays of the model, including those that are not trained.
     - `optimizer_state`: the optimizer's state.
     - `batch`: the batch.
-    - `gradients`: the gradients of all trained parameters at once. They are a part of `temporaries` if none is
+    - `gradients`: the gradients of all trained parameters together. They are part of `temporaries` if none is
         used up before the last is computed.
-    - `peak`: the most at any time. `None` if the step was not compiled, or if the compiler reports only that it
-        is too much.
+    - `peak`: the most memory at any time. `None` if the step was not compiled, or if the compiler reports only
+        that it is too much.
     """
 
     parameters: int
@@ -84,7 +84,7 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        """Bytes that are in memory before and after a step: no program needs less."""
+        """Bytes that are in memory before and after a step. No program needs less."""
         return self.parameters + self.optimizer_state + self.batch
 
     @property

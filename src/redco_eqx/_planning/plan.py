@@ -31,7 +31,8 @@ from redco_eqx._step.steps import train_step
 MakeModel: TypeAlias = Callable[..., PyTree]
 
 RESERVE = 0.05
-"""The part of a device's memory for bytes that the compiler does not count: the runtime's, and fragments."""
+"""The part of a device's memory for bytes that the compiler does not count, such as the runtime and
+fragments."""
 
 
 # The result of a plan, which prints as a table.
@@ -39,14 +40,14 @@ RESERVE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh on which a step fits; if there is none, the mesh on which it lacks the least memory. `str()` is a
+    """A mesh on which a step fits or, if there is none, the mesh that lacks the least memory. `str()` gives a
     table.
 
-    - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`) memory is an estimate, and
-        `target.margin(mesh)` its margin, as measured against other compilers.
-    - `capacity`: bytes of each device that a step may use.
-    - `trials`: all that was considered, the best first. If none fits, the best is followed by itself, compiled
-        with microbatches of one row on a device, unless its arguments alone are too large.
+    - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`), memory is an estimate, and
+        `target.margin(mesh)` is its margin, as measured against other compilers.
+    - `capacity`: the bytes on each device that a step may use.
+    - `trials`: everything that was considered, the best first. If none fits, the best is followed by the same
+        trial with microbatches of one row on a device, unless its arguments alone are too large.
     """
 
     target: Target
@@ -55,7 +56,7 @@ class MeshPlan:
 
     @property
     def best(self) -> Trial:
-        """The best trial that fits; if none fits, the one that lacks the least memory."""
+        """The best trial that fits or, if none fits, the one that lacks the least memory."""
         return self.trials[0]
 
     @property
@@ -144,7 +145,7 @@ MOST = 12
 # The search for a plan.
 
 
-@context_of(AbstractMesh((1,), ("none",)))  # none of the meshes that are tried is set
+@context_of(AbstractMesh((1,), ("none",)))  # none of the tried meshes is set
 def plan(
     model: PyTree | MakeModel,
     *,
@@ -164,13 +165,13 @@ def plan(
 ) -> MeshPlan:
     """Finds a mesh on which a training step fits, with the compiler for the devices of the step.
 
-    Nothing is allocated, and no device of the target is needed. The TPU compiler comes with
-    `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. All meshes that split the batch
-    evenly are ranked by the communication and the operations of their layouts (`shard_rules` with `loss_fn` and
-    `batch`), at the speeds on the chip's data sheet; no measured time has confirmed these ranks yet. `plan`
-    compiles them in this order until one fits, and also those close behind that one. Meshes that seem too
-    large, judged by the memory of those compiled before, come after the rest, and are compiled too if they
-    would be faster. A compiled mesh is ranked by the bytes that its program sends.
+    It allocates nothing, and needs no device of the target. The TPU compiler comes with
+    `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. `plan` ranks all meshes that
+    split the batch evenly by the communication and the operations of their layouts (`shard_rules` with
+    `loss_fn` and `batch`), at the speeds in the chip's data sheet. No measured time has confirmed these ranks
+    yet. `plan` compiles the meshes in this order until one fits, and also those close behind that one. Meshes
+    that seem too large, judging by the memory of those already compiled, come after the rest, and are also
+    compiled if they would be faster. A compiled mesh is ranked by the bytes that its program sends.
 
     ```python
     found = rx.plan(make_model, loss_fn=loss_fn, optimizer=optax.adamw(1e-4), batch=batch, target="v5e:4x4",
@@ -183,35 +184,36 @@ def plan(
 
     - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
     - `loss_fn`, `optimizer`: those of the run.
-    - `batch`: the batch for `loss_fn`, over all devices; its arrays may be abstract.
+    - `batch`: the batch for `loss_fn`, over all devices. Its arrays may be abstract.
     - `target`: `"v4:2x2x4"`, `"v5e:4x4"` or the like for TPUs; `"a100-40g:4"`, `"h100:8"` or the like for the
-        GPUs of one server; a sequence of devices; or `None` for those of this machine.
+        GPUs of one server; a sequence of devices; or `None` for the devices of this machine.
 
     **Other arguments:**
 
-    - `mesh`: the only mesh to try: sizes by axis, as for `make_mesh`. It is compiled whatever it needs.
-    - `options`: values to choose from for each option of `model`, by name, the best first.
-    - `num_microbatches`: see `train_step`; one number, or several to choose from.
+    - `mesh`: the only mesh to try, as sizes by axis, as for `make_mesh`. It is compiled however much memory it
+        needs.
+    - `options`: the values to try for each option of `model`, by name, the best first.
+    - `num_microbatches`: one number, or several to try, see `train_step`.
     - `trainable`: see `init_state`.
     - `bytes_per_device`: the memory of a device, instead of that of the target.
     - `reserve`: the part of the memory to leave free.
-    - `estimate`: whether to compile for the same number of virtual CPU devices instead of the target. See
+    - `estimate`: true to compile for the same number of virtual CPU devices instead of the target. See
         `MeshPlan.target`.
-    - `max_compilations`: the most ways to compile. If none fits, the one that lacks the least memory is
-        compiled once more, with microbatches of one row on a device.
-    - `progress`: whether to report each compilation on stderr.
+    - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that lacks the
+        least memory is compiled again, with microbatches of one row on a device.
+    - `progress`: true to report each compilation on stderr.
 
     A Ctrl-C ends the search early, and returns the result so far.
 
     **Returns:**
 
-    A `MeshPlan`: the best that fits, or, with `fits` false, the one that lacks the least memory. `str()` is a
-    table.
+    A `MeshPlan`: the best mesh that fits or, if `fits` is false, the one that lacks the least memory. `str()`
+    gives a table.
 
     **Raises:**
 
-    - `ValueError`: a target that is not known, no mesh that splits the batch, or a batch and a loss that do not
-        fit each other.
+    - `ValueError`: the target is not known, no mesh splits the batch evenly, or batch and loss do not fit each
+        other.
     - `ImportError` if the target's compiler is not installed.
     """
     check_positive("plan", max_compilations=max_compilations)

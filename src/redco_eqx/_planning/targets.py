@@ -1,4 +1,4 @@
-"""Targets of a plan: this machine's devices, or those of a pod or a server that need not be present."""
+"""Targets of a plan: the devices of this machine, or of a pod or server that need not be present."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,7 @@ from jax.experimental import topologies
 
 from redco_eqx._base.protocols import check_positive
 
-# The memory of accelerators, and the speeds by which plans are ranked. From their makers' data sheets.
+# The memory of accelerators, and the speeds that rank plans, from the makers' data sheets.
 
 
 GIB = 2**30
@@ -29,11 +29,10 @@ def gib(num_bytes: int) -> str:
 class Chip:
     """One device, as JAX counts devices.
 
-    - `memory`: bytes; for a TPU those that the compiler allows to a program, if that is known.
-    - `flops`: the greatest number of floating-point operations in a second, in dense products in bfloat16
-        (float16 on V100).
-    - `bandwidth`: the greatest number of bytes in a second that a device sends to others of the same server or
-        pod.
+    - `memory`: bytes; for a TPU, those that the compiler allows a program to use, if known.
+    - `flops`: the peak number of floating-point operations per second, in dense bfloat16 products (float16 on
+        V100).
+    - `bandwidth`: the peak number of bytes per second that a device sends to others in the same server or pod.
     """
 
     memory: int
@@ -59,7 +58,7 @@ class GPU(Chip):
 
     - `name`: the name that the driver reports.
     - `num_cores`: number of streaming multiprocessors.
-    - `memory_bandwidth`: bytes in a second.
+    - `memory_bandwidth`: bytes per second.
     - `kind`: the architecture.
     """
 
@@ -94,7 +93,8 @@ class GPU(Chip):
         )
 
 
-# The data sheets give the links of a chip in gigabits per second, the sum of both ways; over 16: bytes one way.
+# The data sheets give the links of a chip in gigabits per second, both ways; divided by 16, that is gigabytes
+# one way.
 TPUS = {
     "v2": Chip(8 * GIB, 22.5e12, 496e9 / 16),
     "v3": Chip(16 * GIB, 61.5e12, 656e9 / 16),
@@ -119,17 +119,17 @@ GPUS = {
 
 
 _NO_TRIALS = {"xla_gpu_enable_triton_gemm": False}
-"""Without a GPU on which to try out Triton's products, XLA may choose tiles that do not compile. cuBLAS can
-compute all products."""
+"""Without a GPU for trying out Triton's products, XLA may choose tiles that do not compile. cuBLAS can compute
+all products."""
 
 _UNKNOWN = Chip(0, 1e14, 1e10)
-"""A stand-in for an unknown device, for the ranks of plans: only the ratio of the two speeds counts."""
+"""A stand-in for an unknown device, to rank plans. Only the ratio of the two speeds matters."""
 
 
 MARGINS = {"fsdp": (0.94, 1.79), "": (1.04, 3.16)}
-"""The peak by the CPU compiler over the peak by the target's compiler, on meshes with `fsdp` and without: the
-least and the most that `benchmarks/applicability.py estimates-tpu estimates-gpu` measured
-(`benchmarks/RESULTS.md`)."""
+"""The peak that the CPU compiler reports, divided by the peak of the target's compiler, on meshes with `fsdp`
+and without: the lowest and highest ratios that `benchmarks/applicability.py estimates-tpu estimates-gpu`
+measured (`benchmarks/RESULTS.md`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,8 @@ class Target:
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def margin(self, mesh: Mapping[str, int]) -> tuple[float, float] | None:
-        """Returns the least and the greatest divisor for the peak of an estimate; `None` if this is not one."""
+        """Returns the lowest and the highest divisor for the peak of an estimate, or `None` if this is not
+        one."""
         return None if self.compiler != "cpu" else MARGINS["fsdp" if mesh.get("fsdp", 1) > 1 else ""]
 
     def __str__(self) -> str:
@@ -209,7 +210,7 @@ def _named(name: str, estimate: bool) -> Target:
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Finds the data sheet of a device of this machine; `None` if its kind is not known."""
+    """Finds the data sheet of a device of this machine, or `None` if its kind is not known."""
     known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
     return known.get(device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e"))
 
@@ -245,8 +246,8 @@ def _topology(name: str) -> tuple[Any, ...]:
             f"{of}). Or pass estimate=True."
         )
     if of == "TPU":
-        # The compiler reads these when it is loaded: they keep it from asking for a machine's metadata, and
-        # allow other processes to load it, too.
+        # The compiler reads these when it is loaded. They keep it from asking for the metadata of a machine,
+        # and allow other processes to load it, too.
         for variable, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         given = {"platform": "tpu", "topology_name": name}

@@ -1,4 +1,4 @@
-"""The trials of a plan: a mesh and a variant of the model, and its step, compiled for the target."""
+"""The trials of a plan: a mesh, a variant of the model, and its step, compiled for the target."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from redco_eqx._planning.targets import Target, gib
 from redco_eqx._sharding.mesh import num_batch_shards
 from redco_eqx._step.state import TrainState, layout_of
 
-# The meshes and the variants of a model among which a plan chooses, and their order.
+# The meshes and variants of a model that a plan chooses from, and their order.
 
 
 Option: TypeAlias = bool | int | float | str | None
@@ -26,20 +26,20 @@ Option: TypeAlias = bool | int | float | str | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """One way to train, with the facts that follow from the program and its layout, and those of its step once
-    that is compiled.
+    """One way to train: the facts that follow from the program and its layout, and those of the compiled step.
 
     - `mesh`: a mesh of the target's devices.
     - `options`: the options of the model, by name.
     - `num_microbatches`: as for `train_step`.
     - `state`, `batch`: the abstract state of a run, and its batch, laid out on the mesh.
     - `target`: the devices.
-    - `memory`: bytes on one device. Its `peak` is that of the compiled step.
-    - `flops`: floating-point operations in products on one device, including recomputed ones, if all devices
-        do the same work.
-    - `predicted_bytes`: bytes that a device sends in a step by the ring algorithm, predicted from the program.
+    - `memory`: the bytes on one device. Its `peak` is that of the compiled step.
+    - `flops`: the floating-point operations in products on one device, including recomputed ones, if all
+        devices do the same work.
+    - `predicted_bytes`: the bytes that a device sends in a step by the ring algorithm, predicted from the
+        program.
     - `communication`: that of the compiled step; `None` without one.
-    - `fits`: whether the step fits; `None` if it was not compiled.
+    - `fits`: true if the step fits; `None` if it was not compiled.
     - `verdict`: the reason, in words.
     - `compile_seconds`: the time to trace and compile.
     """
@@ -86,7 +86,7 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 
 def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
-    """Compiles the `train_step` of a trial, which fits if it needs at most `capacity` bytes of a device."""
+    """Compiles the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
     start = time.monotonic()
     layout = layout_of(trial.state)
     step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
@@ -116,7 +116,7 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
 
 
 CLOSE = 1.1
-"""Plans that are predicted to be slower than the best by no more than this factor are compiled too."""
+"""Trials that are predicted to be slower than the best by no more than this factor are compiled, too."""
 
 
 def search(
@@ -126,10 +126,10 @@ def search(
     close behind it. Returns the best first.
 
     Trials that seem too large, judged by the memory of others, come after the rest, the smallest first. A trial
-    is refused without compilation only if its arguments alone are too large; if all are, the smallest is
-    compiled. The trials that fit are followed by those that do not, the one that lacks the least memory first,
-    and then by those that were not compiled. If none fits, the second of the results is the first once more,
-    compiled with microbatches of one row on a device.
+    is refused without compilation only if its arguments alone are too large. If this is true of all, the
+    smallest is compiled. The trials that fit are followed by those that do not, starting with the one that
+    lacks the least memory, and then by those that were not compiled. If none fits, the second result is the
+    first trial again, compiled with microbatches of one row on a device.
     """
     left = list(trials)
     tried: list[Trial] = []
@@ -168,7 +168,7 @@ def search(
 
 
 def _likely_bytes(trial: Trial, tried: Sequence[Trial]) -> int:
-    """Estimates the bytes that a trial needs on a device, for the order of trials only: its arguments, and the
+    """Estimates the bytes that a trial needs on a device, only to order the trials, from its arguments and the
     activations of other trials with the same options."""
     activations = [0.0]
     for other in tried:

@@ -230,7 +230,7 @@ class _Resolver:
                     self._split(matrix, split, reason)
 
     def _singles(self, matrices: list[Matrix], streams: Collection[int] = ()) -> None:
-        """Decides matrices without a partner: vocabulary heads, and matrices that stand alone.
+        """Splits matrices without a partner: vocabulary heads, and matrices that stand alone.
 
         `streams` are the widths of the residual streams beside blocks, which stay whole. A matrix that feeds a
         stream from outside stays whole, because every shard needs its output. Two matrices that keep the width

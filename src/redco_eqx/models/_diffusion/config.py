@@ -43,10 +43,9 @@ class StagesConfig(DiffusersConfig):
         return len(self.block_out_channels)
 
     def per_stage(self, name: str) -> tuple[int, ...]:
-        """Return an entry as one number for each stage. The file has one number for all stages, or one for
-        each.
+        """Return an entry as one number for each stage. The file has one number for all stages or one for each.
 
-        Raises `ValueError` if their number is not that of the stages.
+        Raises `ValueError` if there is not one number for each stage.
         """
         value = getattr(self, name)
         found = (value,) * self.num_layers if isinstance(value, int) else value

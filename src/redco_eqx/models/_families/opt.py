@@ -24,8 +24,9 @@ POSITION_OFFSET = 2
 class OPTConfig(Config):
     """OPT, 125M to 175B.
 
-    Norms are before attention and MLP, and at the end. Only the 350M differs (`do_layer_norm_before` is false):
-    its norms are after them, not at the end, and its embeddings are narrower (`word_embed_proj_dim`).
+    Norms come before attention and MLP, and after the last layer. Only the 350M model differs
+    (`do_layer_norm_before` is false): its norms come after attention and MLP, with none after the last layer,
+    and its embeddings are narrower (`word_embed_proj_dim`).
     """
 
     model_type: ClassVar[str] = "opt"
