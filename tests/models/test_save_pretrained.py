@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import itertools
 import json
 import os
@@ -29,13 +30,21 @@ from checkpoint_files import (
 )
 from helpers import assert_identical, in_long
 from hosts import harness
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, IMAGES, make
 
 import redco_eqx as rx
 from redco_eqx._base.tree import to_arrays
-from redco_eqx.models import UNet2DConditionConfig, UNet2DConditionModel, load_pretrained, save_pretrained
+from redco_eqx._sharding.mesh import replicated
+from redco_eqx.models import (
+    UNet2DConditionConfig,
+    UNet2DConditionModel,
+    load_pretrained,
+    pad_vocabulary,
+    save_pretrained,
+)
 from redco_eqx.models._files.directory import config_file
 
 
@@ -413,3 +422,36 @@ def test_two_processes(tmp_path):
     errors = [(tmp_path / f"error{i}.txt").read_text() for i in range(2)]
     assert "FileExistsError" in errors[0]
     assert "RuntimeError('save_pretrained: process 0 could not write" in errors[1]
+
+
+# The card.
+
+
+def test_a_card_of_a_history_is_read_by_the_hub(tmp_path):
+    rows = tuple({"step": step, "train/loss": 1.0 / step, "train/epoch": step / 10} for step in (10, 20))
+    history = rx.types.History(rows, ({"step": 15, "eval/loss": 0.5},))
+    model = make("llama", num_hidden_layers=1)
+    padded = pad_vocabulary(model, 5)
+    mesh = rx.make_mesh(tensor=2)
+    padded = jax.tree.map(lambda x: jax.device_put(x, replicated(mesh)) if eqx.is_array(x) else x, padded)
+    save_pretrained(padded, tmp_path / "small", card=history)
+    card = ModelCard.load(tmp_path / "small" / "README.md")
+    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["redco_eqx"]}
+    num_parameters = sum(x.size for x in to_arrays(model).values())
+    versions = f"redco_eqx {importlib.metadata.version('redco_eqx')} and jax {jax.__version__}"
+    title, about, *table = [line for line in card.text.splitlines() if line]
+    assert title == "# small"
+    assert about == (
+        f"`LlamaForCausalLM`, {num_parameters:,} parameters in float32, trained to step 20 with {versions} on "
+        "data=4 x fsdp=1 x tensor=2."
+    )
+    cells = [[x.strip(" `") for x in line.strip("|").split("|")] for line in table[2:]]
+    assert cells == [["train/loss", "20", "0.05"], ["train/epoch", "20", "2"], ["eval/loss", "15", "0.5"]]
+    save_pretrained(model, tmp_path / "small", card="Mine")
+    save_pretrained(model, tmp_path / "small")
+    assert (tmp_path / "small" / "README.md").read_text() == "Mine"
+
+
+def test_a_card_without_numbers_is_one_of_a_part_of_a_pipeline(tmp_path):
+    save_pretrained(make("vae"), tmp_path, card=rx.types.History())
+    assert ModelCard.load(tmp_path / "README.md").data.to_dict()["library_name"] == "diffusers"

@@ -13,8 +13,10 @@ import jax
 import numpy as np
 
 from redco_eqx._base.tree import first_few, to_arrays
+from redco_eqx._training.loggers import History
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._files.card import CARD, card_of
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
 from redco_eqx.models._files.names import entries_of
 from redco_eqx.models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
@@ -22,7 +24,11 @@ from redco_eqx.models._files.safetensors import write_file
 
 
 def save_pretrained(
-    model: Model, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+    model: Model,
+    directory: str | os.PathLike[str],
+    *,
+    card: str | History | None = None,
+    max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write a model as `config.json` and safetensors. `transformers` and other engines open these without
     changes, and so does `diffusers` if the model is a part of one of its pipelines.
@@ -46,6 +52,8 @@ def save_pretrained(
     - `model`: a model in any layout. One array at a time (one layer at a time, if layers are stacked) is
         copied, fetched to the host, written and dropped.
     - `directory`: created if it does not exist. `~` is expanded.
+    - `card`: a text to write as `README.md`, the model card of the Hugging Face Hub; or the [`History`][] of a
+        run of [`fit`][], from which a card is made: the model, the versions, the mesh and the last metrics.
     - `max_shard_bytes`: larger weights go into several files, which an index names. Their names follow Hugging
         Face's convention, `model-00001-of-0000N.safetensors`. If you save the model again over the same number
         of files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
@@ -67,6 +75,8 @@ def save_pretrained(
     check_arrays("save_pretrained", arrays)
     _check_family(model)
     directory = Path(directory).expanduser()
+    if isinstance(card, History):
+        card = card_of(model, directory.resolve().name, card)
     plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
     dtype = common_dtype(arrays)
     config = model.config.to_file(dtype=dtype, architecture=model.architecture)
@@ -76,7 +86,7 @@ def save_pretrained(
         directory,
         itertools.chain.from_iterable(plan),
         arrays,
-        lambda fetched: _write(directory, plan, text, fetched, model.config),
+        lambda fetched: _write(directory, plan, text, fetched, model.config, card),
     )
 
 
@@ -124,7 +134,12 @@ def _into_files(pieces: list[Piece], max_bytes: int) -> list[list[Piece]]:
 
 
 def _write(
-    directory: Path, plan: list[list[Piece]], text: str, arrays: Iterator[np.ndarray], config: BaseConfig
+    directory: Path,
+    plan: list[list[Piece]],
+    text: str,
+    arrays: Iterator[np.ndarray],
+    config: BaseConfig,
+    card: str | None,
 ) -> None:
     """Write the whole directory; `text` is that of its `config.json`."""
     try:
@@ -142,6 +157,8 @@ def _write(
         if config.generation != "{}":
             generation = json.dumps(json.loads(config.generation), indent=2)
             write_beside(directory / GENERATION, generation + "\n")
+        if card is not None:
+            write_beside(directory / CARD, card)
     except Exception:
         with contextlib.suppress(OSError):
             tidy(directory)

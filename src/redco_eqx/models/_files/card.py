@@ -1,0 +1,49 @@
+"""The card of a model: the page that the Hugging Face Hub shows of it."""
+
+import importlib.metadata
+import math
+
+from jax.sharding import NamedSharding
+
+from redco_eqx._base.tree import to_arrays
+from redco_eqx._training.loggers import History
+from redco_eqx.models._blocks.model import Model
+from redco_eqx.models._files.names import entries_of
+from redco_eqx.models._files.pieces import common_dtype
+
+CARD = "README.md"
+
+_FORM = """---
+library_name: {library}
+tags:
+- redco_eqx
+---
+
+# {name}
+
+`{architecture}`, {num_parameters:,} parameters in {dtype}, trained to step {step} with {versions} on {place}.
+
+| metric | step | value |
+| --- | ---: | ---: |
+"""
+
+
+def card_of(model: Model, name: str, history: History) -> str:
+    """Makes a card: the model, the versions of the libraries, the mesh, and the last value of each metric."""
+    last = {}
+    for row in (*history.rows, *history.evaluations):
+        last |= {metric: (row["step"], value) for metric, value in row.items() if metric != "step"}
+    arrays = to_arrays(model)
+    mesh = next((x.sharding.mesh for x in arrays.values() if isinstance(x.sharding, NamedSharding)), None)
+    sizes = {} if mesh is None else mesh.shape
+    text = _FORM.format(
+        library="diffusers" if "diffusion" in model.config.weights else "transformers",
+        name=name,
+        architecture=model.architecture or type(model).__name__,
+        num_parameters=sum(math.prod(entry.unpadded_shape) for entry in entries_of(model)),
+        dtype=common_dtype(arrays),
+        step=max((step for step, _ in last.values()), default=0),
+        versions=" and ".join(f"{x} {importlib.metadata.version(x)}" for x in ("redco_eqx", "jax")),
+        place=" x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device",
+    )
+    return text + "".join(f"| `{metric}` | {step} | {value:.6g} |\n" for metric, (step, value) in last.items())
