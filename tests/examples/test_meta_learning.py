@@ -7,12 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from meta_learning import main as maml
 from PIL import Image
-
-import redco_eqx as rx
 
 RULE = {"num_steps": 2, "rate": 0.1}
 
@@ -128,20 +125,6 @@ def test_both_data_sets_are_read(directories):
     train, test = maml.read(types.SimpleNamespace(data=directories / "mini", ways=2, shots=1))
     assert (len(train), len(test)) == (3, 3)
     assert {kind.shape for kind in train + test} == {(4, 84, 84, 3)}
-
-
-def test_a_short_training_already_adapts_better_than_it_starts():
-    mesh, optimizer = rx.make_mesh(tensor=2), optax.adam(2e-3)
-    collate = partial(maml.collate_fn, draw=maml.sinusoid, seed=0)
-    model = rx.init_model(partial(maml.Model, shape=(1,), num_outputs=1, width=32), mesh, key=jax.random.key(0))
-    loss_fn = partial(maml.loss_fn, num_steps=1, rate=0.01)
-    run = {"collate_fn": collate, "batch_size": 16, "loggers": ()}
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
-    state, _ = rx.fit(state, range(960), loss_fn=loss_fn, optimizer=optimizer, num_epochs=1, **run)
-    del run["loggers"]
-    predict_fn = partial(maml.predict_fn, rates=(0.01,))
-    errors = np.mean(rx.predict(state, maml.UNSEEN, predict_fn=predict_fn, **run), axis=0)[0]
-    assert errors[1] < 0.6 * errors[0]
 
 
 @pytest.mark.long

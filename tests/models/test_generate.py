@@ -186,11 +186,6 @@ def test_which_tokens_may_be_drawn():
         assert tokens[scores > -jnp.inf].tolist() == expected, (k, p)
 
 
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    expected = counts.sum() * probabilities
-    return float(np.sum((counts - expected) ** 2 / expected))
-
-
 def distribution(logits: np.ndarray, temperature: float, allowed: list[int]) -> np.ndarray:
     weights = np.exp(logits[allowed] / temperature)
     return weights / weights.sum()
@@ -204,11 +199,10 @@ def test_tokens_are_drawn_as_often_as_they_are_probable():
     allowed = sorted(np.argsort(logs)[-top_k:])
     counts = np.bincount(new[:, 0], minlength=VOCABULARY)[allowed]
     assert counts.sum() == num
-    # Pearson's statistic of the true distribution is beyond this bound once in a million; of another
-    # temperature it is far beyond.
-    bound = stats.chi2.ppf(1 - 1e-6, top_k - 1)
-    right, wrong = (chi_square(counts, distribution(logs, t, allowed)) for t in (temperature, 1.0))
-    assert right < bound < wrong
+    # By Pearson's test the true distribution has a lower p-value once in a million; another temperature always.
+    expected = [num * distribution(logs, t, allowed) for t in (temperature, 1.0)]
+    right, wrong = (stats.chisquare(counts, x).pvalue for x in expected)
+    assert wrong < 1e-6 < right
 
 
 def test_ties_are_broken_as_argmax_does_and_low_temperatures_do_not_overflow():
