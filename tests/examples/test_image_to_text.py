@@ -8,16 +8,18 @@ import PIL.ImageStat
 import pytest
 from image_to_text import main as example
 
+import redco_eqx as rx
+
 COLOURS = {"red": (200, 30, 20), "green": (20, 180, 40), "blue": (10, 30, 220)}
 TINY = ["--quick", "--beams", "2", "--batch-size", "16"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The directory of one run on digits."""
+    """One run on digits: where its results are, and its numbers."""
     directory = tmp_path_factory.mktemp("run")
-    example.main([*TINY, "--output", str(directory), "--epochs", "4"])
-    return directory
+    flags = ["--output", str(directory), "--checkpoints", str(directory / "checkpoints"), "--epochs", "4"]
+    return directory, example.main([*TINY, *flags])
 
 
 def write_coco(directory, split, num, seed):
@@ -46,10 +48,22 @@ def coco(tmp_path_factory):
 
 
 @pytest.mark.long
+def test_it_learns_more_than_the_commonest_caption(run):
+    scores, baseline = run[1]["BLEU"]
+    assert len(scores) == 4
+    assert scores[-1] > baseline + 5, (
+        "after 400 steps, in which it learns how digits lie, and not yet which they are"
+    )
+    assert len((run[0] / "step-400.jsonl").read_text().splitlines()) == 400
+    best = 100 * (1 + int(np.argmax(run[1]["BLEU"][0])))
+    assert best in {info.step for info in rx.list_checkpoints(run[0] / "checkpoints")}
+
+
+@pytest.mark.long
 def test_a_directory_of_a_model_is_trained_on_a_directory_in_the_form_of_coco(run, coco):
     size = {"size": {"height": 20, "width": 20}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    (run / "preprocessor_config.json").write_text(json.dumps(size))
-    flags = ["--model", str(run), "--data", str(coco), "--rate", "3e-3", "--epochs", "4", "--fsdp", "2"]
+    (run[0] / "preprocessor_config.json").write_text(json.dumps(size))
+    flags = ["--model", str(run[0]), "--data", str(coco), "--rate", "3e-3", "--epochs", "4", "--fsdp", "2"]
     results = example.main([*TINY, *flags])
     scores, commonest = results["exact match"]
     assert 0.1 < commonest < 0.6

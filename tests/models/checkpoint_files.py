@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 import redco_eqx as rx
 from redco_eqx._base.tree import to_arrays
+from redco_eqx.models._files.names import entries_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIZE, VOCABULARY, LAYERS = 64, 128, 2  # so that some arrays are above the size at which fsdp splits
@@ -23,28 +24,15 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def shapes_of(family, num_layers=LAYERS):
-    """Keys and shapes of a file: GPT-2's, whose matrices differ, from the format's description."""
-    if family != "gpt2":
-        return {key: x.shape for key, x in to_arrays(tiny_models.shapes(CONFIGS[family])).items()}
-    shapes = {"transformer.wte.weight": (VOCABULARY, SIZE), "transformer.wpe.weight": (8, SIZE)}
-    layers = [f"transformer.h.{i}" for i in range(num_layers)]
-    for name in ["transformer.ln_f", *(f"{layer}.ln_{i}" for layer in layers for i in (1, 2))]:
-        shapes |= {f"{name}.weight": (SIZE,), f"{name}.bias": (SIZE,)}
-    for layer in layers:
-        for name, size, out in (
-            ("attn.c_attn", SIZE, 3 * SIZE),
-            ("attn.c_proj", SIZE, SIZE),
-            ("mlp.c_fc", SIZE, 4 * SIZE),
-            ("mlp.c_proj", 4 * SIZE, SIZE),
-        ):
-            shapes |= {f"{layer}.{name}.weight": (size, out), f"{layer}.{name}.bias": (out,)}
-    return shapes
+def shapes_of(family, **entries):
+    """Keys and shapes of a file."""
+    model = tiny_models.shapes({**CONFIGS[family], **entries})
+    return {key: entry.file_shape for entry in entries_of(model) for key in entry.keys}
 
 
-def make_arrays(family, dtype=np.float32, seed=0, num_layers=LAYERS):
+def make_arrays(family, dtype=np.float32, seed=0, **entries):
     rng = np.random.default_rng(seed)
-    shapes = shapes_of(family, num_layers)
+    shapes = shapes_of(family, **entries)
     return {key: rng.standard_normal(shape, np.float32).astype(dtype) for key, shape in shapes.items()}
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import in_long
-from test_generate import LENGTHS, NEW, PAD, PROMPT, ROWS, log_probabilities, model_of, padded
+from test_generate import LENGTHS, NEW, PAD, PROMPT, ROWS, greedy, log_probabilities, model_of, padded
 from tiny_models import VOCABULARY, telling
 
 from redco_eqx.models import beam_search
@@ -25,7 +25,7 @@ def next_tokens(model: Any, prompt: Any, texts: list[Text], width: int, *source:
     return logs[np.arange(len(texts)), [len(prompt) + len(text) - 1 for text in texts]]
 
 
-def searched(model: Any, prompt: Any, *source: Any, kind: Any, penalty: float, ends: Text, beams: int) -> Found:
+def searched(model: Any, prompt: Any, *source: Any, kind: Any, penalty: float, ends: Text) -> Found:
     """The best texts and their scores."""
     running: Found = [(0.0, ())]
     done: Found = []
@@ -37,12 +37,12 @@ def searched(model: Any, prompt: Any, *source: Any, kind: Any, penalty: float, e
             for token, one in enumerate(row)
         ]
         longer.sort(reverse=True)
-        ended = [x for x in longer[:beams] if x[1][-1] in ends or length == NEW]
+        ended = [x for x in longer[:BEAMS] if x[1][-1] in ends or length == NEW]
         done += [(total / length**penalty, text) for total, text in ended]
-        done = sorted(done, reverse=True)[:beams]
-        running = [x for x in longer if x[1][-1] not in ends][:beams]
+        done = sorted(done, reverse=True)[:BEAMS]
+        running = [x for x in longer if x[1][-1] not in ends][:BEAMS]
         reach = NEW if kind == "never" and penalty > 0 else length
-        if len(done) == beams and (kind is True or running[0][0] / reach**penalty <= done[-1][0]):
+        if len(done) == BEAMS and (kind is True or running[0][0] / reach**penalty <= done[-1][0]):
             break
     return done
 
@@ -57,8 +57,8 @@ def assert_found(tokens: Any, scores: Any, expected: Found) -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("mistral", [("never", 3.0, 1), (False, 1.0, 4), (False, -0.5, 4), (True, 1.0, 4), ("never", 1.0, 4)]),
-        ("t5", [(False, 0.0, 4)]),
+        ("mistral", [(False, 1.0), (False, -0.5), (True, 1.0), ("never", 1.0)]),
+        ("t5", [(False, 0.0)]),
     ],
 )
 def test_equals_a_search_by_hand_without_a_cache(name, kinds):
@@ -68,12 +68,11 @@ def test_equals_a_search_by_hand_without_a_cache(name, kinds):
         given = [((0,), np.repeat(ids[[row]], BEAMS, 0), np.repeat(mask[[row]], BEAMS, 0)) for row in range(4)]
     else:
         given = [(row[:length],) for row, length in zip(ROWS, LENGTHS)]
-    options: Any = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD}
+    options: Any = {"max_new_tokens": NEW, "num_beams": BEAMS, "eos_token_id": ends, "pad_token_id": PAD}
     found: Any = None
-    for kind, penalty, beams in kinds:
-        rules = {"kind": kind, "penalty": penalty, "ends": ends, "beams": beams}
-        expected = [searched(model, *row, **rules) for row in given]
-        options |= {"length_penalty": penalty, "early_stopping": kind, "num_beams": beams}
+    for kind, penalty in kinds:
+        expected = [searched(model, *row, kind=kind, penalty=penalty, ends=ends) for row in given]
+        options |= {"length_penalty": penalty, "early_stopping": kind}
         found = beam_search(model, np.where(mask == 1, ids, -100), attention_mask=mask, **options)
         for row in range(4):
             assert_found(found.tokens[row], found.scores[row], expected[row])
@@ -110,6 +109,19 @@ def test_a_search_of_all_prefixes_finds_every_text(ends, penalty):
     )  # fmt: skip
     assert_found(found.tokens[0, : len(texts)], found.scores[0, : len(texts)], texts)
     assert (np.asarray(found.scores[0, len(texts) :]) == -np.inf).all()
+
+
+def test_one_beam_is_greedy():
+    """Whatever ends a search."""
+    model, (ids, mask), texts = model_of("mistral"), padded("left"), greedy("mistral")
+    end = int(texts[0, 4])
+    ended = np.cumsum(texts == end, axis=1) - (texts == end) > 0
+    for penalty in (0.0, 3.0):
+        found = beam_search(
+            model, ids, attention_mask=mask, num_beams=1, early_stopping="never", length_penalty=penalty,
+            max_new_tokens=NEW, eos_token_id=end, pad_token_id=PAD,
+        )  # fmt: skip
+        np.testing.assert_array_equal(found.tokens[:, 0], np.where(ended, PAD, texts))
 
 
 @pytest.mark.parametrize(
