@@ -46,7 +46,7 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
         ("shape", "but float32[rows, 5] on process 1 (host"),
         ("fewer", "but 34 on process 1 (host"),
         ("hook", UNLIKE),
-        ("drift", f"head.bias {UNLIKE}. That was so at step"),
+        ("drift", f"head.bias {UNLIKE}. This happened at step"),
     ],
 )
 def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):

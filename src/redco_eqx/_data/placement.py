@@ -68,7 +68,7 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
         axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if axis in mesh.shape)
         raise ValueError(
             f"{where}: batch_size={batch_size} must be a positive multiple of {times}{num_shards}, the number "
-            f"of data shards of the mesh ({axes}). Use {max(batch_size // unit, 1) * unit}, say."
+            f"of data shards of the mesh ({axes}). Use {max(batch_size // unit, 1) * unit}, for example."
         )
 
 

@@ -249,11 +249,11 @@ class Body(NamedTuple):
 class Split:
     """One way to split: some leading atoms, in all dims that they lead.
 
-    - `number`: the place of the split in the order in which parameters first have it.
+    - `number`: the position of the split, in the order in which it first appears in the parameters.
     - `leaves`: for each parameter that is split, the dim.
-    - `borders`: the leading atoms of dims that consist of several pieces, each piece led by the atoms of the
-        split, if these dims are split too: evenly, across the borders of pieces. `crossed` are the parameters
-        among `leaves` that have such a dim.
+    - `borders`: for dims that consist of several pieces, each led by the atoms of the split, the leading atoms
+        of the whole dim, if it is also split (evenly, across the borders of pieces). `crossed` are the
+        parameters among `leaves` with such a dim.
     - `sent`: bytes that a device sends in a step because of the split, event by event.
     - `waits`: the cost of waiting for these, in bytes.
     - `unsent`: bytes that are not sent over the batch axes, because the arrays that are split have smaller

@@ -72,8 +72,8 @@ def find_launch(
         given = {"coordinator_address": address, "num_processes": number, "process_id": process}
         missing = [name for name, value in given.items() if value is None]
         raise ValueError(
-            f"initialize_distributed: of {list(given)} this process lacks {' and '.join(missing)}, which no "
-            "launcher that JAX knows (SLURM, Open MPI, Kubernetes, TPU) provides. Pass all three, or set "
+            f"initialize_distributed: this process lacks {' and '.join(missing)} (of {list(given)}), and no "
+            "launcher that JAX knows (SLURM, Open MPI, Kubernetes, TPU) provides it. Pass all three, or set "
             f"{' and '.join(map(_variable, missing))} in the environment."
         )
     host, _, port = address.rpartition(":")

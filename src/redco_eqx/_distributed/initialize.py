@@ -160,8 +160,8 @@ def check_addresses(members: Sequence[Member]) -> None:
         if member.address.startswith("127.") and {x.host for x in members} != {member.host}:
             raise RuntimeError(
                 f"initialize_distributed: {member.name}: the name of this host resolves to {member.address}, "
-                "where other hosts cannot reach it; on CPU they wait in vain. In /etc/hosts, give the name the "
-                f"address of this host in the network (Debian writes `127.0.1.1 {member.host}` there)."
+                "where other hosts cannot reach it, so on CPU they would wait forever. In /etc/hosts, give the "
+                f"name the address of this host in the network (Debian writes `127.0.1.1 {member.host}` there)."
             )
 
 

@@ -112,7 +112,7 @@ def _check_no_index(model: Any) -> None:
     for keypath, x in nodes:
         if isinstance(x, eqx.nn.StateIndex):
             raise ValueError(
-                f"init_state: {path_of(keypath)} keeps a value between steps (BatchNorm's statistics, say), "
+                f"init_state: {path_of(keypath)} keeps a value between steps (such as BatchNorm's statistics), "
                 "but there is no eqx.nn.State. Make both with model, model_state = "
                 "eqx.nn.make_with_state(...)(...), and pass the pair (model, model_state)."
             )

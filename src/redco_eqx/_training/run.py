@@ -291,7 +291,7 @@ class Training:
         if is_shared(self._mesh):
             from redco_eqx._training.identity import compare_copies
 
-            when = f"That was so at step {self.run.step}"
+            when = f"This happened at step {self.run.step}"
             last.compared = compare_copies(self.state.params, when, last.waited)
         program = self._program
         self._window = program and dataclasses.replace(program.window, ok=self._window.ok)

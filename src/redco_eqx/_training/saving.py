@@ -122,7 +122,7 @@ class Saver:
         Raises as `CheckpointWriter.save` does.
         """
         # A checkpoint of differing states would replace one that can be read.
-        compare_states(state, f"That was so at step {run.step}")
+        compare_states(state, f"This happened at step {run.step}")
         if self._saved == _saved(run):
             return
         last = run.evaluations[-1] if run.is_evaluated else {}
@@ -178,7 +178,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
         if unreadable:
             raise CheckpointError(
                 f"fit: {unreadable[-1]} is damaged: its record cannot be read, and there is no other "
-                f"checkpoint of a run from step {step}. Remove it, or pass another directory, to begin anew."
+                f"checkpoint of a run from step {step}. Remove it, or pass another directory, to start again."
             )
         last = max((info.step for info in infos), default=step)
         if last > step:

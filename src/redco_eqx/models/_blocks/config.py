@@ -140,8 +140,8 @@ class BaseConfig:
         for name, value in cls.only.items():
             if name in raw and raw[name] != value:
                 raise ValueError(
-                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. What the model "
-                    "computes would be wrong."
+                    f"config.json: {name}={raw[name]!r} is not supported, only {value!r}. The model would "
+                    "compute wrong results."
                 )
         raw = {**{own: raw[name] for name, own in cls.aliases.items() if name in raw}, **raw}
         values, read, missing = {}, {*cls.aliases, cls.type_entry, "architectures"}, []
@@ -162,7 +162,7 @@ class BaseConfig:
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 missing.append(field.name)
         if missing:
-            raise ValueError(f"config.json: {', '.join(missing)} is missing, which {cls.__name__} needs.")
+            raise ValueError(f"config.json: {', '.join(missing)} is missing, but {cls.__name__} needs it.")
         rest = {name: x for name, x in raw.items() if name not in read}
         return cls(**values, rest=json.dumps(rest, sort_keys=True))
 

@@ -118,7 +118,7 @@ class Rope:
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"config.json: the rope type {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}. "
-                "Logits would be wrong without it."
+                "The logits would be wrong without it."
             )
         missing = [name for name in ROPE_TYPES[rope_type] if given.get(name) is None]
         if missing:

@@ -1,4 +1,4 @@
-"""Models that are a LLaMA but for some settings: Mistral, Qwen2 and 3, SmolLM3, OLMo 2, Phi-3."""
+"""Models that differ from LLaMA only in some settings: Mistral, Qwen2 and 3, SmolLM3, OLMo 2, Phi-3."""
 
 import dataclasses
 from collections.abc import Mapping

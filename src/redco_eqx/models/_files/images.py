@@ -71,7 +71,7 @@ class ImageProcessor:
             if height * width > MAX_SIDE**2:
                 raise ValueError(
                     f"ImageProcessor: size={self.size} makes {height} x {width} of an image {image.height} x "
-                    f"{image.width}, but {MAX_SIDE**2} pixels are the most. Crop it first, or leave it out."
+                    f"{image.width}, but {MAX_SIDE**2} pixels is the limit. Crop it, or leave it out."
                 )
             image = image.resize((width, height), resample=self.resample)
         x = np.asarray(image)
@@ -178,6 +178,6 @@ def _pillow() -> Any:
         import PIL.Image
     except ImportError as error:
         raise ImportError(
-            'Preparing images needs Pillow. Install it by: pip install "redco_eqx[hf]"'
+            'Preparing images needs Pillow. Install it with: pip install "redco_eqx[hf]"'
         ) from error
     return PIL.Image

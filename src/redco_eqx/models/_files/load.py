@@ -168,7 +168,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype:
 def _read_config(directory: Path, family: Family | None, entries: Mapping[str, Json]) -> tuple[BaseConfig, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"load_pretrained: {directory} is not a directory here. A model of the hub is brought here by "
+            f"load_pretrained: {directory} is not a directory. Download a model of the Hub with "
             "huggingface_hub.snapshot_download(name), which returns its directory."
         )
     file = config_file(directory)

@@ -146,7 +146,7 @@ def load_lora(model: M, directory: str | os.PathLike[str]) -> M:
     unknown = [key for key in stored if not _KEY.fullmatch(key)]
     if unknown:
         raise ValueError(
-            f"load_lora: {directory / WEIGHTS} has keys that are none of LoRA: {first_few(unknown)}."
+            f"load_lora: {directory / WEIGHTS} has keys that are not LoRA's: {first_few(unknown)}."
         )
     named = {_KEY.sub(lambda m: f"{m[1]}.lora_{m[2].lower()}", key): x for key, x in stored.items()}
     targets = {_stacked(model, path) or path for path in (name.rpartition(".")[0] for name in named)}
@@ -217,8 +217,8 @@ def _check(file: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored
     ]  # fmt: skip
     if problems:
         raise ValueError(
-            f"load_lora: {file} does not fit the model: {first_few(problems)}. Load the model as a list where "
-            "only some layers have branches."
+            f"load_lora: {file} does not fit the model: {first_few(problems)}. If only some layers have "
+            "branches, load the model with its layers in a list."
         )
 
 

@@ -65,7 +65,7 @@ def open_file(file: Path) -> dict[str, Stored]:
         import safetensors
     except ImportError as error:
         raise ImportError(
-            'Reading a checkpoint needs safetensors. Install it by: pip install "redco_eqx[hf]"'
+            'Reading a checkpoint needs safetensors. Install it with: pip install "redco_eqx[hf]"'
         ) from error
     try:
         handle = safetensors.safe_open(str(file), framework="np")

@@ -147,8 +147,8 @@ def _check_options(temperature: float, top_k: int | None, top_p: float | None, k
         for name, value in {"top_k": top_k, "top_p": top_p}.items():
             if value is not None:
                 raise ValueError(
-                    f"generate: {name}={value} does nothing at temperature 0. Pass temperature=1.0, say, and "
-                    "a key; or leave it out."
+                    f"generate: {name}={value} does nothing at temperature 0. Pass a temperature, such as "
+                    "1.0, and a key, or leave it out."
                 )
     elif key is None:
         raise ValueError(

@@ -53,15 +53,15 @@ def read_prompt(
     if not isinstance(model, Decoder):
         raise TypeError(
             f"{name}: model must be one that writes text (DecoderLM, EncoderDecoder), but is a "
-            f"{type(model).__name__}. Of a state it is state.model, and comes first."
+            f"{type(model).__name__}. For a state, pass state.model first."
         )
     given = {"inputs": inputs, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
     for argument, x in given.items():
         if x is not None and not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(
-                f"{name}: {argument} must be an array, (batch, length), but is a {type(x).__name__}. Text "
-                'becomes one by tokenizer(texts, padding=True, return_tensors="np")["input_ids"]; lists of one '
-                "length by np.array(ids), and shorter ones need padding and an attention_mask."
+                f"{name}: {argument} must be an array, (batch, length), but is a {type(x).__name__}. For "
+                'text, pass tokenizer(texts, padding=True, return_tensors="np")["input_ids"]. For lists of one '
+                "length, pass np.array(ids). Pad other lists, and pass an attention_mask, too."
             )
     if not max_new_tokens >= 1:
         raise ValueError(f"{name}: max_new_tokens={max_new_tokens}, but it must be at least 1.")
@@ -139,8 +139,8 @@ def _start(name: str, model: EncoderDecoder, size: int) -> Tokens:
     start = model.config.decoder_start_token_id
     if start is None:
         raise ValueError(
-            f"{name}: config.json has no decoder_start_token_id. Pass decoder_input_ids, (batch, length): what "
-            "each text begins with."
+            f"{name}: config.json has no decoder_start_token_id. Pass decoder_input_ids, (batch, length): the "
+            "beginning of each text."
         )
     return np.full((size, 1), start, np.int32)
 

@@ -51,7 +51,7 @@ class StableDiffusion(eqx.Module):
         if any(size != text.hidden_size for size in (wanted if isinstance(wanted, tuple) else (wanted,))):
             raise ValueError(
                 f"StableDiffusion: unet.cross_attention_dim={wanted}, but text_encoder.hidden_size="
-                f"{text.hidden_size}, and the one reads what the other gives."
+                f"{text.hidden_size}, but the two must be equal."
             )
         for name in ("in_channels", "out_channels"):
             if getattr(unet, name) != vae.latent_channels:
