@@ -118,6 +118,8 @@ REFUSED = [
         "must have only full_attention, sl",
     ),
     ({"model_type": "gemma3_text", "rope_scaling": YARN}, "rope_type='yarn'.* must turn whole heads"),
+    ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok=2, but there are only 1 experts"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
     ({"model_type": "gptj", "rotary_dim": 5}, "rotary_dim=5, but it must be even"),
     ({"model_type": "gptj", "rotary_dim": 512}, "at most the size of a head, 256"),
     ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True"),

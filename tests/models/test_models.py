@@ -30,6 +30,7 @@ GEMMA_3_1B = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
 }
+QWEN3_30B = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128}
 UNET = {
     "_class_name": "UNet2DConditionModel", "attention_head_dim": [5, 10, 20, 20], "cross_attention_dim": 1024,
     "use_linear_projection": True,
@@ -45,6 +46,8 @@ NUM_PARAMETERS: list[tuple[dict[str, Any], int]] = [
     ({"model_type": "gpt_neox"}, 20_554_567_680),
     ({"model_type": "gemma2"}, 2_614_341_888),
     (GEMMA_3_1B, 999_885_952),
+    ({"model_type": "mixtral"}, 46_702_792_704),
+    (QWEN3_30B, 30_532_122_624),
     ({"model_type": "opt"}, 125_239_296),
     ({"model_type": "bart"}, 406_291_456),
     (T5, 11_307_321_344),
@@ -118,7 +121,10 @@ def test_each_rate_drops_at_its_places_with_a_key_in_training_mode(name):
 # The layout, with no overrides.
 
 COLUMN, ROW = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
-SPLIT = {
+SPLIT = {  # the first pattern that fits
+    # Experts are stacked: each is split inside.
+    r"experts\.(w1|w3|gate_proj|up_proj)\.weight$": ROW,
+    r"experts\.(w2|down_proj)\.weight$": PartitionSpec(None, None, "tensor"),
     r"(shared|word_embeddings|wte|embed_(tokens|in|out)|token_embedding|lm_head|project_out)\.weight$": COLUMN,
     r"\.(q|k|v|query|key|value|[qkv]_proj|wi|wi_0|wi_1)\.(weight|bias)$": COLUMN,
     r"\.(fc1|fc_in|gate_proj|up_proj|intermediate\.dense)\.(weight|bias)$": COLUMN,
@@ -180,7 +186,9 @@ def test_the_rules_give_the_megatron_layout():
     ("name", "stacked"),
     [
         ("t5", True),
+        ("qwen3_moe", True),
         *in_long(
+            ("mixtral", False),
             ("t5_gated", False),
             ("gpt_neox", True),
             ("bart", False),

@@ -53,6 +53,11 @@ DECODERS: dict[str, dict[str, Any]] = {
         **_LLAMA, "model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2,
         "final_logit_softcapping": 2.0,
     },
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": 3},
+    "qwen3_moe": {
+        **_LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
     "phi3": {**_LLAMA, "model_type": "phi3", "attention_bias": True},
     "smollm3": {
         **_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": False,
@@ -133,10 +138,8 @@ def restack(model: Any, *, stacked: bool = True, **options: Any) -> Any:
     shape = eqx.filter_eval_shape(
         lambda key: kind(config, stacked=stacked, key=key, **options), jax.random.key(0)
     )
-    found = {
-        entry.path: arrays[entry.keys[0]] if entry.stack is None else np.stack([arrays[k] for k in entry.keys])
-        for entry in entries_of(shape)
-    }
+    pieces = {key: arrays[e.path][index] for e in entries_of(model) for index, key in e.places}
+    found = {e.path: np.stack([pieces[k] for k in e.keys]).reshape(e.shape) for e in entries_of(shape)}
     return from_arrays(shape, jax.tree.map(jnp.asarray, found))
 
 
@@ -174,6 +177,9 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     if isinstance(model, models.EncoderDecoder):
         hidden, text = model.hidden_states(*batch, key=key), batch[1]
         return cross_entropy(hidden, model.head, text, sequence_parallel=model.sequence_parallel).value
+    if isinstance(model, models.MixtralForCausalLM):
+        hidden, balance = model.hidden_states_and_balance(batch[0][:, :-1], key=key)
+        return cross_entropy(hidden, model.head, batch[0][:, 1:]).value + 0.1 * balance
     if isinstance(model, models.DecoderLM):
         hidden, _ = model.hidden_states(batch[0][:, :-1], key=key)
         return cross_entropy(hidden, model.head, batch[0][:, 1:]).value

@@ -135,9 +135,9 @@ def by_key(model: Any, tree: Any) -> dict[str, np.ndarray]:
     arrays, found = to_arrays(tree), {}
     for entry in sorted(entries_of(model), key=lambda entry: entry.start):
         if entry.path in arrays:  # not what is never trained
-            pieces = [arrays[entry.path]] if entry.stack is None else arrays[entry.path]
-            for key, x in zip(entry.keys, pieces, strict=True):
-                joined = [found[key], np.asarray(x)] if key in found else [np.asarray(x)]
+            for place, key in entry.places:
+                x = np.asarray(arrays[entry.path])[place]
+                joined = [found[key], x] if key in found else [x]
                 found[key] = joined[0] if len(joined) == 1 else np.concatenate(joined)
     return found
 

@@ -216,6 +216,11 @@ DECODERS = {
         },
         "Gemma3Text",
     ),
+    "mixtral": _decoder("Mixtral", {**_GQA, "num_local_experts": 4, "sliding_window": 7}),
+    "qwen3_moe": _decoder(
+        "Qwen3Moe",
+        {**_GQA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 12},
+    ),
     "opt_125m": _decoder("OPT", _OPT),
     "opt_350m": Reference("OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "opt_bare": _decoder(

@@ -8,8 +8,10 @@ import pytest
 import torch
 from comparison import (
     TOLERANCE,
+    as_in_files,
     assert_bit_equal,
     assert_same_gradients,
+    by_key,
     call,
     distance,
     inputs_of,
@@ -52,6 +54,7 @@ def test_outputs_and_files_equal_torchs(name, directory, reference, tmp_path):
         ("gpt2", False, "none"),
         ("llama_llama3", True, "row_out"),
         ("gemma2", True, "none"),
+        ("qwen3_moe", True, "row_out"),
         ("t5_gated_untied", True, "full"),
         ("bart", False, "none"),
         ("vit_gpt2_wider", False, "full"),
@@ -79,9 +82,32 @@ def test_gradients_of_the_loss_equal_torchs(name, stacked, remat, directory, ref
     assert_same_gradients(model, gradients, there)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_loss_that_balances_experts_equals_theirs_with_its_gradient(name, directory, reference):
+    there, inputs = reference(name), inputs_of(REFERENCES[name], REFERENCES[name].padding)
+    given = {key: torch.tensor(x, dtype=torch.long) for key, x in inputs.items()}
+    given["position_ids"] = (torch.cumsum(given["attention_mask"], dim=1) - 1).clamp(min=0)
+    there.zero_grad()
+    expected = there(**given, output_router_logits=True).aux_loss
+    expected.backward()
+
+    def balance(model):
+        return model.hidden_states_and_balance(**jax.tree.map(jnp.asarray, inputs))[1]
+
+    model = load_pretrained(directory(name), stacked=True)
+    value, gradients = eqx.filter_jit(eqx.filter_value_and_grad(balance))(model)
+    assert abs(float(value) / float(expected.detach()) - 1) <= TOLERANCE
+    read = {key: p.grad for key, p in there.named_parameters() if p.grad is not None}
+    found = by_key(model, gradients)
+    for key, x in as_in_files(there, read).items():
+        assert np.linalg.norm(found[key] - x.numpy()) <= TOLERANCE * np.linalg.norm(x.numpy()), key
+    assert any("gate.weight" in key for key in read)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
+        ("mixtral", "bfloat16"),
         ("gpt2", "float16"),
         ("gptj", "bfloat16"),
         ("llama_llama3", "bfloat16"),

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from redco_eqx._base.jaxprs import Operand, num_bytes, shape_of, used
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import (
+    ADDING,
     Body,
     Dim,
     Event,
@@ -78,6 +79,8 @@ class Walk:
             around = self.equation, self.block, self.bodies
             self.block, self.bodies = block_of(equation) or self.block, []
             results = self.results(equation, operands)
+            if self.block in ADDING and equation.primitive.name in LATER:
+                self._sum_later(operands, results)
             own = self.events[num_events:]
             step = Step(equation, self.times, operands, results, own, self.block, bodies=self.bodies)
             if len(self.steps) == num_steps:  # otherwise it has a body, whose steps are recorded instead
@@ -88,6 +91,14 @@ class Walk:
         found = [read(atom) for atom in program.outvars]
         self.bodies.append(Body(arguments, found, done))
         return found
+
+    def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
+        """Records that a block of the library sums over devices only what it makes of a sum."""
+        sums = [event for x in operands for event in x.sums]
+        for out in results:
+            out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
+            for event in sums:
+                event.sent = min(event.sent, out, key=lambda x: x.num_bytes)
 
     def results(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         """The results of one operation."""
@@ -149,7 +160,7 @@ class Walk:
             found = Event(kind, dims, sent, of, self.equation, *times, unless, self.block, along)
             self.events.append(found)
             if kind == "sum":
-                sent.sums = (found,)
+                sent.sums = (*sent.sums, found)
 
     def hand_on(self, before: Sequence[Value], after: Sequence[Value], trips: tuple[int, int] = (1, 1)) -> None:
         """Records that values are handed into a body, or out of it, as they are.
@@ -193,6 +204,9 @@ WORK = 3.0
 """A split that divides a whole layer of average depth is worth a sum over devices of this many of the layer's
 results. Because worth is measured by the depth of the model, a layout does not change with the sizes of model,
 batch and sequence: a user who sets a tensor axis wants layers split, even if they are small."""
+
+LATER = ("convert_element_type", "gather", "reduce_sum", "reshape", "scatter-add", "transpose")
+"""Linear operations on a sum over devices, which may come before that sum."""
 
 
 @dataclasses.dataclass(frozen=True)

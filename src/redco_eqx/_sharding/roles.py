@@ -154,13 +154,18 @@ class _Resolver:
             self._experts(node, router)
 
     def _experts(self, node: Node, router: Matrix) -> None:
-        """Split experts that are stacked beside their router. Each shard has some of the experts, whole."""
+        """Split experts that are stacked beside their router. Each shard has some of the experts, whole; or a
+        part of each expert, if the block that computes them says so (`expert_split`).
+        """
         count = router.out_size
         for child in node.children:
             is_list = isinstance(child.value, list | tuple) and len(child.children) == count
             is_stack = child.stack > node.stack and child.arrays()[0].shape[node.stack] == count
             if is_list or is_stack:
                 self._split(router, "whole", "every shard routes every token", "router")
+            for matrix in child.matrices() if is_stack else ():
+                if split := getattr(matrix.node.value, "expert_split", None):
+                    self._split(matrix, split, "each shard has a part of each expert")
             for leaf in child.arrays() if is_stack and count % self.size == 0 else ():
                 self._set(leaf, "expert", f"each shard holds {count // self.size} experts", node.stack)
 

@@ -69,6 +69,9 @@ from redco_eqx.models._families.llama_variants import Phi3Config as Phi3Config
 from redco_eqx.models._families.llama_variants import Qwen2Config as Qwen2Config
 from redco_eqx.models._families.llama_variants import Qwen3Config as Qwen3Config
 from redco_eqx.models._families.llama_variants import SmolLM3Config as SmolLM3Config
+from redco_eqx.models._families.mixtral import MixtralConfig as MixtralConfig
+from redco_eqx.models._families.mixtral import MixtralForCausalLM as MixtralForCausalLM
+from redco_eqx.models._families.mixtral import Qwen3MoeConfig as Qwen3MoeConfig
 from redco_eqx.models._families.opt import OPTConfig as OPTConfig
 from redco_eqx.models._families.opt import OPTForCausalLM as OPTForCausalLM
 from redco_eqx.models._families.roberta import RobertaConfig as RobertaConfig

@@ -101,6 +101,7 @@ class Context:
     - `layer`: the number of the current layer, from 0.
     - `window_mask`, `windowed`: the mask of some layers in place of `mask`, and for each layer whether it has
         this mask; `None` if all have the same.
+    - `real`: `(batch, t)`, false for padding; `None` if there is none.
     """
 
     positions: Int[Array, "b t"]
@@ -114,6 +115,7 @@ class Context:
     layer: Int[Array, ""] | None = None
     window_mask: Bool[Array, "b 1 #t s"] | None = None
     windowed: tuple[bool, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    real: Bool[Array, "b t"] | None = None
 
     def embed(self, table: Embedding, ids: Int[Array, "b t"]) -> Hidden:
         """Look up rows of a table that may be split over the vocabulary, by `redco_eqx.embed`."""
@@ -293,6 +295,6 @@ def make_context(
         near = mask & (slot_positions[:, None, None, :] > positions[:, None, :, None] - window)
     context = Context(
         positions, near if windowed is None else mask, length, implementation, sequence_parallel, causal,
-        window_mask=near, windowed=windowed,
+        window_mask=near, windowed=windowed, real=given,
     )  # fmt: skip
     return context, cache

@@ -92,8 +92,9 @@ class Decoder(Model):
         positions: Int[Array, "b t"] | None,
         cache: Cache | None,
         key: Key | None,
-    ) -> tuple[Hidden, Cache | None]:
-        """Return the input of the head, and the cache with these tokens added."""
+        sums: Array | None = None,
+    ) -> tuple[Hidden, Cache | None, Any]:
+        """Return the input of the head, the cache with these tokens added, and `sums` of `run_layers`."""
         check_tokens(input_ids, attention_mask, self.config.max_positions, cache)
         # Without a cache and positions, all rows have the same positions except for padding, so one bias serves
         # them all.
@@ -108,10 +109,10 @@ class Decoder(Model):
         context = dataclasses.replace(context, bias=bias, memory=memory)
         embed_key, layers_key, finish_key = split_key(key, 3)
         x = self.embed(input_ids, context, embed_key)
-        x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key)
+        x, pieces = run_layers(self.layers, x, context, cache, remat=self.remat, key=layers_key, sums=sums)
         if cache is not None:
             cache = dataclasses.replace(cache, key=pieces[0], value=pieces[1])
-        return self.finish(x, finish_key), cache
+        return self.finish(x, finish_key), cache, None if sums is None else pieces[-1]
 
 
 def make_head(config: Any, size: int, *, std: float, key: Key) -> Linear | None:
@@ -141,7 +142,7 @@ class DecoderLM(Decoder):
         """
         return self._run(
             input_ids, None, attention_mask=attention_mask, positions=positions, cache=cache, key=key
-        )
+        )[:2]
 
     def __call__(
         self,

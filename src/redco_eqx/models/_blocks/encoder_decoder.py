@@ -115,7 +115,7 @@ class EncoderDecoder(Decoder):
         return self._run(
             decoder_input_ids, memory,
             attention_mask=attention_mask, positions=positions, cache=cache, key=key,
-        )  # fmt: skip
+        )[:2]  # fmt: skip
 
     def example(self, batch_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         tokens = self.example_tokens(batch_size)

@@ -51,6 +51,8 @@ class Model(eqx.Module):
     """Modules that the files may lack. `load_pretrained` makes new ones if it has a key."""
     stacks: ClassVar[tuple[str, ...]] = ()
     """Paths of the layers, as a list or stacked."""
+    inner_stacks: ClassVar[tuple[str, ...]] = ()
+    """Paths inside of a layer, of modules whose arrays have a leading dim for the number of an expert."""
     in_first_layer: ClassVar[Mapping[str, str]] = {}
     """Modules that all layers share: their place in stacked layers, and in files, where the first layer has
     them.
@@ -143,9 +145,10 @@ def run_layers(
     *,
     remat: Remat,
     key: Key | None,
+    sums: Array | None = None,
 ) -> tuple[Hidden, tuple[Array, ...]]:
     """Run all layers, one after another. Return the output, and the keys and values of the cache, with these
-    tokens added.
+    tokens added; then `sums`, if it is given, with what the layers return in third place added.
 
     Each call is `layer(x, context, cache, key) -> (x, cache)`, where `cache` is the one that `Context.attend`
     takes and returns, or `None`, and `context.memory` has the layer's own keys and values.
@@ -153,12 +156,12 @@ def run_layers(
     num_layers, memory = count_layers(layers), context.memory
     keys = None if key is None else jax.random.split(key, num_layers)
 
-    def one(given: Any, flow: tuple[Array, Any]) -> tuple[Array, Any]:
-        x, cached = flow
+    def one(given: Any, flow: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        x, cached, sums = flow
         own = None if memory is None else Memory(*given["memory"], mask=memory.mask)
         own = dataclasses.replace(context, memory=own, layer=given["index"])
-        x, piece = given["layer"](x, own, (*cached, given["index"]) if cached else None, given["key"])
-        return x, piece[:2] if piece else ()
+        x, piece, *more = given["layer"](x, own, (*cached, given["index"]) if cached else None, given["key"])
+        return x, piece[:2] if piece else (), None if sums is None else sums + more[0]
 
     further = {
         "index": jnp.arange(num_layers),
@@ -168,11 +171,12 @@ def run_layers(
     given = {"layer": layers, **further}
     if isinstance(layers, list):
         given = [{"layer": x, **jax.tree.map(lambda a, i=i: a[i], further)} for i, x in enumerate(layers)]
-    return scan_layers(
+    x, cached, sums = scan_layers(
         one,
         given,
-        (x, () if cache is None else (cache.key, cache.value)),
+        (x, () if cache is None else (cache.key, cache.value), sums),
         remat=remat,
-        batched=(True, None),  # the cache of all layers is changed in place
+        batched=(True, None, None),  # the cache of all layers is changed in place
         sequence_parallel=context.sequence_parallel,
     )
+    return x, cached if sums is None else (*cached, sums)

@@ -1,7 +1,8 @@
 """LLaMA (Touvron et al. 2023), and the layers of all models that are built like it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import equinox as eqx
@@ -52,6 +53,8 @@ class LlamaLikeConfig(Config):
     """The norms before and after attention, then before and after the MLP."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of norms."""
+    mlp_name: ClassVar[str] = "mlp"
+    """The name of the MLP in files."""
     partial_rotary: ClassVar[bool] = False
     """True if only a part of each head may turn."""
 
@@ -174,29 +177,39 @@ class LlamaMLP(eqx.Module):
 
 
 class LlamaDecoderLayer(eqx.Module):
-    """Attention, then MLP, each with the norms of the family around it, and added to the stream."""
+    """Attention, then MLP, each with the norms of the family around it, and added to the stream.
+
+    The MLP lies at its name in files, `mlp` or `block_sparse_moe`. A mixture of experts also returns numbers
+    that are added up over the layers.
+    """
 
     self_attn: LlamaAttention
-    mlp: LlamaMLP
+    mlp: PyTree
+    block_sparse_moe: PyTree
     input_layernorm: RMSNorm | None
     post_attention_layernorm: RMSNorm | None
     pre_feedforward_layernorm: RMSNorm | None
     post_feedforward_layernorm: RMSNorm | None
 
-    def __init__(self, config: LlamaLikeConfig, *, key: Key):
+    def __init__(self, config: LlamaLikeConfig, *, make_mlp: Callable[..., eqx.Module], key: Key):
         attention_key, mlp_key = jax.random.split(key)
         self.self_attn = LlamaAttention(config, key=attention_key)
-        self.mlp = LlamaMLP(config, key=mlp_key)
+        self.mlp = self.block_sparse_moe = None
+        setattr(self, config.mlp_name, make_mlp(config, key=mlp_key))
         for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             name = f"{place}_layernorm"
             setattr(self, name, make_norm(config, config.hidden_size) if name in config.norms else None)
 
-    def __call__(self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None) -> LayerOutput:
+    def __call__(
+        self, x: Hidden, context: Context, cache: LayerCache | None, key: Key | None
+    ) -> tuple[Any, ...]:
         norms = self.self_attn.config.norms
         before, after, before_mlp, after_mlp = (getattr(self, name or "", None) for name in norms)
         attended, cache = self.self_attn(_norm(before, x), context, cache, key)
         x = x + _norm(after, attended)
-        return x + _norm(after_mlp, self.mlp(_norm(before_mlp, x), context)), cache
+        y = (self.mlp or self.block_sparse_moe)(_norm(before_mlp, x), context)
+        y, *sums = y if isinstance(y, tuple) else (y,)
+        return x + _norm(after_mlp, y), cache, *sums
 
 
 def make_norm(config: LlamaLikeConfig, size: int) -> RMSNorm:
@@ -215,10 +228,13 @@ class LlamaModel(eqx.Module):
     layers: PyTree
     norm: RMSNorm
 
-    def __init__(self, config: LlamaLikeConfig, *, stacked: bool, make_layer: type[eqx.Module], key: Key):
+    def __init__(
+        self, config: LlamaLikeConfig, *, stacked: bool, make_mlp: Callable[..., eqx.Module], key: Key
+    ):
         embed_key, layers_key = jax.random.split(key)
         size, std = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, size, std=std, key=embed_key)
+        make_layer = functools.partial(LlamaDecoderLayer, make_mlp=make_mlp)
         self.layers = make_layers(make_layer, config, stacked=stacked, key=layers_key)
         self.norm = make_norm(config, size)
 
@@ -235,12 +251,12 @@ class LlamaForCausalLM(DecoderLM):
     prefixes: ClassVar[tuple[str, ...]] = ("model.",)
     ignored: ClassVar[tuple[str, ...]] = (r"\brotary_emb\.inv_freq$",)
     tied: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    layer: ClassVar[type[eqx.Module]] = LlamaDecoderLayer
+    mlp: ClassVar[type[eqx.Module]] = LlamaMLP
 
     def __init__(self, config: LlamaLikeConfig, *, stacked: bool = False, key: Key, **options: Unpack[Options]):
         super().__init__(config, **options)
         model_key, head_key = jax.random.split(key)
-        self.model = LlamaModel(config, stacked=stacked, make_layer=self.layer, key=model_key)
+        self.model = LlamaModel(config, stacked=stacked, make_mlp=self.mlp, key=model_key)
         self.lm_head = make_head(config, config.hidden_size, std=config.initializer_range, key=head_key)
 
     def embed(self, input_ids: Int[Array, "b t"], context: Context, key: Key | None) -> Hidden:

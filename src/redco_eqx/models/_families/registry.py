@@ -27,6 +27,7 @@ from redco_eqx.models._families.llama_variants import (
     Qwen3Config,
     SmolLM3Config,
 )
+from redco_eqx.models._families.mixtral import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig
 from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
 from redco_eqx.models._families.roberta import (
     RobertaConfig,
@@ -57,11 +58,13 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
         (GPTNeoXConfig, GPTNeoXForCausalLM),
         (LlamaConfig, LlamaForCausalLM),
         (MistralConfig, LlamaForCausalLM),
+        (MixtralConfig, MixtralForCausalLM),
         (Olmo2Config, LlamaForCausalLM),
         (OPTConfig, OPTForCausalLM),
         (Phi3Config, LlamaForCausalLM),
         (Qwen2Config, LlamaForCausalLM),
         (Qwen3Config, LlamaForCausalLM),
+        (Qwen3MoeConfig, MixtralForCausalLM),
         (RobertaConfig, BertModel),
         (T5Config, T5ForConditionalGeneration),
         (ViTConfig, ViTModel),
@@ -98,12 +101,9 @@ HEADS: dict[str | None, Any] = {
 """Models by the name in `architectures`, for a `model_type` that has several."""
 
 
-_EXPERTS = "routers and experts, which the blocks do not have"
 LACKING: dict[str, str] = {
     "gemma3": "a vision tower; its text half is the family gemma3_text",
-    "mixtral": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
+    "qwen2_moe": "an expert that all tokens go to, which the blocks do not have",
 }
 """The reason why a well-known family is not supported, by `model_type`: a need that the blocks do not meet."""
 

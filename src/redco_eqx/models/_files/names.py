@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+import numpy as np
+
 from redco_eqx._base.tree import join, to_arrays
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._blocks.vocabulary import is_vocabulary
@@ -18,8 +20,9 @@ class Entry:
 
     - `path`: the path of the leaf.
     - `shape`: the shape of the whole leaf.
-    - `keys`: one key, or one for each layer of a stack.
+    - `keys`: one key, or one for each number of a layer of a stack and of an expert, in their order.
     - `stack`: the path of the stack, if the leaf's first dim is the layer number.
+    - `numbered`: the leading dims that are numbers of layers and of experts.
     - `fused`: whether the last two dims are one in files.
     - `start`, `num_rows`: for an array that files join with others, its first row there, and the number of rows
         of all. For a padded vocabulary, 0 and the number of rows without padding.
@@ -30,23 +33,29 @@ class Entry:
     keys: tuple[str, ...]
     stack: str | None
     fused: bool
+    numbered: tuple[int, ...] = ()
     start: int = 0
     num_rows: int | None = None
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
         """The shape of the array without padding rows."""
-        if self.num_rows is None or self.stack is not None:
+        if self.num_rows is None or self.numbered:
             return self.shape
         return (min(self.shape[0], self.num_rows), *self.shape[1:])
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of the array under each key."""
-        shape = self.shape if self.stack is None else self.shape[1:]
+        shape = self.shape[len(self.numbered) :]
         if self.num_rows is not None:
             return (self.num_rows, *shape[1:])
         return (*shape[:-2], shape[-2] * shape[-1]) if self.fused else shape
+
+    @property
+    def places(self) -> list[tuple[tuple[int, ...], str]]:
+        """The place in the leaf of each key's array."""
+        return list(zip(np.ndindex(self.numbered), self.keys, strict=True))
 
 
 def entries_of(model: Model) -> list[Entry]:
@@ -65,10 +74,15 @@ def entries_of(model: Model) -> list[Entry]:
             rows = sum(sizes[: parts.index(path)]), sum(sizes)
         elif is_vocabulary(model, path.rpartition(".")[0]):
             rows = 0, model.config.vocab_size
-        keys = (_key(key, model),)
+        inner = next((f".{s}." for s in model.inner_stacks if f".{s}." in path), None)
+        numbered = tuple(x.shape[: (stack is not None) + (inner is not None)])
+        template = _key(key, model)
         if stack is not None:
-            keys = tuple(f"{stack}.{i}{key.removeprefix(stack)}" for i in range(x.shape[0]))
-        entries.append(Entry(path, tuple(x.shape), keys, stack, fused, *rows))
+            template = f"{stack}.{{}}{key.removeprefix(stack)}"
+        if inner is not None:
+            template = template.replace(inner, f"{inner}{{}}.")
+        keys = tuple(template.format(*index) for index in np.ndindex(numbered))
+        entries.append(Entry(path, tuple(x.shape), keys, stack, fused, numbered, *rows))
     return entries
 
 

@@ -18,11 +18,11 @@ from redco_eqx.models._files.safetensors import NAMES, Record
 
 
 class Piece(NamedTuple):
-    """An array in a file, and its leaf (and layer), or several leaves, which files store as one."""
+    """An array in a file, and its leaf (and place in it), or several leaves, which files store as one."""
 
     record: Record
     paths: tuple[str, ...]
-    layer: int | None
+    place: tuple[int, ...]
 
 
 def check_arrays(what: str, arrays: dict[str, AnyArray]) -> None:
@@ -43,14 +43,13 @@ def pieces_of(entries: Iterable[Entry], arrays: dict[str, AnyArray]) -> list[Pie
     """Return the pieces to write, layer by layer also if layers are stacked."""
     pieces: dict[str, Piece] = {}
     for stack, group in itertools.groupby(entries, lambda entry: entry.stack):
-        together = list(group)
-        for layer in [None] if stack is None else range(len(together[0].keys)):
-            for entry in together:
-                key, dtype, paths = entry.keys[layer or 0], np.dtype(arrays[entry.path].dtype), (entry.path,)
-                if before := pieces.get(key):  # files store both as one
-                    dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
-                    paths = (*before.paths, entry.path)
-                pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, layer)
+        places = [(entry, index, key) for entry in group for index, key in entry.places]
+        for entry, index, key in places if stack is None else sorted(places, key=lambda place: place[1][0]):
+            dtype, paths = np.dtype(arrays[entry.path].dtype), (entry.path,)
+            if before := pieces.get(key):  # files store both as one
+                dtype = np.dtype(jnp.promote_types(dtype, before.record.dtype))
+                paths = (*before.paths, entry.path)
+            pieces[key] = Piece(Record(key, dtype, entry.file_shape), paths, index)
     return list(pieces.values())
 
 
@@ -82,22 +81,24 @@ def write_together(
 
 
 def _fetch(arrays: dict[str, AnyArray], piece: Piece) -> np.ndarray:
-    found = [_fetch_one(arrays[path], piece.layer) for path in piece.paths]
+    found = [_fetch_one(arrays[path], piece.place) for path in piece.paths]
     whole = found[0] if len(found) == 1 else np.concatenate(found).astype(piece.record.dtype, copy=False)
     rows = tuple(slice(size) for size in piece.record.shape[:1])  # without padding rows
     return whole[rows].reshape(piece.record.shape)
 
 
-def _fetch_one(x: Any, layer: int | None) -> np.ndarray:
+def _fetch_one(x: Any, index: tuple[int, ...]) -> np.ndarray:
     if isinstance(x, np.ndarray):
-        return x if layer is None else x[layer]
+        return x[index]
     # JAX keeps a host copy with its array, so fetch from a temporary copy on the devices.
-    x = jnp.copy(x) if layer is None else _take(x, layer)
+    x = _take(x, index) if index else jnp.copy(x)
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
 @jax.jit
-def _take(x: Array, layer: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+def _take(x: Array, index: tuple[Int[Array, ""], ...]) -> Array:
+    for i in index:
+        x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return x

@@ -57,13 +57,15 @@ def place(
 def _read(entry: Entry, found: Mapping[str, Stored], bounds: Bounds, dtype: np.dtype) -> np.ndarray:
     """Read a slice of a leaf, from each key that stores some of it."""
     size = entry.shape[-1] if entry.fused else None
-    if entry.stack is None:
-        return _read_key(found[entry.keys[0]], _moved(bounds, entry), size).astype(dtype, copy=False)
-    (first, last), *inner = bounds
-    layers = np.empty([last - first, *(stop - start for start, stop in inner)], dtype)
-    for layer, key in zip(layers, entry.keys[first:last]):
-        layer[...] = _read_key(found[key], _moved(tuple(inner), entry), size)
-    return layers
+    outer, inner = bounds[: len(entry.numbered)], _moved(bounds[len(entry.numbered) :], entry)
+    if not outer:
+        return _read_key(found[entry.keys[0]], inner, size).astype(dtype, copy=False)
+    whole = np.empty([stop - start for start, stop in bounds], dtype)
+    for index, key in entry.places:
+        own = tuple(i - start for i, (start, _) in zip(index, outer))
+        if all(start <= i < stop for i, (start, stop) in zip(index, outer)):
+            whole[own] = _read_key(found[key], inner, size)
+    return whole
 
 
 def _read_rows(stored: Stored, bounds: Bounds) -> np.ndarray:
