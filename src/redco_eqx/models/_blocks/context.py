@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from redco_eqx._base.protocols import Key
@@ -32,22 +31,6 @@ class Cache(eqx.Module):
     mask: Bool[Array, "b slots"]
     positions: Int[Array, "b slots"]
     length: Int[Array, ""]
-
-    @classmethod
-    def empty(
-        cls,
-        *,
-        num_layers: int,
-        batch_size: int,
-        num_slots: int,
-        num_heads: int,
-        head_size: int,
-        dtype: DTypeLike,
-    ) -> "Cache":
-        """Make a cache with room for `num_slots` tokens in each row."""
-        zeros = jnp.zeros((num_layers, batch_size, num_slots, num_heads, head_size), dtype)
-        slots = jnp.zeros((batch_size, num_slots), jnp.int32)
-        return cls(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
 
     def with_room(self, num_slots: int) -> "Cache":
         """Return the cache with `num_slots` more empty slots."""

@@ -74,14 +74,10 @@ class Decoder(Model):
 
     def init_cache(self, batch_size: int, num_slots: int, dtype: DTypeLike = jnp.float32) -> Cache:
         """Make an empty cache with room for `num_slots` tokens in each row."""
-        return Cache.empty(
-            num_layers=count_layers(self.layers),
-            batch_size=batch_size,
-            num_slots=num_slots,
-            num_heads=self.config.kv_heads,
-            head_size=self.config.head_size,
-            dtype=dtype,
-        )
+        size = self.config.kv_heads, self.config.head_size
+        zeros = jnp.zeros((count_layers(self.layers), batch_size, num_slots, *size), dtype)
+        slots = jnp.zeros((batch_size, num_slots), jnp.int32)
+        return Cache(zeros, zeros, slots != 0, slots, jnp.zeros((), jnp.int32))
 
     def _run(
         self,

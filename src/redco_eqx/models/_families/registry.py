@@ -5,42 +5,25 @@ from typing import Any, TypeAlias
 
 from redco_eqx.models._blocks.config import BaseConfig, Json
 from redco_eqx.models._blocks.model import Model
-from redco_eqx.models._families.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from redco_eqx.models._families.bart import BartConfig, BartForConditionalGeneration
-from redco_eqx.models._families.bert import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
+from redco_eqx.models._families import (
+    autoencoder_kl,
+    bart,
+    bert,
+    clip,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    llama_variants,
+    mixtral,
+    opt,
+    roberta,
+    t5,
+    unet_2d_condition,
+    vision_encoder_decoder,
+    vit,
 )
-from redco_eqx.models._families.clip import CLIPTextConfig, CLIPTextModel
-from redco_eqx.models._families.gemma import Gemma2Config, Gemma3TextConfig
-from redco_eqx.models._families.gpt2 import GPT2Config, GPT2LMHeadModel
-from redco_eqx.models._families.gpt_neox import GPTNeoXConfig, GPTNeoXForCausalLM
-from redco_eqx.models._families.gptj import GPTJConfig, GPTJForCausalLM
-from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
-from redco_eqx.models._families.llama_variants import (
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
-from redco_eqx.models._families.mixtral import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig
-from redco_eqx.models._families.opt import OPTConfig, OPTForCausalLM
-from redco_eqx.models._families.roberta import (
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-)
-from redco_eqx.models._families.t5 import T5Config, T5ForConditionalGeneration
-from redco_eqx.models._families.unet_2d_condition import UNet2DConditionConfig, UNet2DConditionModel
-from redco_eqx.models._families.vision_encoder_decoder import (
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
-)
-from redco_eqx.models._families.vit import ViTConfig, ViTForImageClassification, ViTModel
 
 Family: TypeAlias = tuple[type[BaseConfig], type[Model]]
 """The class of a configuration, and that of the model."""
@@ -48,33 +31,33 @@ Family: TypeAlias = tuple[type[BaseConfig], type[Model]]
 FAMILIES: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
     for config, model in (
-        (BartConfig, BartForConditionalGeneration),
-        (BertConfig, BertModel),
-        (CLIPTextConfig, CLIPTextModel),
-        (Gemma2Config, LlamaForCausalLM),
-        (Gemma3TextConfig, LlamaForCausalLM),
-        (GPT2Config, GPT2LMHeadModel),
-        (GPTJConfig, GPTJForCausalLM),
-        (GPTNeoXConfig, GPTNeoXForCausalLM),
-        (LlamaConfig, LlamaForCausalLM),
-        (MistralConfig, LlamaForCausalLM),
-        (MixtralConfig, MixtralForCausalLM),
-        (Olmo2Config, LlamaForCausalLM),
-        (OPTConfig, OPTForCausalLM),
-        (Phi3Config, LlamaForCausalLM),
-        (Qwen2Config, LlamaForCausalLM),
-        (Qwen3Config, LlamaForCausalLM),
-        (Qwen3MoeConfig, MixtralForCausalLM),
-        (RobertaConfig, BertModel),
-        (T5Config, T5ForConditionalGeneration),
-        (ViTConfig, ViTModel),
-        (VisionEncoderDecoderConfig, VisionEncoderDecoderModel),
-        (SmolLM3Config, LlamaForCausalLM),
+        (bart.BartConfig, bart.BartForConditionalGeneration),
+        (bert.BertConfig, bert.BertModel),
+        (clip.CLIPTextConfig, clip.CLIPTextModel),
+        (gemma.Gemma2Config, llama.LlamaForCausalLM),
+        (gemma.Gemma3TextConfig, llama.LlamaForCausalLM),
+        (gpt2.GPT2Config, gpt2.GPT2LMHeadModel),
+        (gptj.GPTJConfig, gptj.GPTJForCausalLM),
+        (gpt_neox.GPTNeoXConfig, gpt_neox.GPTNeoXForCausalLM),
+        (llama.LlamaConfig, llama.LlamaForCausalLM),
+        (llama_variants.MistralConfig, llama.LlamaForCausalLM),
+        (mixtral.MixtralConfig, mixtral.MixtralForCausalLM),
+        (llama_variants.Olmo2Config, llama.LlamaForCausalLM),
+        (opt.OPTConfig, opt.OPTForCausalLM),
+        (llama_variants.Phi3Config, llama.LlamaForCausalLM),
+        (llama_variants.Qwen2Config, llama.LlamaForCausalLM),
+        (llama_variants.Qwen3Config, llama.LlamaForCausalLM),
+        (mixtral.Qwen3MoeConfig, mixtral.MixtralForCausalLM),
+        (roberta.RobertaConfig, bert.BertModel),
+        (t5.T5Config, t5.T5ForConditionalGeneration),
+        (vit.ViTConfig, vit.ViTModel),
+        (vision_encoder_decoder.VisionEncoderDecoderConfig, vision_encoder_decoder.VisionEncoderDecoderModel),
+        (llama_variants.SmolLM3Config, llama.LlamaForCausalLM),
     )
 }
 """Families by `model_type`."""
 
-INSIDE = {"clip": ("text_config", CLIPTextConfig.model_type)}
+INSIDE = {"clip": ("text_config", clip.CLIPTextConfig.model_type)}
 """For the `model_type` of a larger model: the entry that describes the supported half, and the half's
 `model_type`.
 """
@@ -82,8 +65,8 @@ INSIDE = {"clip": ("text_config", CLIPTextConfig.model_type)}
 PARTS: dict[str, tuple[Any, Any]] = {
     config.model_type: (config, model)
     for config, model in (
-        (AutoencoderKLConfig, AutoencoderKL),
-        (UNet2DConditionConfig, UNet2DConditionModel),
+        (autoencoder_kl.AutoencoderKLConfig, autoencoder_kl.AutoencoderKL),
+        (unet_2d_condition.UNet2DConditionConfig, unet_2d_condition.UNet2DConditionModel),
     )
 }
 """Families by `_class_name`, in a pipeline of diffusers."""
@@ -91,11 +74,11 @@ PARTS: dict[str, tuple[Any, Any]] = {
 HEADS: dict[str | None, Any] = {
     model.architecture: model
     for model in (
-        BertForMaskedLM,
-        BertForSequenceClassification,
-        RobertaForMaskedLM,
-        RobertaForSequenceClassification,
-        ViTForImageClassification,
+        bert.BertForMaskedLM,
+        bert.BertForSequenceClassification,
+        roberta.RobertaForMaskedLM,
+        roberta.RobertaForSequenceClassification,
+        vit.ViTForImageClassification,
     )
 }
 """Models by the name in `architectures`, for a `model_type` that has several."""
