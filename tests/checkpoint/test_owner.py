@@ -5,16 +5,16 @@ import fcntl
 import json
 import os
 import pathlib
-import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fit_helpers import full_disk, python
 
 import redco_eqx as rx
 from redco_eqx._checkpoint import owner
@@ -36,7 +36,7 @@ time.sleep(60)
 @pytest.fixture
 def child(tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that owns `tmp_path`."""
-    process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = python(CHILD, tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "owns\n"
     yield process
@@ -81,12 +81,11 @@ def test_an_owner_on_another_host_is_alive_if_it_touches_its_file(
 
     file.write_text(json.dumps({"id": "x", "owner": {"host": "elsewhere", "pid": 1}}))
     if is_alive:
-        thread = threading.Thread(target=touch_on)
-        thread.start()
-        with pytest.raises(rx.errors.CheckpointError, match="process 1 on elsewhere is writing"):
-            Owner(tmp_path)
-        done.set()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(touch_on)
+            with pytest.raises(rx.errors.CheckpointError, match="process 1 on elsewhere is writing"):
+                Owner(tmp_path)
+            done.set()
     else:
         begin = time.monotonic()
         Owner(tmp_path).release()
@@ -141,11 +140,7 @@ def test_a_live_owner_holds_no_file_open_for_writing(tmp_path: pathlib.Path) -> 
     """Or a file system could not be made read-only, nor unmounted once a run has failed on a full disk."""
     owner = Owner(tmp_path)
     assert [flags & os.O_ACCMODE for flags in open_files(tmp_path)] == [os.O_RDONLY]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
-    try:
+    with full_disk(8):
         owner.release()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not open_files(tmp_path)
     Owner(tmp_path).release()

@@ -44,7 +44,7 @@ def main(options: dict[str, Any]) -> None:
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from fit_helpers import collate, errors_of, make_examples, mlp_state
+    from fit_helpers import collate, errors_of, fit, make_examples, mlp_state
 
     import redco_eqx as rx
 
@@ -77,34 +77,16 @@ def main(options: dict[str, Any]) -> None:
 
     examples = make_examples(44, dim=8)
     evaluated = [list(range(8)), list(range(8, 16)), list(range(4)), list(range(8, 12)), list(range(4, 8))]
-    evaluation: Any = {}
-    if options["evaluates"]:
-        evaluation = {
-            "evaluation": rx.Evaluation(
-                rx.Data(examples[:16], prefetch=0), every_steps=10, predict_fn=predict_fn, metric_fn=metric_fn
-            )
-        }
-    optimizer = optax.adam(1e-2)
-    checkpoints = rx.Checkpoints(
-        options["directory"], every_steps=options["every_steps"], keep_last=options["keep_last"]
-    )
-    loggers = [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
-    code, state = 0, None
+    functions: Any = {"predict_fn": predict_fn, "metric_fn": metric_fn}
+    evaluation = rx.Evaluation(examples[:16], every_steps=10, **functions) if options["evaluates"] else None
+    functions = {"collate_fn": train_collate, "loss_fn": loss_fn, "optimizer": optax.adam(1e-2)}
+    saving = {name: options[name] for name in ("every_steps", "keep_last")}
+    arguments = {name: options[name] for name in ("num_steps", "num_microbatches")}
+    arguments |= {"evaluation": evaluation, "checkpoints": rx.Checkpoints(options["directory"], **saving)}
+    arguments["loggers"] = [] if options["log"] is None else [rx.JSONLLogger(options["log"])]
+    code, state = 0, mlp_state(functions["optimizer"], rx.make_mesh(**options["mesh"]))
     try:
-        state, _ = rx.fit(
-            mlp_state(optimizer, rx.make_mesh(**options["mesh"])),
-            rx.Data(examples, prefetch=0),
-            collate_fn=train_collate,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            batch_size=8,
-            num_steps=options["num_steps"],
-            num_microbatches=options["num_microbatches"],
-            checkpoints=checkpoints,
-            loggers=loggers,
-            log_every=1,
-            **evaluation,
-        )
+        state = fit(state, examples, prefetch=0, batch_size=8, log_every=1, **functions, **arguments)
     except rx.errors.TrainingInterrupted as error:
         code, state = error.code, error.state
     print(json.dumps({"step": int(state.step), "digest": digest_of(state), "calls": num_calls}), flush=True)

@@ -7,18 +7,15 @@ if anything is lost.
 
 import argparse
 import contextlib
+import functools
 import gc
-import itertools
 import json
 import logging
 import os
 import pathlib
 import random
-import re
-import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,15 +34,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import equinox as eqx  # noqa: E402
 import optax  # noqa: E402
-from fit_helpers import (  # noqa: E402
-    COUNTING,
-    assert_same,
-    collate,
-    linear_state,
-    loss_fn,
-    make_examples,
-    mlp_state,
-)
+from fit_helpers import Collate, assert_same, counted, fail, full_disk, mlp_state, read_log, to_numpy  # noqa: E402
+from hosts.harness import free_port  # noqa: E402
 
 import redco_eqx as rx  # noqa: E402
 from redco_eqx._checkpoint.arrays import to_names  # noqa: E402
@@ -95,34 +85,19 @@ def finish(*programs: subprocess.Popen[str], code: int = 0) -> list[dict[str, An
 
 def two(**options: Any) -> list[subprocess.Popen[str]]:
     """A run on two processes of four devices; options of one of them as a pair."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         start(port=port, process=i, **{k: x[i] if isinstance(x, tuple) else x for k, x in options.items()})
         for i in range(2)
     ]
 
 
-def rows_of(log: pathlib.Path) -> list[Any]:
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return [
-        {k: x for k, x in row.items() if k not in ("time", "run") and not k.endswith("per_second")}
-        for row in rows
-    ]
-
-
 def same_rows(log: pathlib.Path, other: pathlib.Path) -> None:
-    require(rows_of(log) == rows_of(other), "the rows of the log differ")
+    require(read_log(log) == read_log(other), "the rows of the log differ")
 
 
 def newest(directory: pathlib.Path) -> int:
-    steps = (
-        [int(name) for name in os.listdir(directory) if re.fullmatch(r"\d+", name)]
-        if directory.exists()
-        else []
-    )
-    return max(steps, default=0)
+    return max((int(path.name) for path in directory.glob("*") if path.name.isdecimal()), default=0)
 
 
 # Faults: each yields once for a try that survives
@@ -133,7 +108,7 @@ def kills(base: pathlib.Path, tries: int) -> Iterator[str]:
     directory, log = base / "killed", base / "killed.jsonl"
     draw = random.Random(0)
     num_between = 0
-    like = mlp_state(ADAM, rx.make_mesh(tensor=2, fsdp=2))
+    like = mlp_state(ADAM)
     for _ in range(tries):
         before = newest(directory)
         program = start(directory=directory, log=log, num_steps=10**9, num_microbatches=2)
@@ -163,15 +138,14 @@ def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
     """kill -9 before the first save, at step 30: rows of another run in the same file stay, and those of this
     one are as if it had never been killed."""
     log, other = base / "log.jsonl", base / "other.jsonl"
+    options: Any = {"num_steps": 32, "every_steps": 30}
     finish(start(directory=base / "other", log=other, num_steps=6))
     shutil.copy(other, log)
-    (expected,) = finish(
-        start(directory=base / "whole", log=base / "whole.jsonl", num_steps=32, every_steps=30)
-    )
+    (expected,) = finish(start(directory=base / "whole", log=base / "whole.jsonl", **options))
     draw = random.Random(0)
     for _ in range(tries):
         rows = draw.randrange(0, 30)
-        program = start(directory=base / "run", log=log, num_steps=32, every_steps=30, seconds_per_batch=0.02)
+        program = start(directory=base / "run", log=log, seconds_per_batch=0.02, **options)
         while program.poll() is None:
             time.sleep(0.002)
             own = log.read_bytes().splitlines()[6:]
@@ -182,45 +156,19 @@ def early_kills(base: pathlib.Path, tries: int) -> Iterator[str]:
         program.wait()
         yield ""
     num_saved = newest(base / "run")
-    (ended,) = finish(start(directory=base / "run", log=log, num_steps=32, every_steps=30))
+    (ended,) = finish(start(directory=base / "run", log=log, **options))
     require(ended["digest"] == expected["digest"], "the trajectory differs")
-    require(rows_of(log) == rows_of(other) + rows_of(base / "whole.jsonl"), "the rows of the log differ")
+    require(read_log(log) == read_log(other) + read_log(base / "whole.jsonl"), "the rows of the log differ")
     yield f"at the end {'none' if num_saved == 0 else num_saved} was saved"
 
 
-def small_run(directory: pathlib.Path, num_steps: int = 8, **arguments: Any) -> Any:
-    defaults: Any = {
-        "optimizer": COUNTING,
-        "collate_fn": collate,
-        "checkpoints": rx.Checkpoints(directory, every_steps=2),
-    }
-    return rx.fit(
-        linear_state(),
-        rx.Data(make_examples(22), prefetch=0),
-        loss_fn=loss_fn,
-        batch_size=4,
-        num_steps=num_steps,
-        loggers=(),
-        **{**defaults, **arguments},
-    )[0]
+small_run = functools.partial(counted, None, num_steps=8)
 
 
-def acting(at: int, act: Callable[[], object]) -> Callable[[Any], Any]:
-    """A `collate_fn` that does something at its call number `at`."""
-    calls = itertools.count(1)
-
-    def collate_fn(examples: Any) -> Any:
-        if next(calls) == at:
-            act()
-        return collate(examples)
-
-    return collate_fn
-
-
-def interrupted(directory: pathlib.Path, kinds: Any, **arguments: Any) -> Any:
+def interrupted(checkpoints: Any, kinds: Any, **arguments: Any) -> Any:
     """Runs until one of these errors, and returns the last state, which the error has."""
     try:
-        small_run(directory, **arguments)
+        small_run(checkpoints, **arguments)
     except kinds as error:
         return getattr(error, "state", None)
     raise Lost("nothing was said")
@@ -252,12 +200,11 @@ def damage(change: Callable[[pathlib.Path], None], only: str = "*") -> Callable[
 
 
 def truncate(path: pathlib.Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def empty(path: pathlib.Path) -> None:
-    path.write_bytes(b"")
+    os.truncate(path, 0)
 
 
 def flips(base: pathlib.Path, tries: int) -> Iterator[str]:
@@ -293,7 +240,7 @@ def all_damaged(base: pathlib.Path, tries: int) -> Iterator[str]:
         yield ""
 
 
-def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
+def no_room(base: pathlib.Path, tries: int) -> Iterator[str]:
     """The error reaches the caller with the state, and the run goes on when there is room.
 
     In turn a file system that is full, where there is the right to mount, and a limit on the size of a file.
@@ -305,12 +252,12 @@ def full_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
         # None is removed, which would make room.
         checkpoints = rx.Checkpoints(directory, every_steps=2, keep_last=None)
         with file_system(directory, size="16m") as is_mounted:
-            fill = crammed(directory) if is_mounted and index % 2 == 0 else limited()
+            fill = crammed(directory) if is_mounted and index % 2 == 0 else full_disk(64)
             num_full += is_mounted and index % 2 == 0
             with contextlib.ExitStack() as stack:
-                filling = acting(3 + index % 5, lambda stack=stack, fill=fill: stack.enter_context(fill))
+                filling = Collate(3 + index % 5, lambda stack=stack, fill=fill: stack.enter_context(fill))
                 kinds = rx.errors.CheckpointError
-                state = interrupted(directory, kinds, collate_fn=filling, checkpoints=checkpoints)
+                state = interrupted(checkpoints, kinds, collate_fn=filling)
                 require(int(state.step) >= 3, "the state is not the last one")
             assert_same(small_run(directory), expected)
         yield f"{num_full} of them a file system with no room, the others a limit on files"
@@ -342,17 +289,6 @@ def crammed(directory: pathlib.Path) -> Iterator[None]:
         path.unlink()
 
 
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """No file of more than 64 bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
     """A file system that becomes read-only under way; needs the right to mount."""
     expected = small_run(base / "whole")
@@ -370,7 +306,7 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
                 yield "not tried: no right to mount"
                 return
             kinds = (rx.errors.CheckpointError, OSError)
-            state = interrupted(disk, kinds, collate_fn=acting(3 + index, lock))
+            state = interrupted(disk, kinds, collate_fn=Collate(3 + index, lock))
             require(int(state.step) >= 3, "the state is not the last one")
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
             assert_same(small_run(disk), expected)
@@ -380,12 +316,8 @@ def read_only_disk(base: pathlib.Path, tries: int) -> Iterator[str]:
 def user_error(base: pathlib.Path, tries: int) -> Iterator[str]:
     """An exception of `collate_fn` in a donated run."""
     expected = small_run(base / "whole")
-
-    def fail() -> None:
-        raise LookupError("mine")
-
     for index in range(tries):
-        state = interrupted(base / str(index), LookupError, collate_fn=acting(1 + index % 8, fail))
+        state = interrupted(base / str(index), LookupError, collate_fn=Collate(1 + index % 8, fail))
         require(index % 8 == 0 or int(state.step) == index % 8, "the state is not the last one")
         assert_same(small_run(base / str(index)), expected)
         yield ""
@@ -454,17 +386,13 @@ def layouts(base: pathlib.Path, tries: int) -> Iterator[str]:
         first = None
         for name in MESHES:
             state = rx.restore(directory, mlp_state(ADAM, rx.make_mesh(**MESHES[name])))
-            arrays = {path: jax.device_get(_data(x)).tobytes() for path, x in to_names(state).items()}
+            arrays = [x.tobytes() for x in to_numpy(to_names(state))]
             first = first or arrays
             require(arrays == first, f"{source} to {name}")
             num_tries += 1
             yield ""
         finish(*two(directory=directory, num_steps=4))  # and from each the two go on
         yield ""
-
-
-def _data(x: Any) -> Any:
-    return jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 # name: (fault, tries in full, tries if reduced)
@@ -476,7 +404,7 @@ FAULTS: dict[str, tuple[Callable[[pathlib.Path, int], Iterator[str]], int, int]]
     "record.json emptied": (damage(empty, "record.json"), 1, 1),
     "a bit flipped": (flips, 20, 20),
     "all checkpoints damaged": (all_damaged, 3, 2),
-    "a full disk": (full_disk, 10, 2),
+    "a full disk": (no_room, 10, 2),
     "a disk turned read-only": (read_only_disk, 4, 1),
     "an exception of the user": (user_error, 8, 2),
     "SIGTERM or SIGINT, each phase": (signals, 8, 2),

@@ -37,10 +37,11 @@ class Config:
     name: str = "relu"
 
 
-class StaticOnly(eqx.Module):
-    """Has no leaves at all."""
+class Static(eqx.Module):
+    """Without a weight it has no leaves at all."""
 
-    size: Any = eqx.field(static=True)
+    weight: Any
+    table: Any = eqx.field(static=True)
 
 
 class Slotted:
@@ -104,7 +105,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "lambda": lambda: lambda x: x + 1,
     "closure over a closure": lambda: nested(2.0),
     "closure over NaN": lambda: scale_by(float("nan")),
-    "closure over a module without arrays": lambda: scale_by(StaticOnly(3)),
+    "closure over a module without arrays": lambda: scale_by(Static(None, 3)),
     "defaults": lambda: with_default(3),
     "recursive function": lambda: recursive(1),
     "partial with keywords": lambda: functools.partial(activation, scale=0.5),
@@ -113,7 +114,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "vmapped lambda": lambda: jax.vmap(lambda x: x + 1),
     "config with NaN": lambda: Config(float("nan")),
     "frozenset": lambda: frozenset({1, (2, "a")}),
-    "module with a NaN": lambda: StaticOnly(float("nan")),
+    "module with a NaN": lambda: Static(None, float("nan")),
     "unhashable object": lambda: Owner(),
 }
 
@@ -137,14 +138,14 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "lambdas that call others": (lambda x: jnp.sin(x), lambda x: jnp.cos(x)),
     "closures over int and float": (scale_by(1), scale_by(1.0)),
     "closures over closures": (nested(1.0), nested(2.0)),
-    "closures over modules without arrays": (scale_by(StaticOnly(1)), scale_by(StaticOnly(1.0))),
+    "closures over modules without arrays": (scale_by(Static(None, 1)), scale_by(Static(None, 1.0))),
     "defaults": (with_default(1), with_default(2)),
     "recursive functions": (recursive(1), recursive(2)),
     "partials int and bool": (functools.partial(activation, 1), functools.partial(activation, True)),
     "partials by keyword": (functools.partial(activation, 1), functools.partial(activation, scale=1)),
     "methods int and float": (Config(1).__repr__, Config(1.0).__repr__),
     "configs with int and float": (Config(1), Config(1.0)),
-    "modules with int and float": (StaticOnly(1), StaticOnly(1.0)),
+    "modules with int and float": (Static(None, 1), Static(None, 1.0)),
     "dtypes": (np.dtype("float32"), np.dtype("float64")),
     "ufuncs": (np.sin, np.cos),
     "sentinels": (object(), object()),
@@ -178,7 +179,7 @@ def test_arrays_do_not_take_part_but_the_tree_does():
     assert Structure(1) != 1
 
 
-SHARED: dict[str, Callable[[], Any]] = {
+MODELS: dict[str, Callable[[], Any]] = {
     "MLP": lambda: eqx.nn.MLP(2, 2, 4, 1, activation=lambda x: x**2, key=KEY),
     "attention": lambda: eqx.nn.MultiheadAttention(2, 4, key=KEY),
     "shared": lambda: eqx.nn.Shared(
@@ -191,7 +192,7 @@ SHARED: dict[str, Callable[[], Any]] = {
 
 
 def test_models_built_alike_have_equal_structures_and_come_back():
-    for name, make in SHARED.items():
+    for name, make in MODELS.items():
         model = make()
         structure, other = Structure(model), Structure(make())
         assert (structure, hash(structure)) == (other, hash(other)), name
@@ -249,14 +250,6 @@ def test_equal_where_python_spells_them_alike(first, second):
     for one, two in zip(hold(first), hold(second)):
         assert (one == two) == (spelled(first) == spelled(second))
         assert one != two or hash(one) == hash(two)
-
-
-# Static fields.
-
-
-class Static(eqx.Module):
-    weight: Any
-    table: Any = eqx.field(static=True)
 
 
 @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")

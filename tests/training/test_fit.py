@@ -72,12 +72,6 @@ def test_a_second_fit_starts_epochs_of_its_own() -> None:
     assert len(set(epochs)) == 4
 
 
-def test_not_shuffled_keeps_the_order() -> None:
-    spy = Collate()
-    counted(examples=rx.Data(EXAMPLES, shuffle=False), prefetch=None, collate_fn=spy, num_epochs=2)
-    assert spy.ids == [*range(20)] * 2
-
-
 @pytest.mark.parametrize("stop", [{"num_epochs": 3}, {"num_steps": 6}], ids=str)
 def test_examples_by_epoch(stop: Any) -> None:
     of_epoch = [EXAMPLES[:8], EXAMPLES[8:21], EXAMPLES[21:] + EXAMPLES[:3]]  # 2, 3 and 1 batches

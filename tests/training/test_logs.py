@@ -16,9 +16,8 @@ import fit_helpers as tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from fit_helpers import EXAMPLES, Collate, Rows, assert_same, counted, fit, fit_with_history, linear_state
+from fit_helpers import EXAMPLES, Collate, Rows, assert_same, counted, fit, fit_with_history
 from helpers import events
 
 import redco_eqx as rx
@@ -48,12 +47,6 @@ def test_a_row_is_the_exact_mean_of_its_steps() -> None:
         assert next(iter(row)) == "train/loss"
     of_first = [float(m["loss"].value) for m in windows[0]]
     assert rows.rows[0][1]["train/loss"] != pytest.approx(np.mean(of_first), rel=1e-3)  # no mean of means
-
-
-def test_the_learning_rate_is_in_the_row() -> None:
-    rows, optimizer = Rows(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
-    fit(linear_state(optimizer), num_steps=2, optimizer=optimizer, loggers=[rows])
-    assert rows.rows[0][1]["train/learning_rate"] == 0.25
 
 
 def per_token(model: Any, batch: Any, key: Any) -> Any:

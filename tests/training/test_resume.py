@@ -310,25 +310,6 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
 # What is kept
 
 
-def test_the_best_are_kept_beside_the_last(tmp_path: pathlib.Path) -> None:
-    values = [4.0, float("nan"), 1.0, 2.0, 9.0, 5.0]
-    remaining = iter([0.0, *values])  # the rehearsal comes first
-
-    def metric_fn(examples: Any, predictions: Any) -> Any:
-        value = next(remaining)
-        return {"low": value, "high": value}
-
-    best: Any = {"eval/low": "min", "eval/high": "max"}
-    checkpoints = rx.Checkpoints(tmp_path, every_steps=500, keep_last=1, keep_best=best)
-    evaluation = rx.Evaluation(EXAMPLES[:4], predict_fn=tiny.predict_fn, metric_fn=metric_fn)
-    counted(None, checkpoints, evaluation=evaluation, num_epochs=6)
-    infos = rx.list_checkpoints(tmp_path)
-    assert {info.step // 5: info.metrics["eval/low"] for info in infos} == {3: 1.0, 5: 9.0, 6: 5.0}
-    run = infos[-1].run
-    assert run is not None
-    np.testing.assert_array_equal([row["eval/low"] for row in run.evaluations], values)
-
-
 def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
     options: list[Any] = [{"every_steps": 0}, {"every_steps": -1}, {"keep_last": 0}]
     for wrong in options:
