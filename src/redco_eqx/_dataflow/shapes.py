@@ -55,7 +55,7 @@ def copy(walk: Walk, operands: list[Value]) -> Results:
 
 
 def unrelated(walk: Walk, operands: list[Value]) -> Results:
-    """Results that depend on no operand's dims: counters and draws. Each device makes its part of them."""
+    """Results that depend on no dim of an operand: counters and draws. Each device makes its own part."""
     return [unknown(var.aval) for var in walk.equation.outvars]
 
 

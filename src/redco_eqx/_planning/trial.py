@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """The time for `flops` and then `sent_bytes` at the speeds of the chip. For ranking only."""
+        """The time for `flops` and then `sent_bytes` at the speeds of the chip. Use it only for ranking."""
         chip = self.target.chip
         return self.flops / chip.flops + self.sent_bytes / chip.bandwidth
 

@@ -1,4 +1,4 @@
-"""The stages of a UNet and of an autoencoder: residual blocks and attentions at one size of image."""
+"""The stages of a UNet and of an autoencoder: residual blocks and attention at one image size."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Given:
         key: Key | None,
         skip: Float[Array, "b skipped h w"] | None = None,
     ) -> Float[Array, "b out h w"]:
-        """Apply a residual block, to the image and an earlier one beside it, and the attention after it. Both
+        """Apply a residual block to the image (and an earlier image beside it), and then the attention. Both
         are recomputed together.
         """
 
@@ -60,14 +60,14 @@ class Given:
     def resize(
         self, layer: Downsample | Upsample, x: Float[Array, "b c _ _"], *size: tuple[int, int]
     ) -> Float[Array, "b c _ _"]:
-        """Make a smaller image, or a larger one of this size, with all its channels, as other layers read it
-        too.
+        """Make a smaller image, or a larger one of this size. Keep all its channels whole, because other layers
+        read it, too.
         """
         return scan_layers(lambda layer, x: layer(x, *size), [layer], x, remat=self.remat)
 
 
 class DownBlock(eqx.Module):
-    """Residual blocks, each with an attention if there are any, then half the size but for the last stage."""
+    """Residual blocks, each with attention if there is any. All stages except the last then halve the size."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -102,7 +102,7 @@ class DownBlock(eqx.Module):
 
 
 class MidBlock(eqx.Module):
-    """Two residual blocks, with an attention between them if there is one."""
+    """Two residual blocks, with attention between them if there is any."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -122,7 +122,8 @@ class MidBlock(eqx.Module):
 
 
 class UpBlock(eqx.Module):
-    """Residual blocks, each with an attention if there are any, then a larger image but for the last stage."""
+    """Residual blocks, each with attention if there is any. All stages except the last then enlarge the
+    image."""
 
     resnets: list[ResnetBlock]
     attentions: list[AnyAttention] | None
@@ -149,7 +150,7 @@ class UpBlock(eqx.Module):
         size: tuple[int, int] | None,
         key: Key | None,
     ) -> Float[Array, "b _ _ _"]:
-        """Return the image at the given `size`, after residual blocks that read one of `skips` each."""
+        """Return the image at the given `size`, after residual blocks that each read one of `skips`."""
         for (resnet, attention, own), skip in zip(
             _layers(self.resnets, self.attentions, key), skips, strict=True
         ):

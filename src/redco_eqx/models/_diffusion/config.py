@@ -14,8 +14,8 @@ class DiffusersConfig(BaseConfig):
     """The configuration that all parts share: the name of their class is `_class_name` in the file, not
     `model_type`.
 
-    A family lists in `only` all options of diffusers' class that would change numbers and that it does not
-    support.
+    In `only`, a family lists all options of diffusers' class that it does not support and that would change
+    numbers.
     """
 
     type_entry: ClassVar[str] = "_class_name"

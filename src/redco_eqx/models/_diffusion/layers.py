@@ -11,7 +11,7 @@ from redco_eqx.models._blocks.layers import Linear
 
 
 def make_linear(in_features: int, out_features: int, *, use_bias: bool = True, key: Key) -> Linear:
-    """Make a Linear with weights of the variance that diffusers uses at the start, `1 / (3 * in_features)`."""
+    """Make a Linear whose initial weights have the variance that diffusers uses, `1 / (3 * in_features)`."""
     return Linear(in_features, out_features, use_bias=use_bias, std=(3 * in_features) ** -0.5, key=key)
 
 

@@ -32,10 +32,10 @@ class Trajectory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheduler(abc.ABC):
-    """A scheduler, which adds noise to training samples, and removes noise step by step.
+    """A scheduler adds noise to training samples, and removes noise step by step.
 
-    Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and changes
-    nothing: it is a static argument of a compiled function, and a whole trajectory is one `lax.scan`:
+    Field names are those of diffusers' `scheduler_config.json`. A scheduler contains no arrays and has no
+    state, so you can pass it to a compiled function as a static argument. A whole trajectory is one `lax.scan`:
 
     ```python
     def take(trajectory, step):
@@ -194,8 +194,8 @@ class Scheduler(abc.ABC):
     def from_json(cls: type[S], raw: Mapping[str, Json]) -> S:
         """Read the scheduler from a parsed `scheduler_config.json`.
 
-        Entries of other schedulers are kept without effect, as in diffusers. Raises `ValueError`, naming the
-        entry, if its value is not supported.
+        Entries of other schedulers are kept, but have no effect, as in diffusers. Raises `ValueError`, naming
+        the entry, if its value is not supported.
         """
         for name, value in cls.only.items():
             if raw.get(name, value) != value:

@@ -23,7 +23,7 @@ def sinusoids(
 
     **Arguments:**
 
-    - `flip_sin_to_cos`: whether the cosines come first.
+    - `flip_sin_to_cos`: true if the cosines come first.
     - `freq_shift`: the number subtracted from the number of frequencies in the spacing of their exponents.
     """
     num = size // 2

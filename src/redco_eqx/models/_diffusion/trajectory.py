@@ -10,7 +10,7 @@ from redco_eqx._base.protocols import Key
 from redco_eqx.models._diffusion.scheduler import Scheduler, Trajectory
 
 Predict: TypeAlias = Callable[[Float[Array, "b *dims"], Int[Array, ""]], Float[Array, "b *dims"]]
-"""A function that returns the model's output for samples that are all at one timestep."""
+"""A function that returns the model's output for samples at the same timestep."""
 
 
 def denoise(
@@ -27,7 +27,7 @@ def denoise(
 
     - `scheduler`: the scheduler that takes the steps.
     - `predict`: the model. PNDM calls it once more than the number of steps, or nine more with Runge-Kutta.
-    - `noise`: normal, in the dtype for the steps.
+    - `noise`: normally distributed, in the dtype for the steps.
     - `num_steps`: the number of steps.
     - `key`: for the noise that a step adds, if the scheduler `is_random`.
 

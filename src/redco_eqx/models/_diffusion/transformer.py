@@ -47,7 +47,7 @@ class FeedForward(eqx.Module):
 
 
 class TransformerBlock(eqx.Module):
-    """Self-attention, attention over the text, and an MLP, each normalised before and added to the stream."""
+    """Self-attention, attention over the text, and an MLP, each with a norm before it, added to the stream."""
 
     norm1: LayerNorm
     attn1: Attention

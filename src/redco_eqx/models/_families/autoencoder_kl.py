@@ -21,7 +21,7 @@ from redco_eqx.models._diffusion.model import ImageModel, check_image
 from redco_eqx.models._diffusion.resnet import ResnetBlock
 
 EPS = 1e-6
-"""The number of groups of all norms; not in the configuration."""
+"""The number of groups of all norms, which is not in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class AutoencoderKLConfig(StagesConfig):
 
     @property
     def downscale(self) -> int:
-        """Number of pixels of an image for one latent, in height and in width."""
+        """The number of pixels of an image for each latent, in height and in width."""
         return 2 ** (self.num_layers - 1)
 
 
@@ -133,7 +133,7 @@ class Decoder(eqx.Module):
 
 
 class AutoencoderKL(ImageModel):
-    """A variational autoencoder. It has no randomness: the caller draws from the output of `encode`."""
+    """A variational autoencoder. It draws no random numbers: the caller draws from the output of `encode`."""
 
     encoder: Encoder
     decoder: Decoder

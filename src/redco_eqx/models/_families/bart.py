@@ -30,12 +30,12 @@ from redco_eqx.models._blocks.model import Options, make_layers
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 POSITION_OFFSET = 2
-"""The first token's row in the tables of positions; fairseq left the rows before it over."""
+"""The first token's row in the tables of positions. The rows before it are left over from fairseq."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig(Config):
-    """BART, base and large. Sizes that most families have once exist for encoder and decoder."""
+    """BART, base and large. Encoder and decoder have separate sizes, where most families have one."""
 
     model_type: ClassVar[str] = "bart"
     architecture: ClassVar[str] = "BartForConditionalGeneration"
@@ -116,7 +116,7 @@ class BartLayer(eqx.Module):
         self.activation_function = config.activation_function
 
     def mlp(self, x: Hidden, context: Context, key: Key | None) -> Hidden:
-        """Apply two projections with an activation between."""
+        """Apply two projections with an activation between them."""
         (hidden,) = context.column(x, self.fc1)
         hidden = ACTIVATIONS[self.activation_function](hidden)
         return context.row(dropout(self.activation_dropout, hidden, key), self.fc2)
@@ -164,7 +164,7 @@ class BartStack(eqx.Module):
 
 
 class BartModel(eqx.Module):
-    """Everything but the head, which is the table that encoder and decoder share."""
+    """The model without its head, which is the table that encoder and decoder share."""
 
     shared: Embedding
     encoder: BartStack

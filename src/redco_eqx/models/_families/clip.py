@@ -23,7 +23,7 @@ from redco_eqx.models._blocks.model import Model, Options, make_layers, run_laye
 from redco_eqx.models._blocks.multihead import MultiHeadAttention
 
 UNSET_EOS = 2
-"""The end token in configurations before 2023, although the tokenizer has another one."""
+"""The end token in configurations before 2023, although the tokenizer has a different one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class CLIPTextConfig(Config):
 
 
 class CLIPTextEmbeddings(eqx.Module):
-    """Embeddings of tokens, and of positions, which are counted from 0 whatever is padding."""
+    """Embeddings of tokens and of positions, which are counted from 0, including padding."""
 
     token_embedding: Embedding
     position_embedding: Embedding
@@ -73,7 +73,7 @@ class CLIPMLP(eqx.Module):
 
 
 class CLIPEncoderLayer(eqx.Module):
-    """Attention, then MLP, each normalised before and added to the stream."""
+    """Attention, then MLP, each with a norm before it, added to the stream."""
 
     self_attn: MultiHeadAttention
     layer_norm1: LayerNorm

@@ -17,7 +17,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(LlamaLikeConfig):
-    """Gemma 2. Scores and logits are bounded smoothly, and every second layer sees all tokens.
+    """Gemma 2. Scores and logits have smooth bounds, and every second layer sees all tokens.
 
     - `layer_types`: for each layer `sliding_attention` (it has the window) or `full_attention`.
     """
@@ -73,7 +73,7 @@ class Gemma2Config(LlamaLikeConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LayerRopes:
-    """The conversion of positions into angles in layers without the window, and in those with it."""
+    """The angles of positions, in layers without the window and in layers with it."""
 
     entries: ClassVar[tuple[str, ...]] = (*Rope.entries, "rope_local_base_freq")
 

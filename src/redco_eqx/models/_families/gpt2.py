@@ -144,7 +144,7 @@ class GPT2CrossAttention(eqx.Module):
 
 
 class GPT2MLP(eqx.Module):
-    """Two projections with an activation between."""
+    """Two projections with an activation between them."""
 
     c_fc: Conv1D
     c_proj: Conv1D
@@ -166,7 +166,7 @@ class GPT2MLP(eqx.Module):
 
 
 class GPT2Block(eqx.Module):
-    """Attention, cross-attention if there is an encoder, and MLP, each normalised before and added to the
+    """Attention, cross-attention if there is an encoder, and MLP, each with a norm before it, added to the
     stream.
     """
 
@@ -198,7 +198,7 @@ class GPT2Block(eqx.Module):
 
 
 class GPT2Model(eqx.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     wte: Embedding
     wpe: Embedding

@@ -80,7 +80,7 @@ class GPTNeoXAttention(eqx.Module):
 
 
 class GPTNeoXMLP(eqx.Module):
-    """Two projections, with an activation between."""
+    """Two projections, with an activation between them."""
 
     dense_h_to_4h: Linear
     dense_4h_to_h: Linear
@@ -93,7 +93,7 @@ class GPTNeoXMLP(eqx.Module):
 
 
 class GPTNeoXLayer(eqx.Module):
-    """Attention and MLP, each normalised before: in parallel, or (`use_parallel_residual` is false) in turn."""
+    """Attention and MLP, each with a norm before it, in parallel (or in turn without `use_parallel_residual`)."""
 
     input_layernorm: LayerNorm
     post_attention_layernorm: LayerNorm
@@ -123,7 +123,7 @@ class GPTNeoXLayer(eqx.Module):
 
 
 class GPTNeoXModel(eqx.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     embed_in: Embedding
     emb_dropout: eqx.nn.Dropout

@@ -89,7 +89,7 @@ class GPTJAttention(eqx.Module):
 
 
 class GPTJMLP(eqx.Module):
-    """Two projections with an activation between."""
+    """Two projections with an activation between them."""
 
     fc_in: Linear
     fc_out: Linear
@@ -136,7 +136,7 @@ class GPTJBlock(eqx.Module):
 
 
 class GPTJModel(eqx.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     wte: Embedding
     drop: eqx.nn.Dropout

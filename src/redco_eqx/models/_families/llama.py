@@ -222,7 +222,7 @@ def _norm(norm: RMSNorm | None, x: Array) -> Array:
 
 
 class LlamaModel(eqx.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     embed_tokens: Embedding
     layers: PyTree

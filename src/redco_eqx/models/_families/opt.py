@@ -84,7 +84,7 @@ class OPTDecoderLayer(eqx.Module):
         self.config = config
 
     def mlp(self, x: Hidden, context: Context) -> Hidden:
-        """Apply two projections with an activation between."""
+        """Apply two projections with an activation between them."""
         (hidden,) = context.column(x, self.fc1)
         return context.row(ACTIVATIONS[self.config.activation_function](hidden), self.fc2)
 
@@ -101,7 +101,7 @@ class OPTDecoderLayer(eqx.Module):
 
 
 class OPTDecoder(eqx.Module):
-    """Everything but the head."""
+    """The model without its head."""
 
     embed_tokens: Embedding
     embed_positions: Embedding

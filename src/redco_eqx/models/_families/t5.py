@@ -25,9 +25,9 @@ from redco_eqx.models._blocks.relative_bias import relative_bias
 class T5Config(Config):
     """T5. `feed_forward_proj` is an activation, or `gated-` and an activation; `gated-gelu` means `gelu_new`.
 
-    - `tie_word_embeddings`: whether the head is the embedding table. The presence of a head in the files
-        decides: the entry of `config.json` is not read for it.
-    - `scale_decoder_outputs`: whether the head reads its input divided by `sqrt(d_model)`, as in v1.0. An older
+    - `tie_word_embeddings`: true if the head is the embedding table. This depends only on whether the files
+        have a head, not on the entry of `config.json`.
+    - `scale_decoder_outputs`: true if the input of the head is divided by `sqrt(d_model)`, as in v1.0. An older
         `config.json` means true unless its `tie_word_embeddings` is false.
     """
 
@@ -77,7 +77,7 @@ class T5Config(Config):
 
 
 class T5Attention(eqx.Module):
-    """Multi-head attention with unscaled scores; the context has the bias of relative positions.
+    """Multi-head attention with unscaled scores. The context has the bias of relative positions.
 
     - `relative_attention_bias`: the table that all layers share, in the first layer of a list.
     """
@@ -120,7 +120,7 @@ class T5Attention(eqx.Module):
 
 
 class T5SelfAttention(eqx.Module):
-    """Self-attention, normalised before."""
+    """Self-attention, with a norm before it."""
 
     SelfAttention: T5Attention
     layer_norm: RMSNorm
@@ -131,7 +131,7 @@ class T5SelfAttention(eqx.Module):
 
 
 class T5CrossAttention(eqx.Module):
-    """Cross-attention, normalised before."""
+    """Cross-attention, with a norm before it."""
 
     EncDecAttention: T5Attention
     layer_norm: RMSNorm
@@ -142,7 +142,7 @@ class T5CrossAttention(eqx.Module):
 
 
 class T5MLP(eqx.Module):
-    """Two projections with an activation between, or three with one as a gate (Shazeer 2020)."""
+    """Two projections with an activation between them, or three with one as a gate (Shazeer 2020)."""
 
     wi: Linear | None
     wi_0: Linear | None
@@ -175,7 +175,7 @@ class T5MLP(eqx.Module):
 
 
 class T5FeedForward(eqx.Module):
-    """The MLP, normalised before."""
+    """The MLP, with a norm before it."""
 
     DenseReluDense: T5MLP
     layer_norm: RMSNorm
@@ -212,7 +212,7 @@ class T5Block(eqx.Module):
 
 
 def _finite(x: Array) -> Array:
-    """Clip the stream in float16 to its range, which the published weights overflow."""
+    """Clip the stream to the range of float16, which the published weights overflow."""
     return jnp.clip(x, -64504, 64504) if x.dtype == jnp.float16 else x
 
 

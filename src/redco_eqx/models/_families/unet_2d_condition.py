@@ -1,4 +1,5 @@
-"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022): predicts the noise in an image from a text."""
+"""The UNet of Stable Diffusion 1 and 2 (Rombach et al. 2022), which predicts the noise in an image, given a
+text."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UNet2DConditionConfig(StagesConfig):
-    """The configuration of a UNet, by default that of Stable Diffusion 1, except that `cross_attention_dim` is
-    768 there.
+    """The configuration of a UNet. The defaults are those of Stable Diffusion 1, except `cross_attention_dim`
+    (768 there).
 
     - `attention_head_dim`: the **number** of heads, despite its name: one for all stages, or one for each.
     - `layers_per_block`, `transformer_layers_per_block`, `cross_attention_dim`: also one for all stages, or one
@@ -96,8 +97,8 @@ class UNet2DConditionConfig(StagesConfig):
 
 
 class UNet2DConditionModel(ImageModel):
-    """Stages down to small images, one in the middle, and stages up again, which read the outputs on the way
-    down.
+    """Stages that reduce images, one in the middle, and stages that enlarge them again, which read the outputs
+    of the first ones.
     """
 
     conv_in: Conv
@@ -178,7 +179,7 @@ class UNet2DConditionModel(ImageModel):
         *,
         key: Key | None = None,
     ) -> Float[Array, "b _ h w"]:
-        """Predict the noise in images, or the target that the model was trained on.
+        """Predict the noise in images, or the other target that the model was trained on.
 
         **Arguments:**
 

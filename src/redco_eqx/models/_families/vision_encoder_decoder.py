@@ -24,7 +24,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionEncoderDecoderConfig(BaseConfig):
-    """A ViT and a GPT-2, each with its own configuration. Special tokens missing here are the decoder's."""
+    """A ViT and a GPT-2, each with its own configuration. Missing special tokens come from the decoder's."""
 
     model_type: ClassVar[str] = "vision-encoder-decoder"
     architecture: ClassVar[str] = "VisionEncoderDecoderModel"
@@ -87,7 +87,7 @@ class VisionEncoderDecoderConfig(BaseConfig):
 class VisionEncoderDecoderModel(EncoderDecoder):
     """A GPT-2 that reads a ViT, with a projection between them if they differ in width.
 
-    Files have the encoder's pooler, which nothing reads: it is kept but not trained.
+    Files have the encoder's pooler, which nothing uses. It is kept but not trained.
     """
 
     encoder: ViTModel

@@ -112,7 +112,7 @@ class ViTAttention(eqx.Module):
 
 
 class ViTLayer(eqx.Module):
-    """Attention, then MLP, each normalised before and added to the stream."""
+    """Attention, then MLP, each with a norm before it, added to the stream."""
 
     attention: ViTAttention
     intermediate: Dense

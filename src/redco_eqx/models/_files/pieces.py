@@ -60,9 +60,9 @@ def write_together(
     arrays: dict[str, AnyArray],
     write: Callable[[Iterator[np.ndarray]], object],
 ) -> None:
-    """Pass the pieces, fetched one by one, to `write` on process 0; all processes call this.
+    """Fetch the pieces one by one, and pass them to `write` on process 0. All processes must call this.
 
-    An error there is raised again, on the other processes as a `RuntimeError`.
+    An error in `write` is raised again. The other processes raise it as a `RuntimeError`.
     """
     fetched = (_fetch(arrays, piece) for piece in pieces)
     error = None
