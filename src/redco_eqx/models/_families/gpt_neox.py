@@ -93,7 +93,7 @@ class GPTNeoXMLP(eqx.Module):
 
 
 class GPTNeoXLayer(eqx.Module):
-    """Attention and MLP, each with a norm before it, in parallel (or in turn without `use_parallel_residual`)."""
+    """Attention and MLP, each with a norm before it: in parallel, or one after the other."""
 
     input_layernorm: LayerNorm
     post_attention_layernorm: LayerNorm
