@@ -182,7 +182,16 @@ def bench(session: nox.Session) -> None:
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
     session.install("google-parallax")  # another engine of layouts, to compare with
-    for script in ("overhead", "collectives", "layouts", "plans", "generation", "checkpoints", "collation"):
+    for script in (
+        "overhead",
+        "collectives",
+        "layouts",
+        "plans",
+        "generation",
+        "checkpoints",
+        "collation",
+        "muon",
+    ):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
 
 

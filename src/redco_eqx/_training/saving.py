@@ -102,8 +102,8 @@ class Saver:
         changed = [name for name, x in programs.items() if x and before.get(name, x) not in ("", x)]
         if info is not None and changed and info.versions == versions():  # other versions may trace differently
             warnings.warn(
-                f"fit: {' and '.join(changed)} of this call compute something else than in the run so far, "
-                f"which continues from {info.path}.",
+                f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
+                f"else than in the run so far, which continues from {info.path}.",
                 stacklevel=7,
             )
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})

@@ -1,0 +1,77 @@
+"""The recipe of the page on Muon: its updates are those of `optax.contrib.muon`, and its bytes as expected."""
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pages
+import pytest
+
+import redco_eqx as rx
+from redco_eqx import models
+
+NUM_LAYERS, DIM, WIDTH = 3, 64, 96
+CONFIG = models.LlamaConfig(
+    vocab_size=32,
+    hidden_size=DIM,
+    intermediate_size=WIDTH,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=4,
+)
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    names = {"jax": jax, "optax": optax, "rx": rx}
+    first = next(b for b in pages.blocks((pages.PAGES / "howto/muon.md").read_text()) if b.language == "python")
+    exec(compile(first.code, "howto/muon.md", "exec"), names)
+    return names
+
+
+def make_model(mesh, stacked, seed):
+    return rx.init_model(
+        lambda key: models.LlamaForCausalLM(CONFIG, key=key, stacked=stacked), mesh, key=jax.random.key(seed)
+    )
+
+
+def two_updates(model, mesh, stacked, optimizer):
+    """Updates of two steps, with the arrays of other models as gradients; and the compiled update."""
+    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    grads = [rx.to_arrays(make_model(mesh, stacked, seed)) for seed in (1, 2)]
+    update = jax.jit(optimizer.update).lower(grads[0], state.opt_state, state.params).compile()
+    opt_state, found = state.opt_state, []
+    for one in grads:
+        updates, opt_state = update(one, opt_state, state.params)
+        found.append(jax.tree.map(np.asarray, updates))
+    return found, opt_state, update
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_back(recipe, stacked):
+    alone = rx.make_mesh(devices=jax.devices()[:1])
+    model = make_model(alone, stacked, 0)
+    dims = recipe["matrices"](model)
+    assert len(dims) == 7 * (1 if stacked else NUM_LAYERS)
+
+    def numbers(params):
+        return {path: dims.get(path) for path in params}
+
+    optax_muon = optax.contrib.muon(
+        1e-2, weight_decay=0.1, adam_learning_rate=1e-3, muon_weight_dimension_numbers=numbers
+    )
+    expected, like, _ = two_updates(model, alone, stacked, optax_muon)
+    meshes = [rx.make_mesh(fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((1, 1), (8, 1), (1, 4), (2, 2))]
+    for mesh in (alone, *meshes):
+        model = make_model(mesh, stacked, 0)
+        optimizer = recipe["owned_muon"](1e-2, model, dims, weight_decay=0.1, adam_learning_rate=1e-3)
+        found, opt_state, compiled = two_updates(model, mesh, stacked, optimizer)
+        assert jax.tree.structure(opt_state) == jax.tree.structure(like)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7, rtol=1e-5), found, expected)
+        # The padded stacks, in parts: to the owners and back within `num_parts`, then to the copies.
+        num_parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
+        if num_parts in (mesh.shape["fsdp"], mesh.shape["tensor"]):  # one axis: the parts move once each way
+            counts = {DIM * DIM: 4 * NUM_LAYERS, DIM * WIDTH: 3 * NUM_LAYERS}
+            stack = 4 * sum(size * -(-count // mesh.size) * mesh.size for size, count in counts.items())
+            parts = 2 * (num_parts - 1) * stack // num_parts // mesh.size
+            copies = stack // num_parts - stack // mesh.size
+            assert rx.communication(compiled, mesh).total.sent_bytes == parts + copies
