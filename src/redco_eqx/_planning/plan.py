@@ -40,8 +40,7 @@ fragments."""
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh on which a step fits or, if there is none, the mesh that lacks the least memory. `str()` gives a
-    table.
+    """A mesh on which a step fits or, if there is none, the mesh that comes closest. `str()` gives a table.
 
     - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`), memory is an estimate, and
         `target.margin(mesh)` is its margin, as measured against other compilers.
@@ -56,7 +55,7 @@ class MeshPlan:
 
     @property
     def best(self) -> Trial:
-        """The best trial that fits or, if none fits, the one that lacks the least memory."""
+        """The best trial that fits or, if none fits, the one that comes closest."""
         return self.trials[0]
 
     @property
@@ -199,15 +198,15 @@ def plan(
     - `reserve`: the part of the memory to leave free.
     - `estimate`: true to compile for the same number of virtual CPU devices instead of the target. See
         `MeshPlan.target`.
-    - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that lacks the
-        least memory is compiled again, with microbatches of one row on a device.
+    - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that comes closest
+        is compiled again, with microbatches of one row on a device.
     - `progress`: true to report each compilation on stderr.
 
     A Ctrl-C ends the search early, and returns the result so far.
 
     **Returns:**
 
-    A `MeshPlan`: the best mesh that fits or, if `fits` is false, the one that lacks the least memory. `str()`
+    A `MeshPlan`: the best mesh that fits or, if `fits` is false, the one that comes closest to fitting. `str()`
     gives a table.
 
     **Raises:**

@@ -128,8 +128,8 @@ def search(
     Trials that seem too large, judged by the memory of others, come after the rest, the smallest first. A trial
     is refused without compilation only if its arguments alone are too large. If this is true of all, the
     smallest is compiled. The trials that fit are followed by those that do not, starting with the one that
-    lacks the least memory, and then by those that were not compiled. If none fits, the second result is the
-    first trial again, compiled with microbatches of one row on a device.
+    comes closest, and then by those that were not compiled. If none fits, the second result is the first trial
+    again, compiled with microbatches of one row on a device.
     """
     left = list(trials)
     tried: list[Trial] = []
