@@ -131,7 +131,7 @@ def test_alternation_is_within_5_percent_of_the_best_layout(widths):
     """An oracle: every way to split each Linear of a chain by column or by row, compiled. The chain reads and
     feeds a stream that is whole."""
     mesh = rx.make_mesh(data=1, tensor=TENSOR)
-    make = lambda n, o: eqx.nn.Linear(n, o, use_bias=False, key=jax.random.key(0))  # noqa: E731
+    make = partial(eqx.nn.Linear, use_bias=False, key=jax.random.key(0))
     layers = [eqx.filter_eval_shape(make, n, o) for n, o in itertools.pairwise(widths)]
     model = {"layers": layers, "scale": shaped(widths[0]), "next": shaped(widths[-1], 8)}
 
