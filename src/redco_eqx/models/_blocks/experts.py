@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017): each token goes to a few of many MLPs, and none is dropped."""
+"""Mixtures of experts (Shazeer et al. 2017): each token goes to a few of many MLPs, and no token is dropped."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,14 @@ from redco_eqx._parallel.linear import batch_axes, check_sequence, psum, tensor_
 from redco_eqx.models._blocks.context import Hidden
 
 Chosen = Int[Array, "b t chosen"]
-"""The numbers of the experts of each token."""
+"""The numbers of the experts that each token goes to."""
 
 
 class ExpertMatrix(eqx.Module):
-    """The matrices of one projection in all experts, stored `(expert, out, in)`; in files each has its key.
+    """The matrices of one projection in all experts, stored `(expert, out, in)`. In files, each has its own
+    key.
 
-    - `expert_split`: `column` or `row`, the way in which `mix_experts` splits it; `shard_rules` reads it.
+    - `expert_split`: `column` or `row`, as `mix_experts` splits it. `shard_rules` reads this.
     """
 
     weight: Float[Array, "experts out in"]
@@ -52,17 +53,18 @@ def mix_experts(
     """Return the weighted sum of the outputs of the experts that each token goes to, and their numbers.
 
     The tokens of a device are sorted by expert, and multiplied in groups. Over `tensor`, each expert is split
-    inside, as `column` and `row` split an MLP: one sum of the size of `x` forward, and one backward. Splitting
-    the experts among the devices would send as much, keep more activations, and wait for the busiest device.
+    inside, as `column` and `row` split an MLP, with one sum of the size of `x` forward, and one backward.
+    Distributing the experts over the devices would send the same amount, keep more activations, and wait for
+    the busiest device.
 
     **Arguments:**
 
     - `scores`: the router's output.
     - `gate`, `up`, `down`: the projections of all experts.
-    - `num_chosen`: the number of experts of a token.
-    - `normalise`: whether the weights of a token's experts add up to 1.
+    - `num_chosen`: the number of experts for each token.
+    - `normalise`: true if the weights of a token's experts add up to 1.
     - `activation`: applied to the gate.
-    - `sequence_parallel`: says that `x`, `scores` and the output are split over `tensor` along the tokens.
+    - `sequence_parallel`: pass true if `x`, `scores` and the output are split over `tensor` along the tokens.
     """
 
     @jax.named_scope("redco_eqx.row")

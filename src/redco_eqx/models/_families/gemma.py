@@ -19,7 +19,7 @@ KINDS = ("full_attention", "sliding_attention")
 class Gemma2Config(LlamaLikeConfig):
     """Gemma 2. Scores and logits have smooth bounds, and every second layer sees all tokens.
 
-    - `layer_types`: for each layer `sliding_attention` (it has the window) or `full_attention`.
+    - `layer_types`: for each layer, `sliding_attention` (it has the window) or `full_attention`.
     """
 
     model_type: ClassVar[str] = "gemma2"
@@ -115,7 +115,7 @@ class LayerRopes:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3TextConfig(Gemma2Config):
     """Gemma 3 without images. Queries and keys are normalised, and every `sliding_window_pattern`-th layer sees
-    all tokens, with rotary positions of its own.
+    all tokens, with its own rotary positions.
     """
 
     model_type: ClassVar[str] = "gemma3_text"

@@ -21,7 +21,7 @@ from redco_eqx.models._blocks.rope import Rope, rotate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(Config):
-    """GPT-NeoX. `rope` turns a part of each head, by default a quarter of its features."""
+    """GPT-NeoX. `rope` rotates a part of each head, by default a quarter of its features."""
 
     model_type: ClassVar[str] = "gpt_neox"
     architecture: ClassVar[str] = "GPTNeoXForCausalLM"

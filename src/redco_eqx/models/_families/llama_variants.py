@@ -75,8 +75,9 @@ class Olmo2Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(LlamaConfig):
-    """Phi-3 of 4k tokens (Abdin et al. 2024), whose files store projections as one; not those of 128k tokens,
-    whose `longrope` is not supported. Here they are separate, so that each is split by whole heads.
+    """Phi-3 with 4k tokens (Abdin et al. 2024). The variants with 128k tokens are not supported, because they
+    use `longrope`. Files store projections as one matrix. Here they are separate, so that each is split by
+    whole heads.
     """
 
     model_type: ClassVar[str] = "phi3"
@@ -102,7 +103,7 @@ class Phi3Config(LlamaConfig):
 class SmolLM3Config(LlamaConfig):
     """SmolLM3 (Hugging Face 2025), 3B: every fourth layer has no positions (Yang et al. 2025).
 
-    - `no_rope_layers`: for each layer 1 if it **has** rotary positions, 0 if not. By default all layers have
+    - `no_rope_layers`: for each layer, 1 if it **has** rotary positions, 0 if not. By default, all layers have
         them except every `no_rope_layer_interval`-th.
     """
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024) and Qwen3-MoE: a LLaMA with a router and experts in place of the MLP."""
+"""Mixtral (Jiang et al. 2024) and Qwen3-MoE: a LLaMA with a router and experts instead of the MLP."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from redco_eqx.models._families.llama import LlamaConfig, LlamaForCausalLM
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseConfig(LlamaConfig):
-    """Models whose tokens go to `num_experts_per_tok` of `num_experts` MLPs each."""
+    """Models in which each token goes to `num_experts_per_tok` of `num_experts` MLPs."""
 
     projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     """The projections of an expert: the gate, the one beside it, and the one that closes them."""
@@ -61,7 +61,7 @@ class MixtralConfig(SparseConfig):
 class Qwen3MoeConfig(SparseConfig):
     """Qwen3-MoE, with experts in all layers.
 
-    - `norm_topk_prob`: whether the weights of a token's experts add up to 1; they do in Mixtral.
+    - `norm_topk_prob`: true if the weights of a token's experts add up to 1, as they do in Mixtral.
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
@@ -134,8 +134,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
         key: Key | None = None,
     ) -> tuple[Hidden, Float[Array, ""]]:
         """Return the input of the head, and the auxiliary loss that balances the experts (Fedus et al. 2022,
-        Switch Transformer, section 2.2), over all layers and all tokens that are not padding. Add it to the
-        loss, times the `router_aux_loss_coef` of the published model (0.001 to 0.02).
+        Switch Transformer, section 2.2), over all layers and all tokens that are not padding. Multiply it by
+        the `router_aux_loss_coef` of the published model (0.001 to 0.02), and add it to the loss.
 
         Arguments as for calling the model.
         """

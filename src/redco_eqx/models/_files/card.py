@@ -1,4 +1,4 @@
-"""The card of a model: the page that the Hugging Face Hub shows of it."""
+"""Make a model card, the page that the Hugging Face Hub shows for a model."""
 
 import importlib.metadata
 import math
@@ -29,7 +29,7 @@ tags:
 
 
 def card_of(model: Model, name: str, history: History) -> str:
-    """Makes a card: the model, the versions of the libraries, the mesh, and the last value of each metric."""
+    """Makes a card with the model, library versions, the mesh, and the last value of each metric."""
     last = {}
     for row in (*history.rows, *history.evaluations):
         last |= {metric: (row["step"], value) for metric, value in row.items() if metric != "step"}

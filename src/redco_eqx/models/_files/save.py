@@ -52,8 +52,9 @@ def save_pretrained(
     - `model`: a model in any layout. One array at a time (one layer at a time, if layers are stacked) is
         copied, fetched to the host, written and dropped.
     - `directory`: created if it does not exist. `~` is expanded.
-    - `card`: a text to write as `README.md`, the model card of the Hugging Face Hub; or the [`History`][] of a
-        run of [`fit`][], from which a card is made: the model, the versions, the mesh and the last metrics.
+    - `card`: the text of a model card for the Hugging Face Hub, written as `README.md`. Or pass the
+        [`History`][] of a run of [`fit`][] to generate a card with the model, the versions, the mesh and the
+        last metrics.
     - `max_shard_bytes`: larger weights go into several files, which an index names. Their names follow Hugging
         Face's convention, `model-00001-of-0000N.safetensors`. If you save the model again over the same number
         of files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
