@@ -1,4 +1,4 @@
-"""From the chosen splits to a layout, which is judged as a whole and compared with that of the path rules."""
+"""Turn chosen splits into a layout, judge it as a whole, and compare it with that of the path rules."""
 
 import dataclasses
 import re
@@ -309,7 +309,7 @@ def freed_bytes(costs: Costs, layout: SplitOfEach) -> float:
 
 
 def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
-    """Score a layout, in bytes, in the way that splits are weighed for the choice."""
+    """Score a layout, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = costs.worth_of_work(work) + MEMORY * freed_bytes(costs, layout)
     return gained - sent.num_bytes(merged=True) - sent.waits

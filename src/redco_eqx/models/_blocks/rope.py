@@ -99,7 +99,7 @@ class Rope:
     @classmethod
     def from_json(cls, raw: Mapping[str, Json], default: "Rope | None" = None) -> "Rope":
         """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (transformers 5).
-        `default` has the base, and the part that turns, if the file does not say them.
+        `default` gives the base and the rotated part, if the file does not.
 
         Raises `ValueError` for a rope type that is not supported, or one that lacks a number.
         """

@@ -179,8 +179,8 @@ class LlamaMLP(eqx.Module):
 class LlamaDecoderLayer(eqx.Module):
     """Attention, then MLP, each with the norms of the family around it, and added to the stream.
 
-    The MLP lies at its name in files, `mlp` or `block_sparse_moe`. A mixture of experts also returns numbers
-    that are added up over the layers.
+    The MLP has its name in files, `mlp` or `block_sparse_moe`. A mixture of experts also returns numbers that
+    are added up over the layers.
     """
 
     self_attn: LlamaAttention
