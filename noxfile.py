@@ -114,10 +114,12 @@ def examples(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """Runs the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
     session.install("-e", ".[log]", *group("tests"), *group("types"))
-    reduced = session.posargs == ["--reduced"]
-    folders = ["tests/step", "tests/checkpoint"] if reduced else ["tests"]
-    session.run("pytest", *folders, "-n", "2", "--dist", "worksteal")
-    if not reduced:
+    if session.posargs == ["--reduced"]:  # in one process, beside another session
+        session.run("pytest", "tests/step", "tests/checkpoint")
+    else:
+        session.run("pytest", "-n", "2", "--dist", "worksteal")
+        session.install("-e", ".[hf]", *group("parity"))
+        session.run("pytest", "tests/parity/test_families.py", "-k", "llama or gpt2")
         session.run("python", "examples/quickstart.py")
         session.run("pyright", "src/redco_eqx", "--pythonversion", "3.13")
 

@@ -1,16 +1,21 @@
 """`shard_rules`, `explain` and `init_model` with a program: what they take, and what they refuse."""
 
+import functools
+import warnings
+
 import equinox as eqx
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import MESH
 from helpers import abstract, decide
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
+from redco_eqx._dataflow.operations import RULES
 
 
 def mlp(width=64):
@@ -98,6 +103,31 @@ def test_a_predict_function_and_a_loss_with_metrics_will_do():
 
     for function in (squared, predict, undifferentiable, with_metrics):
         assert rx.shard_rules(mlp(), MESH, loss_fn=function, batch=rows()) == rx.shard_rules(mlp(), MESH)
+
+
+def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monkeypatch):
+    def unread(*arguments, **options):
+        raise KeyError("a parameter of another JAX")
+
+    mesh, optimizer = rx.make_mesh(tensor=4), optax.sgd(0.1)
+    model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
+    by_paths = rx.shard_rules(model, mesh)
+    monkeypatch.setattr("redco_eqx._dataflow.engine.choose_layout", unread)
+    with pytest.warns(rx.errors.ShardingWarning, match=r"could not be read \(KeyError: .* with JAX \d"):
+        assert rx.shard_rules(model, mesh, loss_fn=squared, batch=rows()) == by_paths
+    with pytest.raises(KeyError):  # names give only one layout, whatever it takes
+        rx.shard_rules(model, mesh, loss_fn=squared, batch=rows(), max_bytes_per_device=2**20)
+    state = rx.init_state(eqx.filter_shard(model, by_paths), optimizer, key=jax.random.key(1))
+    split = rx.split_activations(squared)
+    monkeypatch.setattr("redco_eqx._step.constraints.walk_through", unread)
+    batch = {name: jnp.ones(x.shape) for name, x in rows().items()}
+    states = []
+    for loss_fn in (squared, split):
+        step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=by_paths)
+        with warnings.catch_warnings(record=True) as caught:
+            states.append(jax.jit(step, compiler_options=helpers.QUICK_COMPILE)(state, batch)[0])
+        assert any("left to the compiler" in str(x.message) for x in caught) == (loss_fn is split)
+    helpers.assert_identical(states[0].params, states[1].params)
 
 
 def test_concrete_and_abstract_arguments_are_alike():
@@ -211,6 +241,14 @@ def test_what_is_not_understood_is_named():
     assert explanation.communication is not None
     assert [text.partition(" ")[0] for text in explanation.communication.opaque] == ["pure_callback"]
     assert "test_interface.py" in explanation.communication.opaque[0]
+
+
+def test_an_operation_whose_rule_fails_is_not_understood(monkeypatch):
+    """As if a newer JAX had renamed a parameter of it."""
+    monkeypatch.setitem(RULES, "dot_general", lambda walk, operands: walk.params["renamed"])
+    explanation = rx.explain(mlp(), MESH, loss_fn=squared, batch=rows())
+    assert explanation.communication is not None
+    assert {text.partition(" ")[0] for text in explanation.communication.opaque} == {"dot_general"}
 
 
 def test_complex_parameters_are_trained():

@@ -309,7 +309,11 @@ def analysis_of(
     max_bytes_per_device: int | None = None,
     chosen: Chosen = MappingProxyType({}),
 ) -> "Analysis | None":
-    """Analyse the program, if there is one, and decide the arrays that `chosen` does not contain."""
+    """Analyse the program, if there is one, and decide the arrays that `chosen` does not contain.
+
+    Warns and returns `None` for a program that cannot be read, such as one of a JAX that is newer than this
+    library: the path rules are then better than no layout.
+    """
     if loss_fn is None and batch is None:
         if max_bytes_per_device is not None:
             raise ValueError(
@@ -324,7 +328,16 @@ def analysis_of(
         )
     from redco_eqx._dataflow.tracing import trace_step
 
-    return analyse(trace_step(loss_fn, model, batch), model, mesh, max_bytes_per_device, chosen)
+    traced = trace_step(loss_fn, model, batch)
+    try:
+        return analyse(traced, model, mesh, max_bytes_per_device, chosen)
+    except Exception as error:
+        if isinstance(error, ValueError) or max_bytes_per_device is not None:
+            raise
+        why = f"({type(error).__name__}: {error}, with JAX {jax.__version__})"
+        text = f"shard_rules: the program could not be read {why}. Names and shapes decide. Please report this."
+        warnings.warn(text, ShardingWarning, stacklevel=4)
+        return None
 
 
 def analyse(

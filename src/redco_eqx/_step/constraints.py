@@ -23,11 +23,11 @@ from redco_eqx._step.mends import lay
 
 def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, int | None]) -> Jaxpr:
     """Lay out each value in the program of a step. `tensor` splits the `dims` of parameters, by path."""
-    walk = walk_through(traced)
-    values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
     try:
+        walk = walk_through(traced)
+        values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
         solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
-    except ValueError as error:
+    except Exception as error:  # no solution, or a program of a newer JAX: it runs as it is
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)
         return traced.jaxpr
     return _Constraints(solution, mesh).program(traced.jaxpr, walk.bodies[-1])
