@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 import equinox as eqx
@@ -11,9 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from redco_eqx.models._blocks.context import Cache
+from redco_eqx.models._blocks.context import Cache, Memory
 from redco_eqx.models._blocks.decoder import Decoder, DecoderLM
 from redco_eqx.models._blocks.encoder_decoder import EncoderDecoder
+from redco_eqx.models._blocks.model import unstack
 
 Tokens: TypeAlias = Array | np.ndarray
 Step: TypeAlias = Callable[..., tuple[Array, Cache | None]]
@@ -160,28 +162,43 @@ def special_tokens(
 
 def prefill(model: Decoder, prompt: Prompt, num_slots: int) -> tuple[Array, Cache, Step]:
     """Return the logits after each row's last real token, the cache of the prompt with `num_slots` empty slots,
-    and the function that runs the model from there.
+    and the function that runs the model from there, with its layers in a list.
     """
     real, (size, length) = prompt.real, prompt.tokens.shape
-    step = _step(model, prompt)
+    memory = _memory(model, prompt)
+    step = _step(model, memory)
     tokens = _without_padding(prompt.tokens, real)
     dtype = jax.eval_shape(lambda: step(tokens)[0]).dtype
     hidden, cache = step(tokens, attention_mask=real, cache=model.init_cache(size, length, dtype))
     assert cache is not None  # because the call passed one
     last = jnp.max(jnp.where(real, jnp.arange(length), 0), axis=1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return model.logits(hidden), cache.with_room(num_slots), step
+    return model.logits(hidden), cache.with_room(num_slots), _step(_unstacked(model), memory)
 
 
-def _step(model: Decoder, prompt: Prompt) -> Step:
-    if isinstance(model, DecoderLM):
-        return model.hidden_states
-    assert isinstance(model, EncoderDecoder)
+def _memory(model: Decoder, prompt: Prompt) -> Memory | None:
+    if not isinstance(model, EncoderDecoder):
+        return None
     assert prompt.source is not None
     source, mask = prompt.source, prompt.source_mask
     if mask is not None:
         source = _without_padding(source, mask)
-    return partial(model.decode, memory=model.encode(source, attention_mask=mask))
+    return model.encode(source, attention_mask=mask)
+
+
+def _step(model: Decoder, memory: Memory | None) -> Step:
+    if isinstance(model, DecoderLM):
+        return model.hidden_states
+    assert isinstance(model, EncoderDecoder)
+    assert memory is not None
+    return partial(model.decode, memory=memory)
+
+
+def _unstacked(model: Decoder) -> Decoder:
+    """Return the model with its layers in a list. A scan inside of a loop copies each layer at each step."""
+    if isinstance(model.layers, list):
+        return model
+    return eqx.tree_at(attrgetter(model.stacks[-1]), model, unstack(model.layers))
 
 
 def _without_padding(tokens: Int[Array, "b p"], real: Bool[Array, "b p"]) -> Int[Array, "b p"]:
