@@ -53,8 +53,8 @@ def save_pretrained(
         copied, fetched to the host, written and dropped.
     - `directory`: created if it does not exist. `~` is expanded.
     - `card`: the text of a model card for the Hugging Face Hub, written as `README.md`. Or pass the
-        [`History`][] of a run of [`fit`][] to generate a card with the model, the versions, the mesh and the
-        last metrics.
+        [`History`][redco_eqx.types.History] of a run to generate a card with the model, the versions, the mesh
+        and the last metrics.
     - `max_shard_bytes`: larger weights go into several files, which an index names. Their names follow Hugging
         Face's convention, `model-00001-of-0000N.safetensors`. If you save the model again over the same number
         of files, they are `model-2-00001-of-...`, because the old files must not change before the index does.
