@@ -123,16 +123,13 @@ def scan(walk: Walk, operands: list[Value]) -> Results:
     slices = [
         Value(x.dims[1:], x.num_bytes // max(length, 1), x.weights, x.is_data, x.is_learned) for x in stacks
     ]
-    # Layers have different weights; a loop that goes through a sequence with the same weights waits at each
-    # step.
-    waits = any(x.weights for x in consts) and not any(x.weights for x in stacks)
     walk.hand_on(before, carry)
     walk.hand_on(stacks, slices, (1, length))
-    outside = walk.times, walk.waits
-    walk.times, walk.waits = walk.times * length, walk.waits * (length if waits else 1)
+    outside = walk.times
+    walk.times *= length
     results = walk.run(body(walk.params["jaxpr"]), [*consts, *carry, *slices])
     walk.carry(carry, results)
-    walk.times, walk.waits = outside
+    walk.times = outside
     made = results[num_carry:]
     stacked = [walk.result([over, *x.dims], [x], num_carry + i) for i, x in enumerate(made)]
     walk.hand_on(made, stacked, (length, 1))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from redco_eqx._dataflow.values import STREAM, Event, Split, Step, Value, size_of, total_bytes
-from redco_eqx._dataflow.walk import MESSAGE, Costs, Walk
+from redco_eqx._dataflow.walk import Costs, Walk
 
 # The exact choice: of all splits that do not clash, those that are worth the most together.
 
@@ -20,7 +20,7 @@ MEMORY = 0.01
 def worth(costs: Costs, split: Split) -> float:
     """The worth of choosing a split, in bytes sent."""
     gained = split.unsent + costs.worth_of_work(split.work) + MEMORY * split.freed
-    return gained - split.num_bytes(merged=True) - split.waits
+    return gained - split.num_bytes(merged=True)
 
 
 def choose(
@@ -119,9 +119,16 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
             numbers = [wanted[id(x)] for x in step.results if id(x) in wanted]
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
     splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
-    sent = Sent(costs, splits, wanted, _cut(costs, walk, wanted))
+    cut = _cut(costs, walk, wanted)
+    sent = Sent(costs, dict(splits), wanted, cut)
     for step in walk.steps:
         sent.step(step)
+    # A loop takes a value as split as its last trip gave it.
+    carried = {id(x): number for x, y in walk.carried if (number := sent.split_of(y)) is not None}
+    if carried.keys() - splits.keys():
+        sent = Sent(costs, splits | carried, wanted, cut)
+        for step in walk.steps:
+            sent.step(step)
     for leaf, gradient in enumerate(walk.gradients):
         if gradient is not None and sent.split_of(gradient) not in (None, layout.get(leaf)):
             sent.moved += costs.gathered(sent.part(gradient) * gradient.num_bytes)
@@ -149,12 +156,11 @@ class Sent:
 
     - `events`: the events that send, with bytes, over `tensor` or over the batch axes.
     - `moved`: bytes of arrays that are sent because they are used in another split than they have.
-    - `waits`: the cost of waiting, in bytes.
     """
 
     def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int], cut: set[tuple[int, int]]):
         self.events: list[tuple[Event, float]] = []
-        self.moved = self.waits = 0.0
+        self.moved = 0.0
         self._costs, self._leads = costs, costs.leads
         self._splits, self._wanted, self._cut = splits, wanted, cut
         self._partial: dict[int, int] = {}  # the values that only some atoms of a split still split
@@ -186,7 +192,6 @@ class Sent:
             self.events += sent
             self.moved += moved
             self._gathered |= {self._copy(step, value, number) for value in gathered}
-            self.waits += sum(MESSAGE * event.times for event, _ in sent if event.waits > 1)
             is_whole = bool(numbers) or not partial
             for value in step.results:
                 if is_whole and number in self._leads.splitting(value.dims):
@@ -251,15 +256,16 @@ class Sent:
         is_along = [place in dims for place, dims in zip(places, event.along)]
         if all(is_along) or not any(is_along):
             return [(event, size)] if all(is_along) else []
-        one = event.arrays[is_along.index(True)]
-        other = is_along.index(False)
+        first, other = is_along.index(True), is_along.index(False)
+        one = event.arrays[first]
         whole = self._costs.local_bytes(one, event.times)
         is_product = step.equation.primitive.name == "dot_general"  # a convolution gathers
         is_cut = is_product and (id(event.arrays[other]), number) in self._cut
         made = self._costs.local_bytes(event.sent, event.times)
         if places[other] is None and (is_cut or whole > made):  # the other operand is cut to match
             return [(event, size)]
-        gathered = dataclasses.replace(event, kind="whole", dims=one.dims, sent=one, arrays=(one,), along=())
+        dims = [one.dims[places[first] or 0]]
+        gathered = dataclasses.replace(event, kind="whole", dims=dims, sent=one, arrays=(one,), along=())
         return [(gathered, self._costs.gathered(whole))]
 
     def _place(self, value: Value) -> int | None:
@@ -312,7 +318,7 @@ def score(costs: Costs, layout: SplitOfEach, sent: Sent) -> float:
     """Score a layout, in bytes, as splits are weighed for the choice."""
     work = (1 - 1 / costs.tensor) * sum(costs.work[leaf] for leaf in layout)
     gained = costs.worth_of_work(work) + MEMORY * freed_bytes(costs, layout)
-    return gained - sent.num_bytes(merged=True) - sent.waits
+    return gained - sent.num_bytes(merged=True)
 
 
 def improve(

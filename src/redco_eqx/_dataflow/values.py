@@ -168,8 +168,7 @@ class Event:
         sum over devices, once; the compiler for CPU does not.
     - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
         on every backend.
-    - `times`: how often the operation is done, in loops; `waits`: how often in loops over one sequence with the
-        same weights, in which each trip waits for the one before.
+    - `times`: how often the operation is done, in loops.
     """
 
     kind: str
@@ -178,7 +177,6 @@ class Event:
     arrays: Sequence[Value]
     equation: JaxprEqn
     times: int
-    waits: int
     unless: Sequence[Dim] = ()
     block: str = ""
     along: Sequence[Sequence[int]] = ()
@@ -255,7 +253,6 @@ class Split:
         of the whole dim, if it is also split (evenly, across the borders of pieces). `crossed` are the
         parameters among `leaves` with such a dim.
     - `sent`: bytes that a device sends in a step because of the split, event by event.
-    - `waits`: the cost of waiting for these, in bytes.
     - `unsent`: bytes that are not sent over the batch axes, because the arrays that are split have smaller
         gradients.
     - `work`: bytes of weights, times the number of their uses, that a device leaves to others.
@@ -268,7 +265,6 @@ class Split:
     borders: tuple[Atom, ...] = ()
     crossed: tuple[int, ...] = ()
     sent: list[tuple[Event, float]] = dataclasses.field(default_factory=list)
-    waits: float = 0.0
     unsent: float = 0.0
     work: float = 0.0
     freed: float = 0.0
@@ -323,11 +319,11 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
             border, *rest = resolve(dim) or (None,)
             clean = found.get(leading_atoms(tuple(rest), tensor) or ())
             divides = size_of(dim) % tensor == 0
-            if border is None or border.pin or clean is None or leaf in clean.leaves or not divides:
+            if border is None or border.pin or clean is None or not divides:
                 continue
             number = len(found) + len(crossing)
             split = crossing.setdefault(clean.number, Split(number, clean.atoms, dict(clean.leaves)))
-            if leaf not in split.leaves:
+            if leaf not in split.crossed:
                 split.leaves[leaf] = i
                 split.borders = tuple(dict.fromkeys((*split.borders, border)))
                 split.crossed = (*split.crossed, leaf)
@@ -388,6 +384,6 @@ class Leads:
 
     def doubled(self, dims: Iterable[Dim]) -> list[int]:
         """The numbers of the splits that lead two dims by the same atom."""
-        firsts = [resolve(dim)[0] for dim in dims if dim]
-        twice = dict.fromkeys(atom for i, atom in enumerate(firsts) if atom in firsts[:i])
-        return [number for atom in twice for number in self.of_atom.get(atom, ())]
+        found = [(n, dim) for dim in dims for n in self.of([dim])]
+        leads = [(n, resolve(dim)[bool(self.num_pieces(self.splits[n], [dim]))]) for n, dim in found]
+        return list(dict.fromkeys(pair[0] for i, pair in enumerate(leads) if pair in leads[:i]))

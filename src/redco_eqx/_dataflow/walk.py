@@ -60,7 +60,7 @@ class Walk:
         self.opaque: dict[str, list[JaxprEqn]] = {}
         self.carried: list[tuple[Value, Value]] = []
         self.bodies: list[Body] = []
-        self.times = self.waits = 1
+        self.times = 1
 
     def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Walks through a program without constants, and returns its results."""
@@ -155,9 +155,8 @@ class Walk:
     ) -> None:
         """Records that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
         if any(dims):
-            times = self.times, self.waits
             of = arrays or (sent,)
-            found = Event(kind, dims, sent, of, self.equation, *times, unless, self.block, along)
+            found = Event(kind, dims, sent, of, self.equation, self.times, unless, self.block, along)
             self.events.append(found)
             if kind == "sum":
                 sent.sums = (*sent.sums, found)
@@ -196,9 +195,6 @@ def unknown(aval: AbstractValue) -> Value:
 
 
 Held: TypeAlias = Callable[[int, int | None], float]
-
-MESSAGE = 2**16
-"""In a loop that waits at each step, a collective costs at least as much time as this many bytes."""
 
 WORK = 3.0
 """A split that divides a whole layer of average depth is worth a sum over devices of this many of the layer's
@@ -282,10 +278,10 @@ class Costs:
             return 0.0
         if (before or after) and event.kind == "merge":
             return self.gathered(size)  # a reshape across borders needs the whole array
-        if before and self.leads.cover(
-            split, event.unless
-        ):  # pieces come by permutes of neighbouring shards, ...
-            return (1 + 1 / before**2) * size / self.tensor
+        if before and self.leads.cover(split, event.unless):
+            if before % self.tensor == 0:  # the device that has a piece deals it out, ...
+                return self.gathered(size / before)
+            return (1 + 1 / before**2) * size / self.tensor  # ... or it comes by permutes of neighbours, ...
         if after:  # ... and go back by two all-to-alls, as compilers do it
             return 2 * self.gathered(size / self.tensor)
         return 0.0 if self.leads.cover(split, event.unless) else self.gathered(size)
@@ -318,7 +314,6 @@ def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shar
             size = costs.caused(splits[number], event)
             if size > 0:
                 splits[number].sent.append((event, size))
-                splits[number].waits += MESSAGE * event.times if event.waits > 1 else 0
     _count_doubles(costs, walk)
     for split in splits:
         split.work = kept * sum(work[leaf] for leaf in split.leaves)
@@ -345,7 +340,7 @@ def _count_doubles(costs: Costs, walk: Walk) -> None:
             if number in before:
                 continue
             smallest = min(step.operands[::-1], key=lambda x: x.num_bytes, default=value)
-            event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times, 1)
+            event = Event("twice", value.dims, smallest, (smallest,), step.equation, step.times)
             step.events.append(event)
             size = costs.gathered(costs.local_bytes(smallest, step.times))
             costs.splits[number].sent.append((event, size))
