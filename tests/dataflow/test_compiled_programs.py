@@ -20,7 +20,7 @@ import redco_eqx as rx
 # What the program splits otherwise than the path rules, or what only it splits: fused weights across borders,
 # a stream, experts with their router, members of an ensemble, a table of relative positions; linear solves, and
 # products by groups of rows. What is predicted apart: keys and values split by some of the shards, low-rank
-# branches, windows, a cell that waits.
+# branches, windows, a recurrent cell.
 CASES = [
     ("stacked_llama_gqa_refused", "data2xtensor4"),
     ("gpt2", "data2xtensor4"),
@@ -122,6 +122,58 @@ def test_one_index_along_both_dims_of_a_weight_is_predicted():
     assert specs["a.weight"] == specs["b.weight"] == COLUMNS
     compiled = compiled_bytes(model, mean_square, batch, specs, mesh_of("data2xtensor4"))
     assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.03)
+
+
+class Quantised(eqx.Module):
+    """Frozen weights in int8 with trained scales."""
+
+    up: jax.Array
+    up_scale: jax.Array
+    down: jax.Array
+    down_scale: jax.Array
+
+    def __init__(self, key):
+        self.up, self.down = jnp.zeros((64, 32), jnp.int8), jnp.zeros((32, 64), jnp.int8)
+        self.up_scale, self.down_scale = jnp.ones(64), jnp.ones(32)
+
+    def __call__(self, x):
+        hidden = jax.nn.gelu((self.up.astype(jnp.float32) @ x) * self.up_scale)
+        return x + (self.down.astype(jnp.float32) @ hidden) * self.down_scale
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.LSTMCell
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.cell, self.out = eqx.nn.LSTMCell(32, 64, key=key), eqx.nn.Linear(64, 32, key=key)
+
+    def __call__(self, x):
+        def step(carry, x):
+            carry = self.cell(x, carry)
+            return carry, carry[0]
+
+        return jax.vmap(self.out)(jax.lax.scan(step, (jnp.zeros(64), jnp.zeros(64)), x)[1])
+
+
+ROWS_ONLY = P(None, "tensor")
+OF_GATES = {"cell.weight_ih": COLUMNS, "cell.weight_hh": COLUMNS, "cell.bias": COLUMNS, "out.weight": ROWS_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "expected"),
+    [
+        (Quantised, (32,), {"up": COLUMNS, "up_scale": COLUMNS, "down": ROWS_ONLY}),
+        (Recurrent, (12, 32), OF_GATES),
+    ],
+)
+def test_frozen_integers_and_gates_of_a_cell_are_split_and_predicted(make, shape, expected):
+    model, batch = abstract(make), jax.ShapeDtypeStruct((ROWS, *shape), jnp.float32)
+    explanation = rx.explain(model, abstract_mesh(), loss_fn=mean_square, batch=batch)
+    specs = specs_of(explanation)
+    assert {path: spec for path, spec in specs.items() if spec != WHOLE} == expected
+    compiled = compiled_bytes(model, mean_square, batch, specs, mesh_of("data2xtensor4"))
+    assert sent(explanation).num_bytes_unmerged == pytest.approx(compiled, rel=0.02)
 
 
 # The families of the library, whose blocks say where their layers begin and end.

@@ -21,7 +21,7 @@ from redco_eqx._dataflow.search import (
     simulate,
     worth,
 )
-from redco_eqx._dataflow.tracing import TracedStep
+from redco_eqx._dataflow.tracing import STATE, TracedStep
 from redco_eqx._dataflow.values import (
     Dim,
     Event,
@@ -175,7 +175,7 @@ class Analysis:
     def role(self, leaf: int) -> RoleOf:
         """The role of an array that the program takes."""
         value, number = self.walk.parameters[leaf], self.layout.get(leaf)
-        if self.traced.fixed[leaf] or number is None:
+        if number is None:
             return self.whole_role(leaf)
         split = self.costs.splits[number]
         dim = split.leaves[leaf]
@@ -239,7 +239,7 @@ def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes |
             return value.num_bytes / (1 if dim is None else tensor)
         return held(traced.paths[leaf], dim, _num_scanned(value), bool(traced.fixed[leaf]))
 
-    splittable = [() if reason else x.dims for x, reason in zip(walk.parameters, traced.fixed)]
+    splittable = [() if reason == STATE else x.dims for x, reason in zip(walk.parameters, traced.fixed)]
     return Analysis(traced, walk, count(walk, splittable, tensor, num_shards, held_of), {})
 
 

@@ -23,7 +23,7 @@ class TracedStep:
 
     - `jaxpr`: the program. It takes the model's arrays, the batch and the key, flat.
     - `paths`, `shapes`: those of the model's arrays that the program takes.
-    - `fixed`: for each of these arrays, the reason why it must not be split; empty if it may be split.
+    - `fixed`: for each of these arrays, the reason why it is not trained; empty if it is. `STATE` is not split.
     - `trained`: for each of these arrays, the number of the result that is its gradient, or `None`.
     - `num_batch`: the number of inputs after the model's arrays that are the batch.
     """
@@ -119,9 +119,12 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
+STATE = "state of the model, whole on every device"
+
+
 def _why_fixed(x: jax.ShapeDtypeStruct, in_state: bool) -> str:
     if in_state:
-        return "state of the model, whole on every device"
+        return STATE
     return "" if jnp.issubdtype(x.dtype, jnp.inexact) else f"{x.dtype} is not trained"
 
 
