@@ -15,6 +15,7 @@ from tiny_models import LENGTH, abstract, inputs, loss_fn, make, restack
 import redco_eqx as rx
 from redco_eqx import cast, from_arrays, to_arrays
 from redco_eqx.models._blocks.attention import attend
+from redco_eqx.models._blocks.experts import all_for_all, in_groups
 
 NUM = 3
 """Tokens of padding."""
@@ -104,6 +105,24 @@ def test_attention_with_dropout_of_almost_nothing_equals_attention():
 
     for barely, plain in zip(run(query, key, value, 1e-7), run(query, key, value, 0.0)):
         assert_close(barely, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_in_groups_equal_all_experts_for_all_tokens():
+    """The first is what TPUs run."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, gate, up, down = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, [(2, 5, 8), (4, 6, 8), (4, 6, 8), (4, 8, 6)])
+    )
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[4], (2, 5, 4))), 2)
+    chosen = jnp.where(chosen == 3, 0, chosen)  # no token goes to one, and some twice to another
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(mix: Any, *given: Any) -> Any:
+        loss = lambda x, weights, *matrices: jnp.sum(mix(jax.nn.silu, x, weights, chosen, *matrices) ** 2)  # noqa: E731
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(*given)
+
+    given = x, weights, gate, up, down
+    assert_close(run(in_groups, *given), run(all_for_all, *given), rtol=1e-4, atol=1e-5)
 
 
 # On meshes.

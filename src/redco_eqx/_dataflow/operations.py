@@ -149,8 +149,11 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
 
 
 def cond(walk: Walk, operands: list[Value]) -> Results:
-    """Walks all branches, and adds up the bytes that they send."""
-    first, *others = (walk.run(body(branch), operands[1:]) for branch in walk.params["branches"])
+    """Walks all branches, and adds up the bytes that they send; of branches for platforms, only the first."""
+    branches = walk.params["branches"]
+    if walk.params.get("branches_platforms"):
+        branches = branches[:1]
+    first, *others = (walk.run(body(branch), operands[1:]) for branch in branches)
     for results in others:
         for one, other in zip(first, results):
             walk.same(one.dims, other.dims, other)

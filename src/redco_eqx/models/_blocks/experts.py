@@ -1,6 +1,8 @@
 """Mixtures of experts (Shazeer et al. 2017): each token goes to a few of many MLPs, and no token is dropped."""
 
+import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,7 +15,9 @@ from redco_eqx._base.protocols import Key
 from redco_eqx._parallel.linear import batch_axes, check_sequence, psum, tensor_size, traced_mesh, vary
 from redco_eqx.models._blocks.context import Hidden
 
-Chosen = Int[Array, "b t chosen"]
+Activation: TypeAlias = Callable[[Array], Array]
+
+Chosen: TypeAlias = Int[Array, "b t chosen"]
 """The numbers of the experts that each token goes to."""
 
 
@@ -47,15 +51,15 @@ def mix_experts(
     *,
     num_chosen: int,
     normalise: bool,
-    activation: Callable[[Array], Array],
+    activation: Activation,
     sequence_parallel: bool,
 ) -> tuple[Hidden, Chosen]:
     """Return the weighted sum of the outputs of the experts that each token goes to, and their numbers.
 
-    The tokens of a device are sorted by expert, and multiplied in groups. Over `tensor`, each expert is split
+    On TPUs the tokens of a device are sorted by expert, and multiplied in groups. Elsewhere XLA has no kernel
+    for this, and each device computes all experts for all of its tokens. Over `tensor`, each expert is split
     inside, as `column` and `row` split an MLP, with one sum of the size of `x` forward, and one backward.
-    Distributing the experts over the devices would send the same amount, keep more activations, and wait for
-    the busiest device.
+    Distributing the experts over the devices would send the same amount, and wait for the busiest device.
 
     **Arguments:**
 
@@ -68,18 +72,9 @@ def mix_experts(
     """
 
     @jax.named_scope("redco_eqx.row")
-    def mix(x: Array, weights: Array, chosen: Array, *matrices: Array) -> Array:
-        tokens, chosen = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
-        order = jnp.argsort(chosen, stable=True)
-        sizes = jnp.bincount(chosen, length=len(matrices[0])).astype(jnp.int32)
-
-        def product(rows: Array, matrix: Array) -> Array:
-            return jax.lax.ragged_dot(rows, jnp.swapaxes(matrix, 1, 2), sizes)
-
-        rows = tokens[order // num_chosen]
-        hidden = activation(product(rows, matrices[0])) * product(rows, matrices[1])
-        hidden = hidden * weights.reshape(-1)[order][:, None].astype(x.dtype)
-        return jnp.sum(product(hidden, matrices[2])[jnp.argsort(order)].reshape(*weights.shape, -1), axis=2)
+    def mix(*given: Array) -> Array:
+        groups, dense = (functools.partial(kind, activation) for kind in (in_groups, all_for_all))
+        return jax.lax.platform_dependent(*given, tpu=groups, default=dense)
 
     def route(scores: Array) -> tuple[Array, Array]:
         probabilities = jax.nn.softmax(scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), axis=-1)
@@ -113,6 +108,33 @@ def mix_experts(
             body, mesh=mesh, in_specs=(inner, inner, column, column, row), out_specs=(inner, inner)
         )(x, scores, *matrices)
     return checkpoint_name(output, "row_out"), chosen
+
+
+def in_groups(
+    activation: Activation, x: Hidden, weights: Float[Array, "b t chosen"], chosen: Chosen, *matrices: Array
+) -> Hidden:
+    """Sort the tokens by expert, and multiply them in groups."""
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=len(matrices[0])).astype(jnp.int32)
+
+    def product(rows: Array, matrix: Array) -> Array:
+        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrix, 1, 2), sizes)
+
+    rows = x.reshape(-1, x.shape[-1])[order // chosen.shape[-1]]
+    hidden = activation(product(rows, matrices[0])) * product(rows, matrices[1])
+    hidden = hidden * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    return jnp.sum(product(hidden, matrices[2])[jnp.argsort(order)].reshape(*chosen.shape, -1), axis=2)
+
+
+def all_for_all(
+    activation: Activation, x: Hidden, weights: Float[Array, "b t chosen"], chosen: Chosen, *matrices: Array
+) -> Hidden:
+    """Compute all experts for all tokens, which is less than compilers make of groups without a kernel."""
+    is_chosen = chosen[..., None] == jnp.arange(len(matrices[0]))
+    weights = jnp.sum(weights[..., None] * is_chosen, axis=2).astype(x.dtype)
+    hidden = activation(jnp.einsum("btd,eid->btei", x, matrices[0]))
+    hidden = hidden * jnp.einsum("btd,eid->btei", x, matrices[1]) * weights[..., None]
+    return jnp.einsum("btei,edi->btd", hidden, matrices[2])
 
 
 def routing_sums(
