@@ -187,6 +187,7 @@ def bench(session: nox.Session) -> None:
     for script in (
         "overhead",
         "collectives",
+        "experts",
         "layouts",
         "plans",
         "generation",

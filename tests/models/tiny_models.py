@@ -178,8 +178,9 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         hidden, text = model.hidden_states(*batch, key=key), batch[1]
         return cross_entropy(hidden, model.head, text, sequence_parallel=model.sequence_parallel).value
     if isinstance(model, models.MixtralForCausalLM):
-        hidden, balance = model.hidden_states_and_balance(batch[0][:, :-1], key=key)
-        return cross_entropy(hidden, model.head, batch[0][:, 1:]).value + 0.1 * balance
+        hidden, balance = model.hidden_states_and_balance(*batch, key=key)
+        one = cross_entropy(hidden, model.head, *batch, sequence_parallel=model.sequence_parallel)
+        return one.value + 0.1 * balance
     if isinstance(model, models.DecoderLM):
         hidden, _ = model.hidden_states(batch[0][:, :-1], key=key)
         return cross_entropy(hidden, model.head, batch[0][:, 1:]).value
