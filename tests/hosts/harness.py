@@ -36,11 +36,8 @@ def environment(*, num_devices, **more):
 
 def joined(process, num_processes, address):
     """The variables by which a process on a bare node is told its place."""
-    return {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": num_processes,
-        "JAX_PROCESS_ID": process,
-    }
+    place = {"NUM_PROCESSES": num_processes, "PROCESS_ID": process, "COORDINATOR_ADDRESS": address}
+    return {f"JAX_{name}": value for name, value in place.items()}
 
 
 @dataclasses.dataclass
@@ -124,8 +121,8 @@ def one_process(out, *arguments):
     return json.loads((out / "result.0.json").read_text())
 
 
-def results(out, num_processes=2):
-    return [json.loads((out / f"result.{i}.json").read_text()) for i in range(num_processes)]
+def results(out):
+    return [json.loads((out / f"result.{i}.json").read_text()) for i in range(2)]
 
 
 def largest_difference(got, expected):

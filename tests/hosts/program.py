@@ -92,24 +92,22 @@ def gather(state):
     return {path: np.asarray(whole(x)).tolist() for path, x in state.params.items()}
 
 
+def say(out, what, results=None):
+    """Writes a file of this process, with its results."""
+    suffix = "" if results is None else ".json"
+    (out / f"{what}.{jax.process_index()}{suffix}").write_text(json.dumps(results))
+
+
 def equal(out, names):
     results = {}
     for name in names:
         state, optimizer = begin(name)
         rows = []
-        state, _ = rx.fit(
-            state,
-            examples(NUM_TRAIN),
-            collate_fn=collate,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            batch_size=BATCH_SIZE,
-            num_epochs=2,
-            num_microbatches=2 if name == "microbatches" else 1,
-            log_every=1,
-            loggers=[lambda step, row, rows=rows: rows.append([step, row["train/loss"]])],
-        )
         common = {"collate_fn": collate, "batch_size": BATCH_SIZE}
+        options = {"num_epochs": 2, "num_microbatches": 2 if name == "microbatches" else 1, "log_every": 1}
+        loggers = [lambda step, row, rows=rows: rows.append([step, row["train/loss"]])]
+        functions = {"loss_fn": loss_fn, "optimizer": optimizer}
+        state, _ = rx.fit(state, examples(NUM_TRAIN), loggers=loggers, **functions, **options, **common)
         predictions = rx.predict(state, examples(NUM_PREDICT, 3), predict_fn=predict_fn, **common)
         results[name] = {
             "rows": rows,
@@ -117,8 +115,8 @@ def equal(out, names):
             "evaluation": rx.evaluate(state, examples(NUM_EVAL, 1), loss_fn=loss_fn, **common),
             "predictions": [{name: x.tolist() for name, x in p.items()} for p in predictions],
         }
-        (out / f"ready.{jax.process_index()}").touch()
-    (out / f"result.{jax.process_index()}.json").write_text(json.dumps(results))
+        say(out, "ready")
+    say(out, "result", results)
 
 
 class Faulty:
@@ -135,15 +133,13 @@ class Faulty:
             return batch
         time.sleep(0.02)
         if self.num_batches >= FAULT_AT:
-            (self.out / f"ready.{jax.process_index()}").touch()
+            say(self.out, "ready")
             time.sleep(0.2)
         if self.mine and self.num_batches == FAULT_AT:
             if self.fault == "raise":
                 raise KeyError("no such column")
             if self.fault == "stuck":
                 time.sleep(3600)
-            if self.fault == "exit":
-                sys.exit(3)
             if self.fault == "shape":
                 batch["mask"] = np.ones((len(rows), 5), np.float32)
         if self.mine and self.fault == "collate":
@@ -166,31 +162,23 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
 
     def hook(run, row, state):
         if run.step == FAULT_AT:
-            (out / f"ready.{jax.process_index()}").touch()
-            factor = 1.5 if differs == "hook" else 1.0
-            params = {path: x * factor for path, x in state.params.items()}
+            say(out, "ready")
             if differs == "drift":  # behind the back of `fit`
                 state.params["head.bias"] = 1.5 * state.params["head.bias"]
-            if fault == "drift":
-                return None
-            return rx.Change(state=dataclasses.replace(state, params=params))
+            if fault == "hook":
+                factor = 1.5 if differs == "hook" else 1.0
+                params = {path: x * factor for path, x in state.params.items()}
+                return rx.Change(state=dataclasses.replace(state, params=params))
 
-    state, _ = rx.fit(
-        state,
-        rows,
-        collate_fn=Faulty(out, fault, process),
-        loss_fn=other_loss if differs == "loss" else loss_fn,
-        optimizer=optimizer,
-        batch_size=BATCH_SIZE,
-        num_steps=NUM_STEPS - (differs == "steps"),
-        log_every=10 if fault in ("hook", "drift") else 50,
-        hook=hook if fault in ("hook", "drift") else None,
-        checkpoints=checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY),
-        loggers=[],
-        step_timeout_seconds=5 if fault == "stuck" else None,
-    )
-    result = {"params": gather(state)}
-    (out / f"result.{jax.process_index()}.json").write_text(json.dumps(result))
+    options = {"hook": hook, "log_every": 10} if fault in ("hook", "drift") else {}
+    options |= {"step_timeout_seconds": 5} if fault == "stuck" else {}
+    functions = {"loss_fn": other_loss if differs == "loss" else loss_fn, "optimizer": optimizer}
+    functions["collate_fn"] = Faulty(out, fault, process)
+    saved = checkpoints and rx.Checkpoints(checkpoints, every_steps=SAVE_EVERY)
+    num_steps = NUM_STEPS - (differs == "steps")
+    options |= {"batch_size": BATCH_SIZE, "checkpoints": saved, "loggers": []}
+    state, _ = rx.fit(state, rows, num_steps=num_steps, **functions, **options)
+    say(out, "result", {"params": gather(state)})
 
 
 def main():

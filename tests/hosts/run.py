@@ -29,6 +29,7 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 TRAIN = REPOSITORY / "examples/launch/train.py"
 TOLERANCE = 1e-12  # float64, SGD: what differs is the order of sums
 SOME = ["microbatches", "tensor8"]
+ARGUMENTS = ["--tensor", "2", "--epochs", "1"]  # of train.py
 
 rows = []
 
@@ -58,14 +59,14 @@ class Session:
             self._expected |= harness.one_process(self.directory(), "equal", *new)
         return {name: self._expected[name] for name in names}
 
-    def check_equal(self, part, what, processes, out, names, num_processes=2):
+    def check_equal(self, part, what, processes, out, names):
         """Waits for a run of the program's `equal`, and compares it with one process."""
         codes, _ = processes.leave(400)
         if any(codes):
             print(processes.text()[-3000:])
             row(part, what, f"exit codes {codes}", False)
             return
-        worst = harness.compare(harness.results(out, num_processes), self.expected(names))
+        worst = harness.compare(harness.results(out), self.expected(names))
         for name, difference in worst.items():
             row(part, f"{what}: {name}", f"differs by {difference:.0e}", difference < TOLERANCE)
 
@@ -78,15 +79,11 @@ def loopback(session):
     session.check_equal("loopback", "two processes", harness.start_loopback(out, "equal", *names), out, names)
 
 
-def start_on_hosts(hosts, out, *arguments, address=None, num_devices=4):
+def start_on_hosts(hosts, out, *arguments, num_devices=4):
     """The program, once on each host."""
-    address = address or f"{network.ADDRESSES[0]}:9876"
-    command = [sys.executable, harness.PROGRAM, out, *arguments]
-    return harness.start(
-        [hosts.command(i, *command) for i in range(2)],
-        [harness.environment(num_devices=num_devices, **harness.joined(i, 2, address)) for i in range(2)],
-        out,
-    )
+    places = [harness.joined(i, 2, f"{network.ADDRESSES[0]}:9876") for i in range(2)]
+    commands = [hosts.command(i, sys.executable, harness.PROGRAM, out, *arguments) for i in range(2)]
+    return harness.start(commands, [harness.environment(num_devices=num_devices, **x) for x in places], out)
 
 
 def namespaces(session):
@@ -113,19 +110,19 @@ def train_line(text):
     return (int(found[1]), found[2]) if found else (0, "nothing")
 
 
-def check_train(session, part, what, text, code=0, num_processes=2):
-    arguments = ["--tensor", "2", "--epochs", "1"]
+def output(command, num_devices=2, **more):
+    """The exit code of a command, and what it printed."""
+    env = harness.environment(num_devices=num_devices, **more)
+    pipe, into = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, env=env, text=True, timeout=300, check=False, stdout=pipe, stderr=into)
+    return done.returncode, done.stdout
+
+
+def check_train(session, part, what, code, text):
     if "train" not in session._expected:
-        done = subprocess.run(
-            [sys.executable, TRAIN, *arguments],
-            env=harness.environment(num_devices=4),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        session._expected["train"] = train_line(done.stdout)[1]
-    number, line = train_line(text)
-    ok = code == 0 and (number, line) == (num_processes, session._expected["train"])
+        _, alone = output([sys.executable, TRAIN, *ARGUMENTS], num_devices=4)
+        session._expected["train"] = (2, train_line(alone)[1])
+    ok = code == 0 and train_line(text) == session._expected["train"]
     row(part, what, "same numbers as one process" if ok else f"{code}: {text[-2000:]}", ok)
 
 
@@ -142,17 +139,8 @@ def nodes(session):
             lines.append(f'{address}) shift; exec {words} "$*" ;;')
         ssh.write_text("\n".join([*lines, "esac", ""]))
         ssh.chmod(0o755)
-        done = subprocess.run(
-            [TRAIN.with_name("nodes.sh"), *network.ADDRESSES, "--", sys.executable, TRAIN]
-            + ["--tensor", "2", "--epochs", "1"],
-            env={**harness.environment(num_devices=2), "SSH": str(ssh)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        check_train(session, "nodes.sh", "train.py on two hosts", done.stdout, done.returncode)
+        command = [TRAIN.with_name("nodes.sh"), *network.ADDRESSES, "--", sys.executable, TRAIN, *ARGUMENTS]
+        check_train(session, "nodes.sh", "train.py on two hosts", *output(command, SSH=ssh))
 
 
 def slurm(session):
@@ -170,24 +158,17 @@ def slurm(session):
             session.check_equal("slurm", what, processes, out, SOME)
         log = session.directory() / "log"
         env = {**harness.environment(num_devices=2), "PYTHON": sys.executable, "SCRIPT": str(TRAIN)}
-        done = slurm.run(
-            *("sbatch", "--wait", f"--output={log}", TRAIN.with_name("slurm.sh")),
-            *("--tensor", "2", "--epochs", "1"),
-            env=env,
-        )
+        script = TRAIN.with_name("slurm.sh")
+        done = slurm.run("sbatch", "--wait", f"--output={log}", script, *ARGUMENTS, env=env)
         text = log.read_text() if log.exists() else done.stderr
-        check_train(session, "slurm", "sbatch slurm.sh, one task per node", text, done.returncode)
+        check_train(session, "slurm", "sbatch slurm.sh, one task per node", done.returncode, text)
         script = session.directory() / "batch.sh"
         script.write_text(f"#!/bin/bash\nexec {sys.executable} {TRAIN}\n")
         log = script.with_name("log")
         done = slurm.run("sbatch", "--wait", "-N2", "-n2", f"--output={log}", script, env=env)
         said = "not started by srun" in log.read_text()
-        row(
-            "slurm",
-            "sbatch without srun",
-            f"code {done.returncode}, told so: {said}",
-            bool(done.returncode) and said,
-        )
+        outcome = f"code {done.returncode}, told so: {said}"
+        row("slurm", "sbatch without srun", outcome, bool(done.returncode) and said)
 
 
 def xmanager(session):
@@ -202,17 +183,9 @@ def xmanager(session):
             [uv, "pip", "install", "-q", "--python", home / "bin/python", "xmanager==0.8.5"],
         ):
             subprocess.run(command, check=True, timeout=600)
-    arguments = [f"--python={sys.executable}", "--arguments=--tensor 2 --epochs 1"]
-    done = subprocess.run(
-        [home / "bin/xmanager", "launch", TRAIN.with_name("xmanager_local.py"), "--", *arguments],
-        env={**harness.environment(num_devices=2), "HOME": str(out)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    check_train(session, "xmanager", "local executor", done.stdout, done.returncode)
+    arguments = [f"--python={sys.executable}", f"--arguments={' '.join(ARGUMENTS)}"]
+    command = [home / "bin/xmanager", "launch", TRAIN.with_name("xmanager_local.py"), "--", *arguments]
+    check_train(session, "xmanager", "local executor", *output(command, HOME=out))
 
 
 # Faults
@@ -299,23 +272,21 @@ def run_fault(session, fault, whole):
     what = f"{fault.fault}, process {fault.process}"
     out = session.directory()
     checkpoints = out / "checkpoints"
-    hosts = None
     with contextlib.ExitStack() as stack:
         if fault.fault == "link down":
             if reason := network.missing():
                 return row("faults", what, reason, False)
             hosts = stack.enter_context(network.TwoHosts(out))
             processes = start_on_hosts(hosts, out, "none", "1", checkpoints, num_devices=2)
+            processes.wait_for([out / f"ready.{i}" for i in range(2)], 150)
+            hosts.set_link(False)
         else:
             processes = harness.start_loopback(out, fault.fault, fault.process, checkpoints, num_devices=2)
-        if fault.signal is None and fault.fault != "link down":
-            processes.wait_for_trouble(out / f"ready.{fault.process}", 150)
-        else:
-            processes.wait_for([out / f"ready.{i}" for i in range(2)], 150)
-            if fault.signal is not None:
+            if fault.signal is None:
+                processes.wait_for_trouble(out / f"ready.{fault.process}", 150)
+            else:
+                processes.wait_for([out / f"ready.{i}" for i in range(2)], 150)
                 processes.signal(fault.process, fault.signal)
-            elif hosts is not None:
-                hosts.set_link(False)
         frozen = [i for i, allowed in enumerate(fault.codes) if allowed is FROZEN]
         codes, took = processes.leave(max(60, 2 * fault.at_most), besides=frozen)
     fits = all(allowed is FROZEN or code in allowed for code, allowed in zip(codes, fault.codes))
@@ -326,24 +297,14 @@ def run_fault(session, fault, whole):
     restart = harness.start_loopback(again, "finish", 0, checkpoints, num_devices=2)
     restarted, _ = restart.leave(200)
     resumed = restarted == [0, 0] and harness.results(again) == whole
-    steps = sorted(
-        int(name) for name in re.findall(r"step-?(\d+)", " ".join(p.name for p in checkpoints.glob("*")))
-    )
     outcome = f"{seconds:.1f} s (at most {fault.at_most}), codes {codes}, named: {named}, resumed: {resumed}"
     ok = fits and named and seconds <= fault.at_most and resumed
     row("faults", what, outcome, ok)
     if not ok:
-        print(processes.text()[-4000:], *(["AGAIN", steps, restart.text()[-3000:]] if not resumed else []))
+        print(processes.text()[-4000:], "AGAIN", restart.text()[-3000:])
 
 
-PARTS = {
-    "loopback": loopback,
-    "namespaces": namespaces,
-    "nodes": nodes,
-    "slurm": slurm,
-    "xmanager": xmanager,
-    "faults": faults,
-}
+PARTS = {part.__name__: part for part in (loopback, namespaces, nodes, slurm, xmanager, faults)}
 
 
 def main():
