@@ -156,7 +156,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (of_arrays(another_head), r"config\.json ties it to: lm_head\.weight and transformer\.wte\.weight$"),
 ]
 LACKING: list[tuple[Any, str]] = [
-    (lambda directory, arrays: shutil.rmtree(directory), "is not a directory here.*snapshot_download"),
+    (lambda directory, arrays: shutil.rmtree(directory), "is not a directory.*snapshot_download"),
     (removed("config.json"), "has no config.json"),
     (removed(SINGLE), r"neither model\.safetensors nor model\.safetensors\.index\.json"),
     (renamed("model.fp16.safetensors"), r"but model\.fp16\.safetensors\. If .*rename it to model\.safetensors"),
