@@ -16,7 +16,7 @@ from redco_eqx._planning.targets import find_target
 SIZES = workloads.Sizes(dim=256, num_layers=2, num_heads=4, vocabulary=512, length=384, batch_size=4)
 CALL = "__cudnn$fmha"
 SCORES = "384,384]"
-"""How the dims of the scores of all pairs of tokens end in a program."""
+"""The end of the dims of the scores of all pairs of tokens, as a program prints them."""
 
 
 @cache

@@ -13,7 +13,7 @@ from gradients.wrappers import WRAPPERS
 from hypothesis import strategies as st
 
 Spec = dict[str, Any]
-"""What `programs` draws: `batch`, `spatial`, `channels`; `operations`, each with a `name`, a `wrapper` and
+"""A draw of `programs`: `batch`, `spatial`, `channels`; `operations`, each with a `name`, a `wrapper` and
 its settings; `objective`; `mode`; `num_microbatches`; `reshard_after_forward`; `layouts`, pairs of a mesh and a
 kind of layout. A golden one may ask for `collectives`."""
 

@@ -1,4 +1,4 @@
-"""How the tests compile a step, their references for it, and a model."""
+"""A compiled step for the tests, references for it, and a model."""
 
 from collections.abc import Callable
 from functools import partial

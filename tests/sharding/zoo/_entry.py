@@ -76,7 +76,7 @@ def goldens(entry: Entry, model: Any = None) -> dict[str, Any]:
 
 
 def unlike(specs: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:
-    """Where a layout is another than the golden one, and which these are."""
+    """The arrays whose layout is not the golden one, with both layouts."""
     pairs = {path: (spec, golden[path]) for path, spec in specs.items()}
     return {path: (x, y) for path, (x, y) in pairs.items() if y is not ... and strip(x) != strip(y)}
 
