@@ -8,7 +8,6 @@ default `optax.contrib.muon` also takes the table and the head; the rows with "t
 AdamW, as the recipe does.
 """
 
-import functools
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import jax
 import optax
 import optax.contrib
 from jax.sharding import Mesh
-from workloads import COMPILER_OPTIONS, MIB, abstract_model, family_case, table
+from workloads import COMPILER_OPTIONS, MIB, abstract_model, family_case, lower_step, table
 
 import redco_eqx as rx
 
@@ -28,16 +27,8 @@ import pages
 CASE = family_case("LLaMA")
 
 
-def recipe() -> dict[str, Any]:
-    """Returns the names that the first block of the page defines."""
-    block = next(b for b in pages.blocks((pages.PAGES / "howto/muon.md").read_text()) if b.language == "python")
-    names: dict[str, Any] = {"jax": jax, "optax": optax, "rx": rx}
-    exec(compile(block.code, "howto/muon.md", "exec"), names)
-    return names
-
-
 def optimizers(model: Any) -> Iterator[tuple[str, optax.GradientTransformation]]:
-    of_page = recipe()
+    of_page = pages.defined("howto/muon.md", "def owned_muon", jax=jax, optax=optax, rx=rx)
     dims = of_page["matrices"](model)
 
     def numbers(params: Any) -> Any:
@@ -49,14 +40,9 @@ def optimizers(model: Any) -> Iterator[tuple[str, optax.GradientTransformation]]
     yield "the recipe", of_page["owned_muon"](1e-3, model, dims)
 
 
-def row(
-    mesh: Mesh, model: Any, shardings: Any, optimizer: optax.GradientTransformation
-) -> tuple[float, int, float]:
+def row(mesh: Mesh, optimizer: optax.GradientTransformation) -> tuple[float, int, float]:
     """Compiles a step. Returns the MiB that a device sends, the number of collectives, and a device's GFLOP."""
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
-    step = functools.partial(rx.train_step, loss_fn=CASE.loss_fn, optimizer=optimizer, shardings=shardings)
-    batch = jax.ShapeDtypeStruct(CASE.batch.shape, CASE.batch.dtype, sharding=rx.batch_sharding(mesh))
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options=COMPILER_OPTIONS)
+    compiled = lower_step(CASE, mesh, optimizer=optimizer).compile(compiler_options=COMPILER_OPTIONS)
     total, cost = rx.communication(compiled, mesh).total, compiled.cost_analysis()
     assert cost is not None
     return total.sent_bytes / MIB, total.count, cost["flops"] / 1e9
@@ -73,8 +59,8 @@ def main() -> None:
         "data 2 x tensor 4": rx.make_mesh(tensor=4),
     }
     for name, mesh in meshes.items():
-        model, shardings = abstract_model(CASE, mesh)
-        found = {label: row(mesh, model, shardings, optimizer) for label, optimizer in optimizers(model)}
+        model, _ = abstract_model(CASE, mesh)
+        found = {label: row(mesh, optimizer) for label, optimizer in optimizers(model)}
         for label, (sent, count, flops) in found.items():
             ratios = sent / found["AdamW"][0], flops / found["the same matrices"][2]
             numbers = f"{sent:.1f}", f"{ratios[0]:.2f}", str(count), f"{flops:.2f}", f"{ratios[1]:.2f}"

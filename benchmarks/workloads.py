@@ -200,16 +200,15 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[P
 def lower_step(
     case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = (), **options: Any
 ) -> jax.stages.Lowered:
-    """Lowers one `train_step` with AdamW and these options, or, if not `train`, an `eval_step`, which is the
+    """Lowers one `train_step` with these options (AdamW by default), or, if not `train`, an `eval_step`: the
     forward pass."""
     model, shardings = abstract_model(case, mesh, overrides)
-    optimizer = optax.adamw(1e-3)
-    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    options = {"optimizer": optax.adamw(1e-3), **options}
+    state = rx.init_state(model, options["optimizer"], key=jax.random.key(0))
     rows = rx.batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), case.batch)
     if train:
-        options |= {"loss_fn": case.loss_fn, "optimizer": optimizer, "shardings": shardings}
-        step = functools.partial(rx.train_step, **options)
+        step = functools.partial(rx.train_step, loss_fn=case.loss_fn, shardings=shardings, **options)
         return jax.jit(step, donate_argnums=0).lower(state, batch)
     step = functools.partial(rx.eval_step, loss_fn=case.loss_fn, shardings=shardings)
     return jax.jit(step).lower(state, batch)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pathlib
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "pages"
@@ -39,6 +39,15 @@ def blocks_of(page: pathlib.Path, language: str | None = None) -> list[Block]:
     before = re.match(r"---\nafter: (\S+)\n---\n", text)
     found = [*(blocks_of(PAGES / before[1]) if before else []), *blocks(text)]
     return [block for block in found if language in (None, block.language)]
+
+
+def defined(page: str, *marks: str, **given: object) -> dict[str, Any]:
+    """The names, with those `given`, after the blocks of a page that contain one of the marks."""
+    names: dict[str, Any] = dict(given)
+    for block in blocks((PAGES / page).read_text()):
+        if any(mark in block.code for mark in marks):
+            exec(compile(block.code, page, "exec"), names)
+    return names
 
 
 def public(path: str) -> object:

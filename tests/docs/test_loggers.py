@@ -13,7 +13,6 @@ import pytest
 
 import redco_eqx as rx
 
-PAGE = pages.PAGES / "howto/loggers.md"
 ROWS = [("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8), ("eval", 8)]
 ROWS += [("train", 10), ("eval", 10)]
 
@@ -29,11 +28,7 @@ def crash(run: Any, row: Any, state: Any) -> None:
 
 def logger_of(package: str) -> dict[str, Any]:
     """The names that the recipe for this package leaves."""
-    (once,) = [x.code for x in pages.blocks(PAGE.read_text()) if "class Once" in x.code]
-    (recipe,) = [x.code for x in pages.blocks(PAGE.read_text()) if f"import {package}\n" in x.code]
-    names: dict[str, Any] = {}
-    exec(compile(once + recipe, "recipe", "exec"), names)
-    return names
+    return pages.defined("howto/loggers.md", "class Once", f"import {package}\n")
 
 
 def train(logger: Any, **arguments: Any) -> None:

@@ -22,10 +22,7 @@ CONFIG = models.LlamaConfig(
 
 @pytest.fixture(scope="module")
 def recipe():
-    names = {"jax": jax, "optax": optax, "rx": rx}
-    first = next(b for b in pages.blocks((pages.PAGES / "howto/muon.md").read_text()) if b.language == "python")
-    exec(compile(first.code, "howto/muon.md", "exec"), names)
-    return names
+    return pages.defined("howto/muon.md", "def owned_muon", jax=jax, optax=optax, rx=rx)
 
 
 def make_model(mesh, stacked, seed):

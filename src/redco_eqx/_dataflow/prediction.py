@@ -154,12 +154,12 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool,
 
 def sent_by_axes(
     analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, kept: bool = False
-) -> tuple[float, float]:
-    """Bytes that the layout of `analysis` sends over `tensor`, and over the batch axes."""
+) -> tuple[float, float, float]:
+    """Bytes that a layout sends over `tensor`, for sums over the batch axes, and for arrays stored split."""
     sent, over_batch = analysis.simulated, analysis.costs.leads.over_batch
     batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
     gathered = over_fsdp(analysis, stored, merged=merged, kept=kept)
-    return sent.num_bytes(merged=merged) - batch, batch + gathered
+    return sent.num_bytes(merged=merged) - batch, batch, gathered
 
 
 def opaque_of(analysis: Analysis) -> tuple[str, ...]:
@@ -174,17 +174,16 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     """Predicts the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     costs, paths = analysis.costs, analysis.traced.paths
     least = lower_bound(analysis, merged=True)
-    of_tensor, of_batch = sent_by_axes(analysis, stored, merged=True)
+    of_tensor, of_batch, gathered = sent_by_axes(analysis, stored, merged=True)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
-    gathered = over_fsdp(analysis, stored, merged=True)
     groups: dict[str, list[Split]] = {}
     for split in splits:
         name = re.sub(r"\d+", "#", paths[next(iter(split.leaves))])
         groups.setdefault(f"{name} {len(split.leaves)}", []).append(split)
-    sizes = {"over the batch axes, gradients before all": of_batch - gathered, OVER_FSDP: gathered}
+    sizes = {"over the batch axes, gradients before all": of_batch, OVER_FSDP: gathered}
     sizes |= {_line(group, analysis): _total(group) for group in groups.values()}
-    total = of_tensor + of_batch
+    total = of_tensor + of_batch + gathered
     return Prediction(
         num_bytes=total,
         num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False, kept=True)),

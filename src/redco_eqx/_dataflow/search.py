@@ -120,15 +120,18 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
             wanted |= {id(x): numbers[0] for x in step.operands if numbers and id(x) not in wanted}
     splits = {id(walk.parameters[leaf]): number for leaf, number in layout.items()}
     cut = _cut(costs, walk, wanted)
-    sent = Sent(costs, dict(splits), wanted, cut)
-    for step in walk.steps:
-        sent.step(step)
+
+    def run(splits: dict[int, int]) -> Sent:
+        sent = Sent(costs, splits, wanted, cut)
+        for step in walk.steps:
+            sent.step(step)
+        return sent
+
+    sent = run(dict(splits))
     # A loop takes a value as split as its last trip gave it.
     carried = {id(x): number for x, y in walk.carried if (number := sent.split_of(y)) is not None}
     if carried.keys() - splits.keys():
-        sent = Sent(costs, splits | carried, wanted, cut)
-        for step in walk.steps:
-            sent.step(step)
+        sent = run(splits | carried)
     for leaf, gradient in enumerate(walk.gradients):
         if gradient is not None and sent.split_of(gradient) not in (None, layout.get(leaf)):
             sent.moved += costs.gathered(sent.part(gradient) * gradient.num_bytes)

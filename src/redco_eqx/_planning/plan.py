@@ -257,12 +257,12 @@ def plan(
             own = flops / num_shards * (share / tensor + 1 - share)
             merged = scatters(mesh)
             kept = not merged and not is_estimate
-            once, each = sent_by_axes(found, explained.stored, merged=merged, kept=kept)
+            once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, kept=kept)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
             is_for_each = mesh.shape["fsdp"] > 1 or not merged
             for count in counts:
                 if num_rows % (num_shards * count) == 0:
-                    sent = once + each * (count if is_for_each else 1)
+                    sent = once + sum(for_batch) * (count if is_for_each else 1)
                     yield Trial(mesh, values, count, state, local, on, memory, own, sent)
 
     options = options or {}

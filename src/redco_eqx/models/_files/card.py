@@ -2,11 +2,12 @@
 
 import importlib.metadata
 import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from jax.sharding import NamedSharding
 
 from redco_eqx._base.tree import to_arrays
-from redco_eqx._training.loggers import History
 from redco_eqx.models._blocks.model import Model
 from redco_eqx.models._files.names import entries_of
 from redco_eqx.models._files.pieces import common_dtype
@@ -28,7 +29,18 @@ tags:
 """
 
 
-def card_of(model: Model, name: str, history: History) -> str:
+@runtime_checkable
+class RunHistory(Protocol):
+    """The rows and evaluations of a run, each with its `step`, as `fit` returns them."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, float]]: ...
+
+    @property
+    def evaluations(self) -> Sequence[Mapping[str, float]]: ...
+
+
+def card_of(model: Model, name: str, history: RunHistory) -> str:
     """Makes a card with the model, library versions, the mesh, and the last value of each metric."""
     last = {}
     for row in (*history.rows, *history.evaluations):

@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from redco_eqx._base.tree import first_few, to_arrays
-from redco_eqx._training.loggers import History
 from redco_eqx.models._blocks.config import BaseConfig
 from redco_eqx.models._blocks.model import Model
-from redco_eqx.models._files.card import CARD, card_of
+from redco_eqx.models._files.card import CARD, RunHistory, card_of
 from redco_eqx.models._files.directory import GENERATION, carry_over, commit, part, prepare, tidy, write_beside
 from redco_eqx.models._files.names import entries_of
 from redco_eqx.models._files.pieces import Piece, check_arrays, common_dtype, pieces_of, write_together
@@ -27,7 +26,7 @@ def save_pretrained(
     model: Model,
     directory: str | os.PathLike[str],
     *,
-    card: str | History | None = None,
+    card: str | RunHistory | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write a model as `config.json` and safetensors. `transformers` and other engines open these without
@@ -76,7 +75,7 @@ def save_pretrained(
     check_arrays("save_pretrained", arrays)
     _check_family(model)
     directory = Path(directory).expanduser()
-    if isinstance(card, History):
+    if card is not None and not isinstance(card, str):
         card = card_of(model, directory.resolve().name, card)
     plan = _into_files(pieces_of(entries_of(model), arrays), max_shard_bytes)
     dtype = common_dtype(arrays)
