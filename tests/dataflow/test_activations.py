@@ -171,6 +171,7 @@ def test_the_numbers_are_those_of_one_device(case: str, mesh: str) -> None:
     assert_close(*values, **OF_SUMS)
 
 
+# The layout of the cell's parameters alone splits its gates, too, so that activations save only 0.18 beyond it.
 @pytest.mark.parametrize(("case", "at_most"), [("tokens", 0.2), ("attention", None), ("recurrent", 0.85)])
 def test_bytes_are_those_predicted_and_fewer(case: str, at_most: float | None) -> None:
     mesh, (make, loss_fn, batch) = mesh_of("data2xtensor4"), CASES[case]

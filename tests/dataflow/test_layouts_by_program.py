@@ -44,6 +44,7 @@ def test_layouts_are_those_by_hand_or_better_and_near_the_least():
             by_hand = {path: P() if spec is ... else P(*spec) for path, spec in golden.items()}
             theirs = sent(explained(name), by_hand).num_bytes_unmerged
             assert (ours.num_bytes_unmerged < theirs) == (name in BETTER), name
+            # The worst, `projections`, sends 1.12 times as much, and divides more work.
             assert ours.num_bytes_unmerged < 1.13 * theirs, name
         assert not ours.opaque, (name, "every operation is understood")
         assert 0 < ours.at_least <= ours.num_bytes <= ours.num_bytes_unmerged, name
@@ -59,6 +60,7 @@ def test_what_overrides_leave_goes_along_with_them():
     assert steered.decisions["embed_tokens.weight"].spec == chosen
     overwritten = {**specs_of(explained("llama_gqa_refused")), "embed_tokens.weight": chosen}
     ours, theirs = sent(steered), sent(explained("llama_gqa_refused"), overwritten)
+    # 0.81: gathers, which both send, count half as much as sums by the ring.
     assert ours.num_bytes_unmerged < 0.9 * theirs.num_bytes_unmerged
 
 

@@ -63,6 +63,7 @@ def test_updates_are_those_of_optax_and_each_matrix_is_sent_to_one_device_and_ba
         optimizer = recipe["owned_muon"](1e-2, model, dims, weight_decay=0.1, adam_learning_rate=1e-3)
         found, opt_state, compiled = two_updates(model, mesh, stacked, optimizer)
         assert jax.tree.structure(opt_state) == jax.tree.structure(like)
+        # Float32: the iteration of a stack rounds otherwise than that of one matrix.
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7, rtol=1e-5), found, expected)
         # The padded stacks, in parts: to the owners and back within `num_parts`, then to the copies.
         num_parts = mesh.shape["fsdp"] * mesh.shape["tensor"]

@@ -80,6 +80,7 @@ def test_all_ways_to_a_round_give_the_same_parameters_and_fit_compiles_once(doub
         expected = round_by_hand(expected, train, rows_of(i, train))
     assert int(state.step) == int(server.step) == 2 * rows_of(0, train).shape[1]
     assert {x.dtype for x in state.params.values()} == {np.dtype("float64")}
+    # Float64: sums in another order.
     assert_close(state.params, server.params, rtol=1e-9, atol=1e-12)
     assert_close(layers_of(state), expected, rtol=1e-9, atol=1e-12)
 
