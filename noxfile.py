@@ -186,6 +186,7 @@ def bench(session: nox.Session) -> None:
     session.install("google-parallax")  # another engine of layouts, to compare with
     for script in (
         "overhead",
+        "first_step",
         "collectives",
         "experts",
         "layouts",

@@ -22,7 +22,7 @@ from redco_eqx._sharding.mesh import (
     num_batch_shards,
     tensor_dim,
 )
-from redco_eqx._step.gather import gather_where_used
+from redco_eqx._step.gather import gather_where_used, is_split
 from redco_eqx._step.mends import for_partitioner, lay
 from redco_eqx._step.state import TrainState, is_pair
 
@@ -153,7 +153,7 @@ def program_of(
     differentiates: bool = False,
     reshard: bool | None = True,
 ) -> Program:
-    """Returns the program of a function of [`Inputs`][], which is traced once.
+    """Returns the program of a function of [`Inputs`][]. The function itself is traced once.
 
     - `splits`: lays out the activations over `tensor`.
     - `differentiates`: returns the program of `jax.value_and_grad(function, has_aux=True)` instead.
@@ -165,13 +165,17 @@ def program_of(
     given: Any = inputs
     if splits:  # trace as on one device
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    program = trace(function, *given)
-    of_arrays = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
-    num_others = len(program.closed.jaxpr.invars) - len(of_arrays)
-    program, policy = gather_where_used(program, [*of_arrays, *[None] * num_others], reshard=reshard)
+    weights = [known.get(path) for arrays in inputs[:2] for path in sorted(arrays)]  # as JAX sorts a dict
+    if any(sharding is not None and is_split(sharding) for sharding in weights):
+        program = trace(function, *given)
+        others = [None] * (len(program.closed.jaxpr.invars) - len(weights))
+        program, policy = gather_where_used(program, [*weights, *others], reshard=reshard)
+        is_recomputed = differentiates and policy is not None
+        function, given = jax.checkpoint(program, policy=policy) if is_recomputed else program, inputs
     if differentiates:
-        loss = program if policy is None else jax.checkpoint(program, policy=policy)
-        program = trace(jax.value_and_grad(loss, has_aux=True), *inputs)
+        function = jax.value_and_grad(function, has_aux=True)
+    program = trace(function, *given)
+    if differentiates:
         _warn_unused(program, sorted(inputs[0]))
     if splits:
         program = _laid_out(program, inputs, known, differentiates)

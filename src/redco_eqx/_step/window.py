@@ -42,7 +42,7 @@ def skip_nonfinite(step_fn: StepFn) -> StepFn:
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        kept, metrics, ok = _guarded(step_fn, state, batch, np.ones((), bool))
+        kept, metrics, ok = guarded(step_fn)(state, batch, np.ones((), bool))
         kept = dataclasses.replace(kept, step=jnp.where(ok, kept.step, state.step + 1))  # for other randomness
         return kept, {**metrics, "skipped": as_mean(1.0 - ok, 1.0, "skipped")}
 
@@ -62,33 +62,30 @@ class Window(eqx.Module):
     ok: Bool[AnyArray | np.ndarray, ""]
 
 
-def accumulated(step_fn: StepFn) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
-    """Turns a step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state, window)`.
+GuardedStep: TypeAlias = Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics, Any]]
+"""A function `(state, batch, ok) -> (state, metrics, ok)`, as [`guarded`][] makes it."""
+
+
+def accumulated(step: GuardedStep) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
+    """Turns a guarded step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state,
+    window)`.
 
     If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
     the metrics. So the last good state is still there, even if the metrics are read late.
-
-    Raises `ValueError` while tracing if the metrics are not those of a `StepFn`, or if the step changes the
-    structure, a shape or a dtype of the state.
     """
 
     def body(state: TrainState, window: Window, batch: Batch) -> tuple[TrainState, Window]:
-        kept, metrics, ok = _guarded(step_fn, state, batch, window.ok)
+        kept, metrics, ok = step(state, batch, window.ok)
         totals = jax.tree.map(lambda total, x: total + jnp.where(ok, x, 0), window.metrics, metrics)
         return kept, Window(totals, window.num_steps + 1, ok)
 
     return body
 
 
-def empty_window(step_fn: StepFn, state: TrainState, batch: Batch) -> Window:
-    """An empty window of NumPy arrays. Traces `step_fn` once; the arguments may be abstract.
-
-    Raises `ValueError` as `accumulated` does.
-    """
-    ok = np.ones((), bool)
-    _, metrics, _ = jax.eval_shape(lambda *inputs: _guarded(step_fn, *inputs), state, batch, ok)
+def empty_window(metrics: Metrics) -> Window:
+    """An empty window of NumPy arrays, for metrics like these, which may be abstract."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), metrics)
-    return Window(zeros, np.zeros((), np.int32), ok)
+    return Window(zeros, np.zeros((), np.int32), np.ones((), bool))
 
 
 def window_row(window: Window) -> dict[str, float]:
@@ -115,31 +112,34 @@ def window_from_json(saved: dict[str, Any]) -> Window:
     return Window(metrics, np.asarray(np.int32(saved["num_steps"])), np.ones((), bool))
 
 
-def _guarded(
-    step_fn: StepFn, state: TrainState, batch: Batch, ok: Any
-) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
-    """Takes a step, but changes nothing unless the step is finite and `ok` was true before.
+def guarded(step_fn: StepFn) -> GuardedStep:
+    """Makes a step that changes nothing unless it is finite and `ok` was true before.
 
-    Returns the state, the metrics, and the new `ok`.
+    It returns the state, the metrics, and the new `ok`. Raises `ValueError` while tracing if the metrics are
+    not those of a `StepFn`, or if the step changes the structure, a shape or a dtype of the state.
     """
-    new_state, metrics = step_fn(state, batch)
-    if not isinstance(new_state, TrainState):
-        raise ValueError(
-            f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
-        )
-    change = first_change(state, new_state)
-    if change is not None:
-        path, was, became = change
-        raise ValueError(
-            f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
-            "like the one that it was given."
-        )
-    if not isinstance(metrics, dict) or "loss" not in metrics:
-        raise ValueError(
-            "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics are "
-            f"{sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}."
-        )
-    means = {name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()}
-    values = [means[name].value for name in ("loss", "grad_norm") if name in means]
-    ok = jnp.logical_and(ok, jnp.all(jnp.isfinite(jnp.stack(values))))
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state), means, ok
+
+    def step(state: TrainState, batch: Batch, ok: Any) -> tuple[TrainState, Metrics, Bool[Array, ""]]:
+        new_state, metrics = step_fn(state, batch)
+        if not isinstance(new_state, TrainState):
+            raise ValueError(
+                f"step_fn must return (state, metrics), but the state is a {type(new_state).__name__}."
+            )
+        change = first_change(state, new_state)
+        if change is not None:
+            path, was, became = change
+            raise ValueError(
+                f"the step changes the state: {path} was {was} and became {became}. A step returns a state "
+                "like the one that it was given."
+            )
+        if not isinstance(metrics, dict) or "loss" not in metrics:
+            raise ValueError(
+                "step_fn must return (state, metrics) with metrics a dict that has a 'loss', but the metrics "
+                f"are {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}."
+            )
+        means = {name: as_mean(x, 1.0, f"the metric {name!r}") for name, x in metrics.items()}
+        values = [means[name].value for name in ("loss", "grad_norm") if name in means]
+        ok = jnp.logical_and(ok, jnp.all(jnp.isfinite(jnp.stack(values))))
+        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, state), means, ok
+
+    return step

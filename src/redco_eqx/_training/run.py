@@ -31,6 +31,7 @@ from redco_eqx._step.window import (
     Window,
     accumulated,
     empty_window,
+    guarded,
     window_from_json,
     window_to_json,
 )
@@ -65,12 +66,12 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
     """Compiles `train_step` with these options, for states with this layout and batches with these shapes. The
     step leaves the state as it was if it is not finite.
 
-    Raises `ValueError` as `accumulated` does, and the errors of the user's functions.
+    Raises `ValueError` as `guarded` does, and the errors of the user's functions.
     """
     step = functools.partial(train_step, **options, shardings=layout_of(state))
-    program = trace(step, state, batch)
+    program = trace(guarded(step), state, batch, np.ones((), bool))
     everywhere = replicated(state_mesh(state))
-    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program, state, batch))
+    window = jax.tree.map(lambda x: put_global(x, everywhere), empty_window(program.shapes[1]))
     layout: Any = jax.tree.map(lambda x: x.sharding, state), jax.tree.map(lambda _: everywhere, window)
     body = jax.jit(accumulated(program), donate_argnums=0, out_shardings=layout)
     lowered = body.lower(state, window, batch)
