@@ -6,7 +6,8 @@
 Each cell is a training step of AdamW in float32, compiled for devices that are not present, at the paper's
 lengths. The paper trains by data and tensor parallelism alone. Here this means `tensor` over all devices; the
 other rows are the choice of `rx.plan`, with FSDP and rematerialisation. The paper does not give its batches:
-here a batch has a row for each device. `estimates` compare the CPU compiler's memory with that of the others.
+here a batch has a row for each device. A step may use all memory of a device. `estimates` compare the CPU
+compiler's memory with that of the others.
 
 Needed: `python -m pip install "jax[tpu]" "jax[cuda12]"`. If a compiler is missing, its rows report that. A part
 takes up to half an hour on two cores.
@@ -28,7 +29,7 @@ from workloads import next_token_loss, sequence_to_sequence_loss, table
 
 import redco_eqx as rx
 from redco_eqx import models
-from redco_eqx._planning.targets import gib
+from redco_eqx._planning.targets import GPUS, TPUS, gib
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -103,21 +104,21 @@ MODELS = {
 HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits", "MiB sent", "seconds"]
 
 
-def plan(name: str, target: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
+def plan(name: str, on: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
     """Returns a row of a table, and the plan."""
     model, start = MODELS[name], time.monotonic()
-    options = {"loss_fn": model.loss, "reserve": 0.0, "progress": False, **options}
+    memory = {**TPUS, **GPUS}[on.partition(":")[0]].memory
+    options = {"loss_fn": model.loss, "bytes_per_device": memory, "target": on, **options}
+    batches = model.batch(batch, length)
     try:
-        found = rx.plan(
-            model.make, optimizer=OPTIMIZER, batch=model.batch(batch, length), target=target, **options
-        )
+        found = rx.plan(model.make, optimizer=OPTIMIZER, batch=batches, progress=False, **options)
     except ImportError as error:
-        return [name, target, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
-    memory, sent = found.memory, found.communication
+        return [name, on, str(length), str(batch), str(error).split(": ", 1)[1][:60], *"?????"], None
+    memory, sent = found.memory, found.best.communication
     # A step that was not compiled needs at least its arguments.
     peak = f"> {gib(memory.arguments)}" if memory.peak is None else gib(memory.peak)
     row = [
-        *(name, target, str(length), str(batch), str(found.best), peak, gib(found.capacity)),
+        *(name, on, str(length), str(batch), str(found.best), peak, gib(found.capacity)),
         "yes" if found.fits else "no",
         "" if sent is None else f"{sent.total.sent_bytes / 2**20:,.0f}",
         f"{time.monotonic() - start:.0f}",
@@ -245,7 +246,7 @@ def estimates(target: str) -> Iterator[list[str]]:
         if real is None or real.memory.peak is None:
             yield row
             continue
-        ratios.append(run(estimate=True)[1].memory.peak / real.memory.peak)
+        ratios.append(run(target=jax.devices("cpu"))[1].memory.peak / real.memory.peak)
         print(f"  the CPU compiler's over that: {ratios[-1]:.3f}", flush=True)
         yield [*row[:-1], f"{ratios[-1]:.3f}"]
     if ratios:

@@ -248,7 +248,7 @@ def report_kept(target: str | None) -> None:
     devices: Sequence[Any] = jax.devices()
     options: dict[str, Any] = COMPILER_OPTIONS
     if target is not None:
-        found = find_target(target, bytes_per_device=None, estimate=False)
+        found = find_target(target)
         options, devices = dict(found.compiler_options), found.devices
     mesh = rx.make_mesh(fsdp=len(devices), devices=devices)
     rows = [["MiB sent, MiB at the peak", "gathered again", "", "by default", "", "kept", ""]]

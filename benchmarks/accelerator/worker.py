@@ -67,7 +67,7 @@ def _of_jax(row: Row) -> dict[str, Any]:
     if row.target is None:
         device, options = jax.devices()[0], {}
     else:
-        target = find_target(row.target, bytes_per_device=None, estimate=False)
+        target = find_target(row.target)
         device, options = target.devices[0], target.compiler_options
     about = {"device": device.device_kind, "jax": jax.__version__}
     setting, config = row.setting, row.config

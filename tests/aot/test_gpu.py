@@ -30,7 +30,7 @@ def compiled(
 ) -> tuple[str, Any, Any]:
     """Text, memory and communication of one `train_step` with AdamW over float32 parameters."""
     sizes = {axis: options.pop(axis) for axis in ("data", "fsdp", "tensor") if axis in options}
-    on = find_target(target, bytes_per_device=None, estimate=False)
+    on = find_target(target)
     case = workloads.family_case(name, SIZES, stacked=True, remat=remat, **options)
     loss_fn = case.loss_fn
     case = dataclasses.replace(case, loss_fn=lambda m, b, key: loss_fn(rx.cast(m, dtype), b, key))

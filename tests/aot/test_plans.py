@@ -39,14 +39,14 @@ def test_a_plan_is_the_compiled_step() -> None:
     stats = compiled.memory_analysis()
     assert stats is not None
     assert found.memory.peak == stats.peak_memory_in_bytes
-    assert found.communication.counts == rx.communication(compiled, mesh).counts
+    assert found.best.communication.counts == rx.communication(compiled, mesh).counts
     assert found.target.compiler == "tpu"
 
 
 def test_what_a_refused_step_needs_is_said_and_is_what_a_larger_chip_gives_it() -> None:
     sizes = workloads.Sizes(dim=4096, num_layers=16, num_heads=32, vocabulary=32000, length=2048, batch_size=16)
     make = functools.partial(make_llama, sizes=sizes)
-    of_both: dict[str, Any] = {"mesh": {"tensor": 8}, "options": {"remat": ["full"]}, "reserve": 0.0}
+    of_both: dict[str, Any] = {"mesh": {"tensor": 8}, "options": {"remat": ["full"]}}
     refused, taken = (plan(make, sizes, target=f"{chip}:2x4", **of_both) for chip in ("v5e", "v6e"))
     assert not refused.fits
     assert refused.memory.peak > refused.capacity

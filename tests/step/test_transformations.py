@@ -200,7 +200,7 @@ def everything(mesh: Any, directory: Any) -> dict[str, Any]:
     found["predict"] = rx.predict(state, EXAMPLES, predict_fn=predict_fn, **PIPELINE)
     rx.save(directory, state)
     optimizer: Any = {"optimizer": MOMENTUM, "bytes_per_device": 2**30, "progress": False}
-    found["plan"] = rx.plan(model, **program, **optimizer, estimate=True).mesh
+    found["plan"] = rx.plan(model, **program, **optimizer).mesh
     found["restore"] = rx.restore(directory, state)
     run: Any = {"num_epochs": 2, "evaluation": rx.Evaluation(EXAMPLES), "loggers": ()}
     found["fit"], _ = rx.fit(state, EXAMPLES, **run, **PIPELINE, **COMPUTED)

@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from redco_eqx._base.protocols import Batch, LossFn, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
-from redco_eqx._compiled.communication import Communication
 from redco_eqx._dataflow.choice import scatters
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.prediction import sent_by_axes
@@ -31,7 +30,7 @@ from redco_eqx._step.steps import train_step
 MakeModel: TypeAlias = Callable[..., PyTree]
 
 RESERVE = 0.05
-"""The part of a device's memory for bytes that the compiler does not count, such as the runtime and
+"""The part of a device's memory that a step leaves to what the compiler does not count, such as the runtime and
 fragments."""
 
 
@@ -42,8 +41,7 @@ fragments."""
 class MeshPlan:
     """A mesh on which a step fits or, if there is none, the mesh that comes closest. `str()` gives a table.
 
-    - `target`: the devices. With the CPU compiler (`target.compiler == "cpu"`), memory is an estimate, and
-        `target.margin(mesh)` is its margin, as measured against other compilers.
+    - `target`: the devices.
     - `capacity`: the bytes on each device that a step may use.
     - `trials`: everything that was considered, the best first. If none fits, the best is followed by the same
         trial with microbatches of one row on a device, unless its arguments alone are too large.
@@ -69,29 +67,15 @@ class MeshPlan:
         return dict(self.best.mesh.shape)
 
     @property
-    def options(self) -> dict[str, Option]:
-        """The options for the function that makes the model."""
-        return dict(self.best.options)
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.best.num_microbatches
-
-    @property
     def memory(self) -> Memory:
         """The memory on one device. Its `peak` is `None` if nothing was compiled."""
         return self.best.memory
 
-    @property
-    def communication(self) -> Communication | None:
-        """The communication of a step; `None` if it did not compile."""
-        return self.best.communication
-
     def __repr__(self) -> str:  # so that a notebook shows the table, too
         best = self.best
-        lines = [f"plan for {self.target}, {gib(self.capacity)} GiB for a step"]
+        lines = [f"plan for {self.target}, {gib(self.capacity)} GiB of each for a step"]
         lines += [f"{'fits' if self.fits else 'DOES NOT FIT'}: {best}: {best.verdict}", ""]
-        lines += table(_of_memory(best.memory, self.capacity, self.target.margin(self.mesh)), right=(1,))
+        lines += table(_of_memory(best.memory, self.capacity), right=(1,))
         if not self.fits:
             lines += ["", "largest arrays of the state, on a device"]
             arrays = largest_arrays(best.state).items()
@@ -99,14 +83,14 @@ class MeshPlan:
             lines += ["", _FOR_STATE if best.memory.arguments > self.capacity else _FOR_STEP]
         if best.communication is not None:
             lines += ["", *str(best.communication).splitlines()]
-        return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3, 4))])
+        return "\n".join([*lines, "", *table(_of_trials(self.trials), right=(1, 2, 3))])
 
 
 _FOR_STATE = "to hold the state: more devices for fsdp or tensor, or larger ones"
 _FOR_STEP = "to need less: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
 
 
-def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None) -> list[tuple[str, str]]:
+def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:
     rows = [
         ("on a device", "GiB"),
         ("parameters", gib(memory.parameters)),
@@ -116,24 +100,17 @@ def _of_memory(memory: Memory, capacity: int, margin: tuple[float, float] | None
     if memory.temporaries is not None:
         rows.append((f"temporaries (all gradients: {gib(memory.gradients)})", gib(memory.temporaries)))
     peak = "?" if memory.peak is None else gib(memory.peak)
-    rows.append(("peak", f"{peak} of {gib(capacity)}"))
-    if memory.peak is not None and margin is not None:
-        least, most = (gib(int(memory.peak / factor)) for factor in margin[::-1])
-        rows.append(("by the devices' own compiler, as measured", f"{least} to {most}"))
-    return rows
+    return [*rows, ("peak", f"{peak} of {gib(capacity)}")]
 
 
 def _of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("considered", "predicted ms", "peak GiB", "MiB sent", "compiled in s", "outcome")
-    ]
+    rows: list[tuple[str, ...]] = [("considered", "predicted ms", "peak GiB", "MiB sent", "outcome")]
     for trial in trials[:MOST]:
         peak = "" if trial.memory.peak is None else gib(trial.memory.peak)
         numbers = f"{1000 * trial.seconds:.2f}", peak, f"{trial.sent_bytes / 2**20:.0f}"
-        seconds = f"{trial.compile_seconds:.1f}" if trial.compile_seconds else ""
-        rows.append((str(trial), *numbers, seconds, trial.verdict))
+        rows.append((str(trial), *numbers, trial.verdict))
     if len(trials) > MOST:
-        rows.append((f"and {len(trials) - MOST} more", "", "", "", "", ""))
+        rows.append((f"and {len(trials) - MOST} more", "", "", "", ""))
     return rows
 
 
@@ -157,8 +134,6 @@ def plan(
     num_microbatches: int | Sequence[int] = 1,
     trainable: PyTree = is_trainable,
     bytes_per_device: int | None = None,
-    reserve: float = RESERVE,
-    estimate: bool = False,
     max_compilations: int = 6,
     progress: bool = True,
 ) -> MeshPlan:
@@ -194,10 +169,7 @@ def plan(
     - `options`: the values to try for each option of `model`, by name, the best first.
     - `num_microbatches`: one number, or several to try, see `train_step`.
     - `trainable`: see `init_state`.
-    - `bytes_per_device`: the memory of a device, instead of that of the target.
-    - `reserve`: the part of the memory to leave free.
-    - `estimate`: true to compile for the same number of virtual CPU devices instead of the target. See
-        `MeshPlan.target`.
+    - `bytes_per_device`: the bytes of a device that a step may use; by default, 95% of its memory.
     - `max_compilations`: the maximum number of candidates to compile. If none fits, the one that comes closest
         is compiled again, with microbatches of one row on a device.
     - `progress`: true to report each compilation on stderr.
@@ -215,14 +187,17 @@ def plan(
         other.
     - `ImportError` if the target's compiler is not installed.
     """
-    check_positive("plan", max_compilations=max_compilations)
-    if not 0 <= reserve < 1:
-        raise ValueError(f"plan: reserve={reserve}, but it must be a fraction of the memory, in [0, 1).")
+    check_positive("plan", max_compilations=max_compilations, bytes_per_device=bytes_per_device)
     counts = (num_microbatches,) if isinstance(num_microbatches, int) else tuple(num_microbatches)
     for count in counts:
         check_positive("plan", num_microbatches=count)
-    on = find_target(target, bytes_per_device=bytes_per_device, estimate=estimate)
-    is_estimate = estimate and isinstance(target, str)
+    on = find_target(target)
+    capacity = int(on.chip.memory * (1 - RESERVE)) if bytes_per_device is None else bytes_per_device
+    if not capacity:
+        raise ValueError(
+            f"plan: the memory of devices of kind {on.devices[0].device_kind!r} is not known. Pass "
+            'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
+        )
     if options and _is_model(model):
         raise ValueError("plan: options need a function that makes the model, but model is a model already.")
     # `trace_step` refuses a batch with none, or with others.
@@ -256,8 +231,7 @@ def plan(
             share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
             own = flops / num_shards * (share / tensor + 1 - share)
             merged = scatters(mesh)
-            kept = not merged and not is_estimate
-            once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, kept=kept)
+            once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, kept=not merged)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
             is_for_each = mesh.shape["fsdp"] > 1 or not merged
             for count in counts:
@@ -273,11 +247,7 @@ def plan(
             f"plan: no mesh of {len(on.devices)} devices splits a batch of {num_rows} evenly into "
             f"{' or '.join(map(str, counts))} microbatches. Use a batch size that divides."
         )
-    capacity = int(on.chip.memory * (1 - reserve))
     step = functools.partial(train_step, loss_fn=loss_fn, optimizer=optimizer)
-    if is_estimate:
-        # Compiled for CPUs, it stands for the step of the target, which keeps no gathered weights.
-        step = functools.partial(step, reshard_after_forward=True)
 
     def compile(trial: Trial) -> Trial:
         if progress:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-
-from redco_eqx._base.protocols import check_positive
 
 # The memory of accelerators, and the speeds that rank plans, from the makers' data sheets.
 
@@ -126,20 +123,14 @@ _UNKNOWN = Chip(0, 1e14, 1e10)
 """A stand-in for an unknown device, to rank plans. Only the ratio of the two speeds matters."""
 
 
-MARGINS = {"fsdp": (0.94, 1.79), "": (1.04, 3.16)}
-"""The peak that the CPU compiler reports, divided by the peak of the target's compiler, on meshes with `fsdp`
-and without: the lowest and highest ratios that `benchmarks/applicability.py estimates-tpu estimates-gpu`
-measured (`benchmarks/RESULTS.md`)."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Devices to plan for.
 
     - `name`: the name that the caller used.
-    - `devices`: the devices of the topology; for an estimate those of this machine.
+    - `devices`: the devices of the topology.
     - `chip`: the memory and the speeds of one device; the `memory` is 0 if no limit is known.
-    - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`; the last one makes an estimate for any other.
+    - `compiler`: `"tpu"`, `"gpu"` or `"cpu"`.
     - `compiler_options`: options for the compiler.
     """
 
@@ -149,64 +140,33 @@ class Target:
     compiler: str
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
-    def margin(self, mesh: Mapping[str, int]) -> tuple[float, float] | None:
-        """Returns the lowest and the highest divisor for the peak of an estimate, or `None` if this is not
-        one."""
-        return None if self.compiler != "cpu" else MARGINS["fsdp" if mesh.get("fsdp", 1) > 1 else ""]
-
     def __str__(self) -> str:
-        how = "estimated by the CPU" if self.compiler == "cpu" else f"by the {self.compiler.upper()}"
-        return f"{self.name}: {len(self.devices)} devices of {gib(self.chip.memory)} GiB, {how} compiler"
+        return f"{self.name}: {len(self.devices)} devices, by the {self.compiler.upper()} compiler"
 
 
-def find_target(target: str | Sequence[Any] | None, *, bytes_per_device: int | None, estimate: bool) -> Target:
+def find_target(target: str | Sequence[Any] | None) -> Target:
     """Finds the devices that `target` stands for (see `plan`).
 
     **Raises:**
 
-    - `ValueError` for a name that is not known, or too few devices for an estimate.
+    - `ValueError` for a name that is not known.
     - `ImportError` if the compiler is not installed.
     """
-    if isinstance(target, str):
-        found = _named(target, estimate)
-    else:
+    if not isinstance(target, str):
         devices = tuple(jax.devices() if target is None else target)
         if not devices:
             raise ValueError("plan: target has no devices.")
-        found = Target("these devices", devices, _present(devices[0]), devices[0].platform)
-    if bytes_per_device is not None:
-        check_positive("plan", bytes_per_device=bytes_per_device)
-        found = dataclasses.replace(found, chip=dataclasses.replace(found.chip, memory=bytes_per_device))
-    if not found.chip.memory:
-        raise ValueError(
-            f"plan: the memory of devices of kind {found.devices[0].device_kind!r} is not known. Pass "
-            'bytes_per_device=, or a target such as "h100:8" or "v5e:4x4".'
-        )
-    return found
-
-
-def _named(name: str, estimate: bool) -> Target:
-    kind, _, shape = name.partition(":")
+        return Target("these devices", devices, _present(devices[0]), devices[0].platform)
+    kind, _, shape = target.partition(":")
     if kind in TPUS and re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        count = math.prod(map(int, shape.split("x"))) * (2 if kind in ("v2", "v3") else 1)
-    elif kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
-        count = int(shape)
-    else:
-        raise ValueError(
-            f"plan: target={name!r} is not known. For a TPU, pass one of {', '.join(TPUS)} with its topology "
-            f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} with its number of GPUs '
-            '("h100:8"). Or pass devices, or leave target out for those of this machine.'
-        )
-    if not estimate:
-        compiler, options = ("tpu", {}) if kind in TPUS else ("gpu", _NO_TRIALS)
-        return Target(name, _topology(name), (TPUS | GPUS)[kind], compiler, options)
-    devices = jax.local_devices(backend="cpu")
-    if len(devices) < count:
-        raise ValueError(
-            f"plan: an estimate for {name} needs {count} virtual devices, but there are {len(devices)}. "
-            f'Call jax.config.update("jax_num_cpu_devices", {count}) before the first use of JAX.'
-        )
-    return Target(name, tuple(devices[:count]), (TPUS | GPUS)[kind], "cpu")
+        return Target(target, _topology(target), TPUS[kind], "tpu")
+    if kind in GPUS and re.fullmatch(r"[1-9]\d*", shape):
+        return Target(target, _topology(target), GPUS[kind], "gpu", _NO_TRIALS)
+    raise ValueError(
+        f"plan: target={target!r} is not known. For a TPU, pass one of {', '.join(TPUS)} with its topology "
+        f'("v4:2x2x4", "v5e:4x4"). For a GPU server, pass one of {", ".join(GPUS)} with its number of GPUs '
+        '("h100:8"). Or pass devices, or leave target out for those of this machine.'
+    )
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -243,7 +203,7 @@ def _topology(name: str) -> tuple[Any, ...]:
     if not any(map(importlib.util.find_spec, modules)):
         raise ImportError(
             f'plan: {name} needs the {of} compiler: python -m pip install "{package}" ({size}; it needs no '
-            f"{of}). Or pass estimate=True."
+            f"{of})."
         )
     if of == "TPU":
         # The compiler reads these when it is loaded. They keep it from asking for the metadata of a machine,

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -41,7 +40,6 @@ class Trial:
     - `communication`: that of the compiled step; `None` without one.
     - `fits`: true if the step fits; `None` if it was not compiled.
     - `verdict`: the reason, in words.
-    - `compile_seconds`: the time to trace and compile.
     """
 
     mesh: Mesh
@@ -56,7 +54,6 @@ class Trial:
     communication: Communication | None = None
     fits: bool | None = None
     verdict: str = ""
-    compile_seconds: float = 0.0
 
     @property
     def sent_bytes(self) -> float:
@@ -87,7 +84,6 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
     """Compiles the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
-    start = time.monotonic()
     layout = layout_of(trial.state)
     step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
     lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
@@ -108,7 +104,6 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
         communication=found,
         fits=fits,
         verdict=failure or ("fits" if fits else f"needs {needed}, but {gib(capacity)} GiB are available"),
-        compile_seconds=time.monotonic() - start,
     )
 
 
