@@ -36,7 +36,7 @@ def is_emitted(quoted: str) -> bool:
 
 def test_the_messages_that_the_page_quotes_are_emitted() -> None:
     # What JAX says stands in a table of its own.
-    text = (PAGES / "errors.md").read_text().partition("of JAX itself")[0]
+    text = (PAGES / "errors.md").read_text().partition("from JAX itself")[0]
     quoted = re.findall(r"^\| `(.+?)` +\|", text, re.MULTILINE)
     assert len(quoted) > 12
     assert [message for message in quoted if not is_emitted(message)] == []

@@ -65,7 +65,7 @@ def test_each_number_of_the_readme_stands_on_its_page_and_has_a_command():
         assert set(found) <= set(numbers((pages.ROOT / link[2]).read_text())), what
         first, *rest = link[1].split()
         assert rest[1] in sessions if first == "nox" else (pages.ROOT / first).exists(), what
-    claim = re.search(r"\*\*([\d.]+) bits.*?reaches ([\d.]+) \((\d+) seconds", README, re.DOTALL)
+    claim = re.search(r"\*\*([\d.]+) bits.*?with\s([\d.]+)\sfor.*?\((\d+) seconds", README, re.DOTALL)
     assert claim
     (row,) = re.findall(
         r"^\| .*nox -s quickstart.*$", (pages.PAGES / "five-minutes.md").read_text(), re.MULTILINE
@@ -83,7 +83,7 @@ def test_the_page_beside_others_has_the_rows_of_the_results():
             rows.add((case, *row[1:6]))
         return rows
 
-    page = section_of((pages.PAGES / "benchmarks.md").read_text(), "Beside others")
+    page = section_of((pages.PAGES / "benchmarks.md").read_text(), "Comparison with other libraries")
     of_page = {row for row in table(page) if row[0].startswith(("data", "fsdp"))}
     assert len(of_page) > 20
     assert of_page <= table((pages.ROOT / "benchmarks" / "RESULTS.md").read_text())
