@@ -55,8 +55,8 @@ EXAMPLES = {
     "custom_loop": Example(
         {
             "ensemble of 8": ("accuracy; that of one member", ">= 0.9"),
-            "until it grows no more": ("last accuracy; logistic regression's", ">= 0.86"),
-            "tuned loss": ("held-out loss; before tuning", "<= 0.7"),
+            "until accuracy stops rising": ("last accuracy; logistic regression's", ">= 0.86"),
+            "tuned loss": ("held-out loss; that before tuning", "<= 0.7"),
             "hypergradient": ("by grad; by finite difference", "within 1%"),
             "equimo's VisionTransformer": ("accuracy; logistic regression's", ">= 0.89"),
         }
@@ -77,7 +77,7 @@ EXAMPLES = {
         },
         upstream=(168,),
         official="huggingface/transformers@6cbc136, examples/flax/text-classification/run_flax_glue.py: 514",
-        more="tables are read, and a model is trained to start from, where upstream downloads both",
+        more="reads tables and pretrains a model, where upstream downloads both",
     ),
     "language_modeling": Example(
         {
@@ -88,7 +88,7 @@ EXAMPLES = {
         },
         upstream=(214,),
         official="huggingface/transformers@6cbc136, examples/flax/language-modeling/run_clm_flax.py: 665",
-        more="texts, a tokenizer and a baseline are made here; plain text, beams and perplexity too",
+        more="makes texts, a tokenizer and a baseline; also has plain text, beam search and perplexity",
     ),
     "lora": Example(
         {
@@ -97,7 +97,7 @@ EXAMPLES = {
             "merged": ("bits per byte; that of the branches", "within 0.01%"),
         },
         upstream=(478,),
-        official="microsoft/LoRA@3f5c193, examples/NLG/src/gpt2_ft.py and what it imports there: 1183",
+        official="microsoft/LoRA@3f5c193, examples/NLG/src/gpt2_ft.py and its imports there: 1183",
     ),
     "text_to_text": Example(
         {
@@ -111,43 +111,43 @@ EXAMPLES = {
     ),
     "image_to_text": Example(
         {
-            "exact match": ("share of captions; by the commonest", ">= 0.8"),
-            "BLEU": ("BLEU; by the commonest", ">= 90"),
+            "exact match": ("share of captions; the most common caption's", ">= 0.8"),
+            "BLEU": ("BLEU; the most common caption's", ">= 90"),
         },
         upstream=(193,),
         official="huggingface/transformers@6cbc136, examples/flax/image-captioning: 958 + 66",
     ),
     "differential_privacy": Example(
-        {"private": ("accuracy at epsilon 3, delta 1e-4; without privacy", ">= 0.86")},
+        {"private": ("accuracy at epsilon 3, delta 1e-4; that without privacy", ">= 0.86")},
         upstream=(165,),
         official="google/jax@47a76df, examples/differentially_private_sgd.py and datasets.py: 150 + 49",
     ),
     "text_to_image": Example(
-        {"digits": ("share drawn as ordered; of real digits that the classifier knows", ">= 0.9")},
+        {"digits": ("share of digits drawn as requested; share of real digits recognised", ">= 0.9")},
         upstream=(262,),
         official="huggingface/diffusers@958e17d, examples/text_to_image/train_text_to_image.py: 853",
         flags=("--picture", "{here}/samples.png"),
     ),
     "reinforcement_learning/ppo": Example(
         {
-            "CartPole-v1": ("return in CartPole; of random actions", ">= 475"),
-            "Acrobot-v1": ("return in Acrobot; of random actions", ">= -100"),
+            "CartPole-v1": ("return in CartPole; that of random actions", ">= 475"),
+            "Acrobot-v1": ("return in Acrobot; that of random actions", ">= -100"),
         },
         upstream=(218,),
-        official="openai/baselines@ea25b9e, baselines/ppo2 without what it shares: 331",
+        official="openai/baselines@ea25b9e, baselines/ppo2 without shared files: 331",
         along=("steps of the environments", 0),
     ),
     "reinforcement_learning/ddpg": Example(
-        {"Pendulum-v1": ("return in Pendulum; of random actions", ">= -200")},
+        {"Pendulum-v1": ("return in Pendulum; that of random actions", ">= -200")},
         upstream=(240,),
-        official="openai/baselines@ea25b9e, baselines/ddpg without what it shares: 676",
+        official="openai/baselines@ea25b9e, baselines/ddpg without shared files: 676",
         along=("steps of the environments", 0),
     ),
     "federated_learning": Example(
         {
             "IID": ("accuracy; central training's", ">= 0.88"),
             "not IID": ("accuracy; central training's", ">= 0.84"),
-            "by fit": ("accuracy by a fit per client; by vmap", "within 1%"),
+            "by fit": ("accuracy with one fit per client; with vmap", "within 1%"),
         },
         upstream=(216,),
         official="AshwinRJ/Federated-Learning-PyTorch@26eaec4, src: 510",
@@ -155,14 +155,14 @@ EXAMPLES = {
     ),
     "meta_learning": Example(
         {
-            "sinusoids": ("squared error, adapted; pretrained, then adapted", "<= 0.1"),
-            "sinusoids, first order": ("squared error, adapted; pretrained, then adapted", "<= 0.2"),
-            "images": ("share wrong, adapted; pretrained, then adapted", "<= 0.21"),
-            "images, first order": ("share wrong, adapted; pretrained, then adapted", "<= 0.22"),
+            "sinusoids": ("squared error after adapting; that of a pretrained model", "<= 0.1"),
+            "sinusoids, first order": ("squared error after adapting; that of a pretrained model", "<= 0.2"),
+            "images": ("share wrong after adapting; that of a pretrained model", "<= 0.21"),
+            "images, first order": ("share wrong after adapting; that of a pretrained model", "<= 0.22"),
         },
         upstream=(161,),
         official="cbfinn/maml@a7f45f1: 639 + 40 to prepare images",
-        more="images of three sources are read, and a second model is trained to compare with",
+        more="reads images from three sources, and trains a second model for comparison",
         along=("inner steps", 0),
     ),
 }

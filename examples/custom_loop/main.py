@@ -174,7 +174,7 @@ def stop_early(args: argparse.Namespace, mesh: Mesh, train: Examples, held_out: 
     step = rx.jit_step(rx.skip_nonfinite(step_fn))
 
     # A stopped run continues from its checkpoint, which holds the state, and everything else in `extras`.
-    directory = args.checkpoints and args.checkpoints / "until it grows no more"
+    directory = args.checkpoints and args.checkpoints / "until accuracy stops rising"
     saved = rx.list_checkpoints(directory) if directory else []
     extras: Any = saved[-1].extras if saved else {"place": {"epoch": 0, "start": 0}, "scores": []}
     state = rx.restore(directory, state) if saved else state
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     regression = LogisticRegression(max_iter=10_000, tol=1e-6).fit(flat[0], labels[0])
     linear = float(regression.score(flat[1], labels[1]))
     results: dict[str, tuple[Any, float]] = {"ensemble of 8": ensemble(args, mesh, train, held_out)}
-    results["until it grows no more"] = (stop_early(args, mesh, train, held_out), linear)
+    results["until accuracy stops rising"] = (stop_early(args, mesh, train, held_out), linear)
     results |= tune(args, mesh, train[:960], train[960:])
     results["equimo's VisionTransformer"] = (third_party(args, mesh, train, held_out), linear)
     for name, (reached, reference) in results.items():
