@@ -27,7 +27,7 @@ PEERS = {
 
 
 def newest_python() -> str:
-    """Returns the path of Python 3.13 or 3.12, on the path or in pyenv; if there is none, the name of 3.13."""
+    """Return the path of Python 3.13 or 3.12, on the path or in pyenv; if there is none, the name of 3.13."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     for number in ("3.13", "3.12"):
         of_pyenv = map(str, pyenv.glob(f"versions/{number}.*/bin/python{number}"))
@@ -41,62 +41,62 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 
 
 def group(name: str) -> list[str]:
-    """Returns the requirements of a dependency group."""
+    """Return the requirements of a dependency group."""
     return nox.project.dependency_groups(PROJECT, name)
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """Trains a small language model on 8 virtual devices, in a few minutes."""
+    """Train a small language model on 8 virtual devices, in a few minutes."""
     session.install("-e", ".")
     session.run("python", "examples/quickstart.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs all tests, on two processes that share compiled programs."""
+    """Run all tests, on two processes that share compiled programs."""
     session.install("-e", ".[log]", *group("tests"))
     session.run("pytest", "-n", "2", "--dist", "worksteal", "--durations", "10", *session.posargs)
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Compares the models with torch and transformers, which also open their files."""
+    """Compare the models with torch and transformers, which also open their files."""
     session.install("-e", ".[hf]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/parity", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def gradients(session: nox.Session) -> None:
-    """Compares gradients of generated programs on every mesh with one device (more: `GRADIENTS_SHARES=10`)."""
+    """Compare gradients of generated programs on every mesh with one device (more: `GRADIENTS_SHARES=10`)."""
     session.install("-e", ".", *group("tests"))
     session.run("pytest", "tests/gradients", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Tries kills, damaged files, full disks, signals: a table of the losses (fewer tries: `-- --reduced`)."""
+    """Try kills, damaged files, full disks, signals: a table of the losses (fewer tries: `-- --reduced`)."""
     session.install("-e", ".[checkpoint]", *group("tests"))
     session.run("python", "tests/faults/run.py", *session.posargs)
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Runs processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
+    """Run processes on two hosts, under SLURM and XManager, and faults: a table (root; parts: `-- slurm`)."""
     session.install("-e", ".[checkpoint]", "uv")
     session.run("python", "tests/hosts/run.py", *session.posargs)
 
 
 @nox.session
 def test_examples(session: nox.Session) -> None:
-    """Runs each example at a tiny size, and compares the result of its training with a baseline."""
+    """Run each example at a tiny size, and compare the result of its training with a baseline."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
     session.run("pytest", "tests/examples", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """Runs the tests that take longest, which the other sessions leave out."""
+    """Run the tests that take longest, which the other sessions leave out."""
     session.install("-e", ".[all]", *group("tests"), *group("examples"))
     session.run(
         "pytest", "tests", "tests/examples", "-m", "long", "-n", "2", "--dist", "loadfile", *session.posargs
@@ -105,14 +105,14 @@ def long(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Runs all examples with their defaults: the table and pictures in `examples/`."""
+    """Run all examples with their defaults: the table and pictures in `examples/`."""
     session.install("-e", ".[all]", *group("examples"))
     session.run("python", "examples/run_all.py", *session.posargs)
 
 
 @nox.session(python=newest_python())
 def newest(session: nox.Session) -> None:
-    """Runs the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
+    """Run the tests of the core with the newest Python and the newest JAX (a share: `-- --reduced`)."""
     session.install("-e", ".[log]", *group("tests"), *group("types"))
     if session.posargs == ["--reduced"]:  # in one process, beside another session
         session.run("pytest", "tests/step", "tests/checkpoint")
@@ -126,7 +126,7 @@ def newest(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Checks style (ruff check and ruff format), and the schema and the safety of the GitHub workflows."""
+    """Check style (ruff check and ruff format), and the schema and the safety of the GitHub workflows."""
     session.install(*group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -137,14 +137,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Checks static types with pyright."""
+    """Check static types with pyright."""
     session.install("-e", ".[all]", *group("tests"), *group("types"), *group("examples"))
     session.run("pyright", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Runs every block of the site, and builds the site with its notebook executed, into `site/`."""
+    """Run every block of the site, and build the site with its notebook executed, into `site/`."""
     session.install("-e", ".[all]", *group("tests"), *group("docs"))
     session.run("pytest", "tests/docs", "-n", "2", "--dist", "worksteal", *session.posargs)
     session.run(
@@ -154,7 +154,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Builds, checks and installs the wheel and the source distribution, and trains a model with each."""
+    """Build, check and install the wheel and the source distribution, and train a model with each."""
     session.install("build", "twine")
     directory = session.create_tmp()
     built = pathlib.Path(directory) / "dist"
@@ -172,14 +172,14 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """Compiles steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
+    """Compile steps with the TPU compiler, without a TPU: communication and memory. 700 MB to install."""
     session.install("-e", ".", "jax[tpu]==0.10.2", *group("tests"))
     session.run("pytest", "tests/aot", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measures overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
+    """Measure overhead of a step and of `fit`, collectives, generation, compile time, checkpoints: tables."""
     session.install("-e", ".[checkpoint]")
     session.install(*IMPORTED)
     session.install("--no-deps", *FOREIGN)
@@ -201,7 +201,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Puts faults into the core one at a time, and counts those that tests see: a table, in an hour or two."""
+    """Put faults into the core one at a time, and count those that tests see: a table, in an hour or two."""
     session.install("-e", ".[all]", *group("tests"), "cosmic-ray>=8.7", "coverage>=7.10")
     for part in session.posargs or ("measure", "run"):
         session.run("python", "benchmarks/mutants.py", part)
@@ -209,7 +209,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def peers(session: nox.Session) -> None:
-    """Compares a step with redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
+    """Compare a step with redco, scalax, EasyDeL and google-parallax, each with its environment: a table."""
     session.install("-e", ".", "uv")  # pip takes minutes to find versions of EasyDeL's packages
     pythons = []
     for script, packages in PEERS.items():
@@ -224,7 +224,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Measures the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
+    """Measure the library on a GPU: a table. 5.5 GB. Without a GPU: `-- --compile h200:1 llama paper`."""
     session.install("-e", ".[all]", "jax[cuda12]", *group("tests"), *group("parity"))
     session.run("pytest", "tests/aot/test_gpu.py")
     session.run("python", "benchmarks/gpu.py", *session.posargs)

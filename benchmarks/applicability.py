@@ -65,7 +65,7 @@ class Model:
         return issubclass(self.kind, models.EncoderDecoder)
 
     def batch(self, size: int, length: int) -> Any:
-        """Makes an abstract batch. Source and target have the same length."""
+        """Make an abstract batch. Source and target have the same length."""
         following = jax.ShapeDtypeStruct((size, length + 1), jnp.int32)
         source = jax.ShapeDtypeStruct((size, length), jnp.int32)
         return {"source": source, "target": following} if self.is_pair else following
@@ -74,7 +74,7 @@ class Model:
         return (sequence_to_sequence_loss if self.is_pair else next_token_loss)(model, batch, key)
 
     def loss_in_bfloat16(self, model: Any, batch: Any, key: Any) -> Any:
-        """Computes the loss in bfloat16, over the same float32 parameters."""
+        """Compute the loss in bfloat16, over the same float32 parameters."""
         return self.loss(rx.cast(model, jnp.bfloat16), batch, key)
 
 
@@ -105,7 +105,7 @@ HEADER = ["model", "on", "length", "batch", "mesh", "peak GiB", "of", "fits", "M
 
 
 def plan(name: str, on: str, length: int, batch: int, **options: Any) -> tuple[list[str], Any]:
-    """Returns a row of a table, and the plan."""
+    """Return a row of a table, and the plan."""
     model, start = MODELS[name], time.monotonic()
     memory = {**TPUS, **GPUS}[on.partition(":")[0]].memory
     options = {"loss_fn": model.loss, "bytes_per_device": memory, "target": on, **options}
@@ -139,7 +139,7 @@ PAPER = [
 
 
 def paper() -> Iterator[list[str]]:
-    """Yields the rows of Table 1 without FSDP, and with the mesh that `rx.plan` chooses."""
+    """Yield the rows of Table 1 without FSDP, and with the mesh that `rx.plan` chooses."""
     for name, target, length, batch in PAPER:
         devices = {TWO: 2, FOUR: 4, EIGHT: 8, MANY: 64}[target]
         yield plan(name, target, length, batch, mesh={"tensor": devices}, options={"remat": ["full"]})[0]
@@ -147,7 +147,7 @@ def paper() -> Iterator[list[str]]:
 
 
 def meshes() -> Iterator[list[str]]:
-    """Yields OPT-66B and OPT-13B on fixed meshes: the heads do not divide by 16."""
+    """Yield OPT-66B and OPT-13B on fixed meshes: the heads do not divide by 16."""
     full: Any = {"options": {"remat": ["full"]}}
     for sizes in ({"tensor": 32}, {"tensor": 8}, {"tensor": 16, "fsdp": 4}, {"tensor": 8, "fsdp": 8}):
         yield plan("OPT-66B", MANY, 512, 8, mesh=sizes, **full)[0]
@@ -157,7 +157,7 @@ def meshes() -> Iterator[list[str]]:
 
 
 def figure3() -> Iterator[list[str]]:
-    """Yields memory and bytes on fixed meshes, and on the one that `rx.plan` chooses; on that also with
+    """Yield memory and bytes on fixed meshes, and on the one that `rx.plan` chooses; on that also with
     products in bfloat16. They replace the bars of Figure 3 for four A100, which are speeds."""
     sizes: tuple[dict[str, int] | None, ...] = (
         *({"tensor": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}),
@@ -175,7 +175,7 @@ SERVERS = ((TWO, "GPT2-Large", 2), (FOUR, "LLaMA-7B", 4), (EIGHT, "LLaMA-7B", 8)
 
 
 def longest() -> Iterator[list[str]]:
-    """Yields the longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
+    """Yield the longest sequences, one for each device: FSDP, bfloat16, layers recomputed."""
     for target, name, devices in SERVERS:
 
         def of_length(length: int, name: str = name, target: str = target, devices: int = devices) -> Any:
@@ -188,7 +188,7 @@ def longest() -> Iterator[list[str]]:
 
 
 def largest() -> Iterator[list[str]]:
-    """Yields the deepest LLaMA with the width of the 7B model, at 1024 tokens."""
+    """Yield the deepest LLaMA with the width of the 7B model, at 1024 tokens."""
     for target, _, devices in SERVERS:
 
         def of_depth(num_layers: int, target: str = target, devices: int = devices) -> Any:
@@ -202,7 +202,7 @@ def largest() -> Iterator[list[str]]:
 
 
 def _largest(sizes: list[int], make: Callable[[int], tuple[list[str], Any]]) -> Iterator[list[str]]:
-    """Yields the row of the largest of ascending sizes that fits, by bisection."""
+    """Yield the row of the largest of ascending sizes that fits, by bisection."""
     largest_row = None
     while sizes:
         middle = len(sizes) // 2
@@ -234,7 +234,7 @@ SMALL = {
 
 
 def estimates(target: str) -> Iterator[list[str]]:
-    """Yields memory by the CPU compiler over memory by the target's compiler. Each row has a model, a mesh and
+    """Yield memory by the CPU compiler over memory by the target's compiler. Each row has a model, a mesh and
     a policy."""
     MODELS.update(SMALL)
     sizes = ({"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4})

@@ -29,7 +29,7 @@ import redco_eqx as rx
 
 
 def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainState:
-    """Makes parameters and two moments of `megabytes` in total, split over all devices."""
+    """Make parameters and two moments of `megabytes` in total, split over all devices."""
     width = int((megabytes * 1e6 / 3 / 4 / 8) ** 0.5) // 64 * 64
     mesh = rx.make_mesh(fsdp=len(jax.devices()))
     model = rx.init_model(lambda key: eqx.nn.MLP(width, width, width, 7, key=key), mesh, key=jax.random.key(0))
@@ -37,7 +37,7 @@ def make(megabytes: float, optimizer: optax.GradientTransformation) -> rx.TrainS
 
 
 def size_of(state: rx.TrainState) -> int:
-    """Returns the bytes of the arrays, each counted once."""
+    """Return the bytes of the arrays, each counted once."""
     return sum(x.nbytes for x in (*jax.tree.leaves((state.params, state.frozen, state.opt_state)), state.step))
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     state = step(state, batch)
 
     def turn(state: rx.TrainState, writer: Any, wait: bool) -> tuple[rx.TrainState, float, float]:
-        """Takes the steps between two saves. Returns the state, the seconds in total, and those blocked in the
+        """Take the steps between two saves. Return the state, the seconds in total, and those blocked in the
         save."""
         jax.block_until_ready(state)
         began = time.perf_counter()

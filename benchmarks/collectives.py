@@ -59,7 +59,7 @@ from redco_eqx._planning.targets import find_target
 def step_communication(
     case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = (), **options: Any
 ) -> Communication:
-    """Returns the communication of a step with these options, or of a forward pass if not `train`."""
+    """Return the communication of a step with these options, or of a forward pass if not `train`."""
     lowered = lower_step(case, mesh, train=train, overrides=overrides, **options)
     return rx.communication(lowered.compile(compiler_options=COMPILER_OPTIONS), mesh)
 
@@ -76,7 +76,7 @@ class Result(NamedTuple):
 
 
 def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]:
-    """Separates the results that the compiler combined: the compiler, not the layout, chooses the all-reduces
+    """Separate the results that the compiler combined: the compiler, not the layout, chooses the all-reduces
     that share an instruction. A small result has at most [batch on a device, length] over the tensor axis; over
     other axes it is a scalar."""
     rows = math.prod(case.activation[:2]) // num_shards(mesh)
@@ -92,7 +92,7 @@ def results(found: Iterable[Collective], case: Case, mesh: Mesh) -> list[Result]
 
 
 def count(found: Iterable[Result], *, small: bool = False) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Counts the results, `{(kind, axes): number}`: only large ones, or only small ones if `small`."""
+    """Count the results, `{(kind, axes): number}`: only large ones, or only small ones if `small`."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for r in found:
         if r.small == small:
@@ -108,19 +108,19 @@ def total_bytes(found: Iterable[Result]) -> int:
 
 
 def activation_bytes(case: Case, mesh: Mesh) -> int:
-    """Returns U, in float32."""
+    """Return U, in float32."""
     return 4 * math.prod(case.activation) // num_shards(mesh)
 
 
 def parameter_bytes(case: Case, mesh: Mesh) -> int:
-    """Returns the bytes of all parameters on one device."""
+    """Return the bytes of all parameters on one device."""
     model, _ = abstract_model(case, mesh)
     arrays = rx.to_arrays(model).values()
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
 def least(case: Case, mesh: Mesh) -> dict[str, int]:
-    """Returns the bytes of the Megatron layout over the tensor axis, forward and backward, and over data."""
+    """Return the bytes of the Megatron layout over the tensor axis, forward and backward, and over data."""
     one_way = case.reductions * activation_bytes(case, mesh)
     return {"forward": one_way, "backward": one_way, "gradients": parameter_bytes(case, mesh)}
 
@@ -133,7 +133,7 @@ def mib(size: float) -> str:
 
 
 def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) -> list[str]:
-    """Describes the communication of a model beyond the least, most bytes first."""
+    """Describe the communication of a model beyond the least, most bytes first."""
     parts: dict[str, list[Result]] = {}
     for r in found:
         if r.small:
@@ -158,7 +158,7 @@ def excess(name: str, found: list[Result], needed: dict[str, int], unit: int) ->
 
 
 def report_models(cases: dict[str, Case], mesh: Mesh) -> None:
-    """Prints table 1."""
+    """Print table 1."""
     rows = [["", "tensor", "MiB", "small", "MiB", "data", "MiB", "total MiB", "least MiB", "ratio"]]
     remarks = []
     for name, case in cases.items():
@@ -192,7 +192,7 @@ length]. U is 0.5 MiB, the quickstart's 0.19. The ratio is total / least. Beside
 
 
 def report_memory(name: str, sizes: Sizes, meshes: dict[str, Mesh]) -> None:
-    """Prints table 2."""
+    """Print table 2."""
     head = ["mesh", "remat", "stream", "tensor MiB", "fsdp MiB", "data MiB", "mixed MiB", "sent MiB"]
     rows = [[*head, "weights MiB", "memory MiB"]]
     for mesh_name, mesh in meshes.items():
@@ -230,7 +230,7 @@ temporaries, as planned by the CPU compiler, which fuses less than others.
 
 
 def report_meshes(case: Case, meshes: dict[str, Mesh]) -> None:
-    """Prints table 3."""
+    """Print table 3."""
     print("\nThe quickstart's model on other meshes: instructions by kind, axes and line, per device")
     for name, mesh in meshes.items():
         print(f"\n{name}\n{step_communication(case, mesh)}")
@@ -244,7 +244,7 @@ MiB sent is by the ring algorithm, which makes kinds comparable.
 
 
 def report_kept(target: str | None) -> None:
-    """Prints table 4."""
+    """Print table 4."""
     devices: Sequence[Any] = jax.devices()
     options: dict[str, Any] = COMPILER_OPTIONS
     if target is not None:

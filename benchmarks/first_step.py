@@ -28,7 +28,7 @@ MODELS = ("LLaMA, list", "LLaMA, stacked", "quickstart, list")
 
 
 def measured(name: str, side: str) -> dict[str, float]:
-    """Returns the processor seconds of each phase."""
+    """Return the processor seconds of each phase."""
     import equinox as eqx
     import jax
     import numpy as np
@@ -94,7 +94,7 @@ def measured(name: str, side: str) -> dict[str, float]:
 
 
 def in_process(name: str, side: str, cache: str = "") -> dict[str, float]:
-    """Measures in a process of its own; `wall` is the time of the whole process."""
+    """Measure in a process of its own; `wall` is the time of the whole process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     if cache:
         environment |= {

@@ -235,7 +235,7 @@ BUILDERS: dict[str, Callable[[], Foreign]] = {
 
 
 def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
-    """Returns the models that are installed and run, and the reasons why others are missing."""
+    """Return the models that are installed and run, and the reasons why others are missing."""
     found, missing = [], {}
     for name, build in BUILDERS.items():
         try:

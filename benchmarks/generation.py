@@ -57,7 +57,7 @@ Tokens = Int[Array, "batch num"]
 
 
 def make_model(dim: int, num_layers: int, *, key: Key[Array, ""]) -> LlamaForCausalLM:
-    """Makes a model with stacked layers."""
+    """Make a model with stacked layers."""
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=dim,
@@ -72,7 +72,7 @@ def make_model(dim: int, num_layers: int, *, key: Key[Array, ""]) -> LlamaForCau
 
 @eqx.filter_jit
 def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> Tokens:
-    """Does the same as greedy `generate`, by one pass over the whole text for each token. A causal model
+    """Do the same as greedy `generate`, by one pass over the whole text for each token. A causal model
     ignores everything after the text."""
     length = input_ids.shape[1]
 
@@ -86,7 +86,7 @@ def generate_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int) -> T
 
 @eqx.filter_jit
 def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, num_beams: int) -> Tokens:
-    """Returns the best text of a `beam_search` that no token ends, by one pass over the whole text of each beam
+    """Return the best text of a `beam_search` that no token ends, by one pass over the whole text of each beam
     for each token."""
     size, length = input_ids.shape
 
@@ -107,7 +107,7 @@ def beam_search_uncached(model: LlamaForCausalLM, input_ids: Tokens, num: int, n
 
 
 def seconds(functions: Sequence[Callable[[], Tokens]], rounds: int) -> tuple[list[float], list[Tokens]]:
-    """Returns the median time of a call of each function after it is compiled, and their results. The functions
+    """Return the median time of a call of each function after it is compiled, and their results. The functions
     are called in turn, so that other work of the machine slows all of them."""
     outputs = [jax.block_until_ready(function()) for function in functions]
     times: list[list[float]] = [[] for _ in functions]
@@ -122,7 +122,7 @@ def seconds(functions: Sequence[Callable[[], Tokens]], rounds: int) -> tuple[lis
 def report_generation(
     lengths: Sequence[int], rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
-    """Prints table 1 (one beam) or 2."""
+    """Print table 1 (one beam) or 2."""
     model = make_model(dim, num_layers, key=jax.random.key(0))
     rows = [["new tokens", "cached tokens/s", "uncached tokens/s", "ratio", "same tokens"]]
     for num in lengths:
@@ -144,7 +144,7 @@ def report_generation(
 
 
 def report_stacked(sizes: Sequence[tuple[int, int]], rounds: int) -> None:
-    """Prints table 4."""
+    """Print table 4."""
     rows = [["dim", "layers", "ratio", "first call s", "of the list", "same tokens"]]
     for dim, num_layers in sizes:
         stacked = make_model(dim, num_layers, key=jax.random.key(0))
@@ -164,14 +164,14 @@ def report_stacked(sizes: Sequence[tuple[int, int]], rounds: int) -> None:
 
 
 def best_of(*args: Any, **options: Any) -> Tokens:
-    """Returns the best text of a beam search."""
+    """Return the best text of a beam search."""
     return beam_search(*args, **options).tokens[:, 0]
 
 
 def report_against_transformers(
     num: int, rounds: int, *, num_beams: int, batch_size: int, dim: int, num_layers: int
 ) -> None:
-    """Prints table 5."""
+    """Print table 5."""
     import torch  # pyright: ignore[reportMissingImports] (of the group parity)
     import transformers
 
@@ -219,7 +219,7 @@ def report_against_transformers(
 
 
 def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float, float]:
-    """Returns the seconds to trace (and lower), and to compile, one train step. No array is made."""
+    """Return the seconds to trace (and lower), and to compile, one train step. No array is made."""
     sizes = Sizes(dim=dim, num_layers=num_layers, num_heads=dim // 16, length=64)
     case = family_case("LLaMA", sizes, stacked=stacked)
     start = time.perf_counter()
@@ -230,7 +230,7 @@ def compile_seconds(num_layers: int, *, dim: int, stacked: bool) -> tuple[float,
 
 
 def report_compilation(depths: Sequence[int], *, dim: int) -> None:
-    """Prints table 3."""
+    """Print table 3."""
     compile_seconds(1, dim=dim, stacked=True)  # some work is slow only the first time
     rows = [["layers", "list: trace s", "compile s", "stacked: trace s", "compile s", "ratio"]]
     for depth in depths:

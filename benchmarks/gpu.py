@@ -35,7 +35,7 @@ PARTS = tuple(dict.fromkeys(setting.part for setting in SETTINGS))
 
 
 def run(setting: Setting, *, is_small: bool, target: str | None) -> dict[str, Any]:
-    """Returns the result of a row, or the error of its process."""
+    """Return the result of a row, or the error of its process."""
     with tempfile.TemporaryDirectory() as directory:
         row, result = pathlib.Path(directory, "row.json"), pathlib.Path(directory, "result.json")
         given = {"setting": dataclasses.asdict(setting), "is_small": is_small, "target": target}

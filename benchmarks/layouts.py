@@ -59,7 +59,7 @@ class Case:
 def compiled_bytes(
     model: Any, loss: Any, batch: Any, specs: Any, mesh: Mesh, options: Any = COMPILER_OPTIONS
 ) -> int:
-    """Returns the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter."""
+    """Return the bytes that the compiled loss and gradient send. A gradient is laid out like its parameter."""
 
     def is_abstract(x: Any) -> bool:
         return isinstance(x, jax.ShapeDtypeStruct)
@@ -129,7 +129,7 @@ def foreign_cases() -> Iterator[Case]:
 
 
 def naive(model: Any, pick: Callable[[tuple[int, ...]], int | None]) -> Specs:
-    """Splits one dim of every floating array of two or more dims, chosen by its shape alone."""
+    """Split one dim of every floating array of two or more dims, chosen by its shape alone."""
     specs = {}
     for path, x in rx.to_arrays(model).items():
         dim = pick(x.shape) if len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating) else None
@@ -147,7 +147,7 @@ def largest_dim(shape: tuple[int, ...]) -> int | None:
 
 
 def parallax(case: Case) -> Specs | None:
-    """Returns the splits of google-parallax over its `model` axis, where that divides; `None` if it is not
+    """Return the splits of google-parallax over its `model` axis, where that divides; `None` if it is not
     installed."""
     try:
         from parallax.sharding.auto_shard import get_shardings  # type: ignore[import-not-found]
@@ -176,7 +176,7 @@ def parallax(case: Case) -> Specs | None:
 
 
 def memory(model: Any, specs: Specs, mesh: Mesh) -> float:
-    """Returns the bytes of the model's arrays on one device."""
+    """Return the bytes of the model's arrays on one device."""
     total = 0.0
     for path, x in rx.to_arrays(model).items():
         split = math.prod(mesh.shape[axis] for axis in specs[path] if axis is not None)
@@ -201,7 +201,7 @@ HEAD += ["memory", "of paths", "whole", "arrays", "steps", "ms trace", "walk", "
 
 
 def times_of(case: Case) -> list[str]:
-    """Returns the milliseconds to trace, to walk, and to choose."""
+    """Return the milliseconds to trace, to walk, and to choose."""
     marks = [time.perf_counter()]
     traced = trace_step(case.loss, case.model, case.batch)
     marks.append(time.perf_counter())
@@ -213,7 +213,7 @@ def times_of(case: Case) -> list[str]:
 
 
 def row(case: Case, mesh: Mesh, *, engines: bool = True) -> list[str]:
-    """Makes a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision."""
+    """Make a line of the table: MB sent in a step, MB of arrays on a device, and the time for the decision."""
     times = times_of(case)
     analysis = analysis_of(case.model, mesh, case.loss, case.batch)
     assert analysis is not None

@@ -41,7 +41,7 @@ def optimizers(model: Any) -> Iterator[tuple[str, optax.GradientTransformation]]
 
 
 def row(mesh: Mesh, optimizer: optax.GradientTransformation) -> tuple[float, int, float]:
-    """Compiles a step. Returns the MiB that a device sends, the number of collectives, and a device's GFLOP."""
+    """Compile a step. Return the MiB that a device sends, the number of collectives, and a device's GFLOP."""
     compiled = lower_step(CASE, mesh, optimizer=optimizer).compile(compiler_options=COMPILER_OPTIONS)
     total, cost = rx.communication(compiled, mesh).total, compiled.cost_analysis()
     assert cost is not None

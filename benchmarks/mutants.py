@@ -72,7 +72,7 @@ def operators() -> dict[str, Any]:
 
 
 def sites(path: pathlib.Path, known: dict[str, Any]) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Returns every place of a file that can be mutated, with the operators that can mutate it and their
+    """Return every place of a file that can be mutated, with the operators that can mutate it and their
     occurrence."""
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
 
@@ -104,7 +104,7 @@ def is_python(code: str) -> bool:
 
 
 def sample() -> list[dict[str, Any]]:
-    """Draws random sites from each room, in proportion to the sites there, and an operator for each site."""
+    """Draw random sites from each room, in proportion to the sites there, and an operator for each site."""
     known, draw = operators(), random.Random(SEED)
     by_room: dict[str, list[Any]] = collections.defaultdict(list)
     for path in sorted(CORE.rglob("*.py")):
@@ -135,7 +135,7 @@ def sample() -> list[dict[str, Any]]:
 
 
 def measure() -> None:
-    """Runs the tests once under coverage. Records the lines that each test function runs, and its seconds."""
+    """Run the tests once under coverage. Record the lines that each test function runs, and its seconds."""
     shutil.rmtree(MEASURED, ignore_errors=True)
     MEASURED.mkdir()
     config = MEASURED / "rc"
@@ -160,7 +160,7 @@ def measure() -> None:
 
 
 def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
-    """Returns `{file: {line: test functions that run it}}`, and the seconds of each, by pytest's names."""
+    """Return `{file: {line: test functions that run it}}`, and the seconds of each, by pytest's names."""
     import coverage  # pyright: ignore[reportMissingImports]
 
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -182,13 +182,13 @@ def tests_of() -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
 
 
 def node_of(name: str) -> str:
-    """Turns `tests.step.test_state.test_x` into `tests/step/test_state.py::test_x`."""
+    """Turn `tests.step.test_state.test_x` into `tests/step/test_state.py::test_x`."""
     module, _, function = name.rpartition(".")
     return f"{module.replace('.', '/')}.py::{function}"
 
 
 def fate(mutant: dict[str, Any], lines: Any, seconds: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """Runs the tests on a copy of the package with the mutant in it."""
+    """Run the tests on a copy of the package with the mutant in it."""
     path = REPOSITORY / mutant["file"]
     folders = TESTS[room_of(path)]
     names = lines.get(mutant["file"], {}).get(mutant["line"], set())

@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def trivial_compute(num_arrays: int, num_steps: int, rounds: int) -> None:
-    """Measures SGD on 1,000 scalars on one device, where nearly all time is dispatch and Python."""
+    """Measure SGD on 1,000 scalars on one device, where nearly all time is dispatch and Python."""
     optimizer = optax.sgd(0.1)
     batch = jnp.zeros((8,))
 
@@ -73,7 +73,7 @@ def fit_seconds(
     optimizer: Any,
     collate_fn: Any,
 ) -> list[float]:
-    """Returns the seconds per step in each of `rounds` log windows of one `fit`, after the first, which
+    """Return the seconds per step in each of `rounds` log windows of one `fit`, after the first, which
     compiles."""
     rates: list[float] = []
     rx.fit(
@@ -91,7 +91,7 @@ def fit_seconds(
 
 
 def report(times: dict[str, list[float]]) -> None:
-    """Prints the medians, and their ratios to the first one."""
+    """Print the medians, and their ratios to the first one."""
     medians = {name: statistics.median(values) for name, values in times.items()}
     base = next(iter(medians.values()))
     for name, seconds in medians.items():
@@ -99,7 +99,7 @@ def report(times: dict[str, list[float]]) -> None:
 
 
 def quickstart_model(num_steps: int, rounds: int) -> None:
-    """Measures `fit` against a loop written by hand, with the quickstart's model, mesh and batches."""
+    """Measure `fit` against a loop written by hand, with the quickstart's model, mesh and batches."""
     mesh = rx.make_mesh(tensor=4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     model = rx.init_model(lambda key: quickstart.Transformer(key=key), mesh, key=jax.random.key(0))

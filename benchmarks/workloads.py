@@ -70,7 +70,7 @@ ENCODER_DECODERS = ("T5", "T5 v1.1", "BART")
 
 
 def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, ""]], models.Model]:
-    """Returns a function from a key to a model of one of the `FAMILIES` or `ENCODER_DECODERS`. `options` are
+    """Return a function from a key to a model of one of the `FAMILIES` or `ENCODER_DECODERS`. `options` are
     those of the model, such as `remat`."""
     dim, heads = sizes.dim, sizes.num_heads
     by_gpt: dict[str, Any] = {
@@ -134,7 +134,7 @@ def make_model(name: str, sizes: Sizes, **options: Any) -> Callable[[Key[Array, 
 def next_token_loss(
     model: models.DecoderLM, tokens: Int[Array, "batch length"], key: Key[Array, ""] | None
 ) -> rx.Mean:
-    """Returns the mean cross-entropy of each token after those before it."""
+    """Return the mean cross-entropy of each token after those before it."""
     hidden, _ = model.hidden_states(tokens[:, :-1])
     parallel = model.sequence_parallel
     return rx.layers.cross_entropy(hidden, model.head, tokens[:, 1:], sequence_parallel=parallel)
@@ -143,14 +143,14 @@ def next_token_loss(
 def sequence_to_sequence_loss(
     model: models.EncoderDecoder, batch: dict[str, Int[Array, "batch _"]], key: Key[Array, ""] | None
 ) -> rx.Mean:
-    """Returns the mean cross-entropy of each token after those before it and the source."""
+    """Return the mean cross-entropy of each token after those before it and the source."""
     hidden = model.hidden_states(batch["source"], batch["target"][:, :-1])
     parallel = model.sequence_parallel
     return rx.layers.cross_entropy(hidden, model.head, batch["target"][:, 1:], sequence_parallel=parallel)
 
 
 def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
-    """Makes the case of one of the library's models.
+    """Make the case of one of the library's models.
 
     A layer needs a reduction for each part that is added to the stream: attention, MLP (one for both if they
     are side by side), and cross-attention. The step needs one more each way, for the lookup and for the head.
@@ -171,7 +171,7 @@ def family_case(name: str, sizes: Sizes = Sizes(), **options: Any) -> Case:
 
 
 def quickstart_case(batch_size: int = 8) -> Case:
-    """Makes the case of the model of `examples/quickstart.py`: plain `eqx.nn`, as a user writes it."""
+    """Make the case of the model of `examples/quickstart.py`: plain `eqx.nn`, as a user writes it."""
 
     def make_model(key: Key[Array, ""]) -> quickstart.Transformer:
         return quickstart.Transformer(key=key)
@@ -187,7 +187,7 @@ def quickstart_case(batch_size: int = 8) -> Case:
 
 
 def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[PyTree, PyTree]:
-    """Makes the model with a sharding in each of its abstract arrays, and the tree of these shardings."""
+    """Make the model with a sharding in each of its abstract arrays, and the tree of these shardings."""
     model = eqx.filter_eval_shape(case.make_model, jax.random.key(0))
     shardings = rx.shard_rules(model, mesh, overrides=overrides)
 
@@ -200,7 +200,7 @@ def abstract_model(case: Case, mesh: Mesh, overrides: Overrides = ()) -> tuple[P
 def lower_step(
     case: Case, mesh: Mesh, *, train: bool = True, overrides: Overrides = (), **options: Any
 ) -> jax.stages.Lowered:
-    """Lowers one `train_step` with these options (AdamW by default), or, if not `train`, an `eval_step`: the
+    """Lower one `train_step` with these options (AdamW by default), or, if not `train`, an `eval_step`: the
     forward pass."""
     model, shardings = abstract_model(case, mesh, overrides)
     options = {"optimizer": optax.adamw(1e-3), **options}
@@ -215,12 +215,12 @@ def lower_step(
 
 
 def num_shards(mesh: Mesh) -> int:
-    """Returns the number of parts into which the batch is split."""
+    """Return the number of parts into which the batch is split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """Formats a table with columns as wide as they need to be, the first `num_left` of them aligned left."""
+    """Format a table with columns as wide as they need to be, the first `num_left` of them aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

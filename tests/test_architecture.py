@@ -197,6 +197,14 @@ def test_docstrings_begin_with_a_verb_or_the_thing():
     ]
     relative = re.compile(r"(What|Whether|How|Which|Where|Who|Of)\b")
     assert [f"{path}: {doc.splitlines()[0]}" for path, doc in docs if relative.match(doc)] == []
+    third_person = re.compile(r"(Returns|Raises|Yields|Makes|Computes|Adds|Takes|Turns|Waits)\b")
+    functions = [
+        (path, node.name)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and third_person.match(ast.get_docstring(node) or "")
+    ]
+    assert functions == [], "the imperative: Return, Raise, ..."
 
 
 def test_pages_and_docstrings_are_in_plain_words():

@@ -39,9 +39,9 @@ def measure(
     advance: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]],
     loss_of: Callable[[Any], Any],
 ) -> None:
-    """Compiles a jitted `step(*arguments)` and runs it; `advance(output, arguments)` gives the next arguments.
+    """Compile a jitted `step(*arguments)` and run it; `advance(output, arguments)` gives the next arguments.
 
-    Writes `PEER-MODEL-MESH.json` and the compiled program beside it, in the directory that the command names.
+    Write `PEER-MODEL-MESH.json` and the compiled program beside it, in the directory that the command names.
     """
     begun = time.perf_counter()
     lowered = step.lower(*arguments)
@@ -79,7 +79,7 @@ def write(found: dict[str, Any], program: str = "") -> None:
 
 
 def each(peer: str, mesh: str, one: Callable[[str], None], models: Sequence[str] = MODELS) -> None:
-    """Measures each model by `one`; what a peer cannot do is a row with its error."""
+    """Measure each model by `one`; what a peer cannot do is a row with its error."""
     start()
     for model in models:
         try:

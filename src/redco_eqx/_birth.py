@@ -77,7 +77,7 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
         return known(np.asarray(atom.val, dtype_of(atom)), atom.aval) if isinstance(atom, Literal) else atom
 
     def compute(jaxpr: Jaxpr, names: dict[Var, Var]) -> list[Var]:
-        """Walks through a program with these names as inputs, and returns its results."""
+        """Walk through a program with these names as inputs, and return its results."""
 
         def read(atom: Operand) -> Var:
             # Turn numbers into operands, as when Python runs the program. Layers that differ only in a number,
@@ -126,7 +126,7 @@ def births_of(closed: ClosedJaxpr, key: Key) -> tuple[list[Birth], dict[Var, Con
 
 
 def _computed(template: Jaxpr, equation: JaxprEqn, values: dict[Var, Any]) -> dict[Var, Any]:
-    """Computes the results of an equation without literals from these values."""
+    """Compute the results of an equation without literals from these values."""
     inputs = _variables(equation.invars)
     alone = template.replace(constvars=(), invars=inputs, outvars=equation.outvars, eqns=[equation])
     return dict(zip(equation.outvars, jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[var] for var in inputs])))
@@ -191,7 +191,7 @@ def init_model(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> M:
-    """Creates the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
+    """Create the model `make_model(key)` directly on `mesh`, in the layout of `shard_rules`.
 
     Each device computes its own shard of an array and nothing larger. This works for the usual initialisers:
     constants, and draws from threefry keys (JAX's default) that are changed element by element (uniform,
@@ -302,7 +302,7 @@ def _layout(abstract: PyTree, mesh: Mesh, overrides: Overrides, **decided_by: An
 
 
 def _check_apart(arrays: PyTree, outputs: Sequence[Operand]) -> None:
-    """Raises `ValueError` if two leaves are the same array."""
+    """Raise `ValueError` if two leaves are the same array."""
     pairs = zip(outputs, [path for path, _ in leaves_with_paths(arrays)])
     check_apart("init_model", [(var, path) for var, path in pairs if isinstance(var, Var)])
 
@@ -316,7 +316,7 @@ def _on_this_process(key: Key) -> Key:
 
 
 def make(birth: Birth, values: dict[Var, Concrete], sharding: NamedSharding) -> Array:
-    """Makes the array of one leaf on its devices."""
+    """Make the array of one leaf on its devices."""
     if birth.way == "given":
         return put_global(values[birth.leaf], sharding)
     value = compiled(birth, sharding)(*[values[var] for var in birth.program.invars])
@@ -355,7 +355,7 @@ def _constants(jaxpr: Jaxpr) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=128)
 def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Array]:
-    """Jits a program of arrays that are the same on every process, and committed to no device."""
+    """Jit a program of arrays that are the same on every process, and committed to no device."""
 
     def run(*operands: Array) -> Array:
         values = dict(zip(program.jaxpr.invars, operands))
@@ -368,7 +368,7 @@ def _jit(program: Canonical, sharding: NamedSharding | None) -> Callable[..., Ar
 
 
 def _rounded(x: Array) -> Array:
-    """Rounds as single operations do: inside a program, XLA uses more bits than bfloat16 has."""
+    """Round as single operations do: inside a program, XLA uses more bits than bfloat16 has."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     info = jnp.finfo(x.dtype)

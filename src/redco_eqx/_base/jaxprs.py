@@ -148,12 +148,12 @@ class Program:
         return jax.tree.unflatten(self.results, [abstract(aval) for aval in self.closed.out_avals])
 
     def replace(self, jaxpr: Jaxpr) -> "Program":
-        """Returns this program with other operations."""
+        """Return this program with other operations."""
         return dataclasses.replace(self, closed=self.closed.replace(jaxpr=jaxpr))
 
 
 def trace(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
-    """Traces `function` for arguments of these shapes and dtypes. The arguments may be abstract."""
+    """Trace `function` for arguments of these shapes and dtypes. The arguments may be abstract."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return Program(closed, jax.tree.structure(shapes))
 
@@ -187,7 +187,7 @@ _REPLACED = "redco_eqx_replaced"  # marks a replacement, so that it is not repla
 
 
 def rewrite(jaxpr: Jaxpr, rule: Rewrite) -> Jaxpr:
-    """Replaces each operation of `jaxpr` for which `rule` gives a function, also inside loops and calls.
+    """Replace each operation of `jaxpr` for which `rule` gives a function, also inside loops and calls.
 
     If nothing is replaced in a program, or in a part of it, the same object is returned. Replacements do not
     reach the derivative of a `custom_jvp` or `custom_vjp` that is not yet differentiated.

@@ -69,7 +69,7 @@ class Mean(eqx.Module):
         return float(np.asarray(self))
 
     def __format__(self, spec: str) -> str:
-        """Formats the value, or the pair under a trace, where the value is not a number."""
+        """Format the value, or the pair under a trace, where the value is not a number."""
         is_traced = isinstance(self.total, Tracer) or isinstance(self.weight, Tracer)
         return repr(self) if is_traced else format(float(self), spec)
 
@@ -145,7 +145,7 @@ class SplitActivations:
 
 
 def split_activations(function: Callable[..., PyTree]) -> SplitActivations:
-    """Marks a loss or predict function, so that its activations are split over `tensor` where that sends less.
+    """Mark a loss or predict function, so that its activations are split over `tensor` where that sends less.
 
     Without the mark, a layout says only how parameters are split, and the compiler decides the rest. With it,
     `shard_rules` and `explain` decide for each value of the traced gradient, together with the parameters. A
@@ -185,7 +185,7 @@ _CALLED_WITH = {
 
 
 def as_key(where: str, key: Any) -> Any:
-    """Returns one typed PRNG key. A raw key, such as `jax.random.PRNGKey` makes, becomes a typed key.
+    """Return one typed PRNG key. A raw key, such as `jax.random.PRNGKey` makes, becomes a typed key.
 
     Raises `TypeError` for anything else, `ValueError` for several keys.
     """
@@ -199,7 +199,7 @@ def as_key(where: str, key: Any) -> Any:
 
 
 def check_whole(where: str, **counts: object) -> None:
-    """Raises `TypeError` if it is not a whole number."""
+    """Raise `TypeError` unless the value is a whole number."""
     for name, x in counts.items():
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
             many = hasattr(x, "__len__") and not isinstance(x, str)
@@ -209,7 +209,7 @@ def check_whole(where: str, **counts: object) -> None:
 
 
 def check_positive(where: str, **counts: int | None) -> None:
-    """Raises `TypeError` if it is not a whole number, and `ValueError` if it is below 1. Accepts `None`."""
+    """Raise `TypeError` unless the value is a whole number or `None`, and `ValueError` if it is below 1."""
     for name, value in counts.items():
         if value is not None:
             check_whole(where, **{name: value})
@@ -218,13 +218,13 @@ def check_positive(where: str, **counts: int | None) -> None:
 
 
 def check_functions(where: str, **functions: object) -> None:
-    """Checks functions as `check_function` does. The name of each one says which arguments it must take."""
+    """Check functions as `check_function` does. The name of each one says which arguments it must take."""
     for name, function in functions.items():
         check_function(where, name, function, *_CALLED_WITH[name])
 
 
 def check_function(where: str, name: str, function: object, *arguments: str) -> None:
-    """Raises `TypeError` if it is not a function that takes these positional arguments."""
+    """Raise `TypeError` unless the value is a function that takes these positional arguments."""
     form = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{where}: {name} must be a function, {form}, but is {_short(function)}.")
@@ -263,7 +263,7 @@ def _short(x: object) -> str:
 
 
 def as_mean(x: Loss, weight: ArrayLike, what: str) -> Mean:
-    """Returns `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a `Mean` keeps its weight.
+    """Return `x` as a `Mean` in float32 or wider. A scalar gets the given weight; a `Mean` keeps its weight.
 
     Raises `ValueError` naming `what` if `x` is not a scalar.
     """

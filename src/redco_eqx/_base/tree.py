@@ -84,7 +84,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[
 
 
 def lack_of_value(x: object) -> str | None:
-    """Says why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); else `None`."""
+    """Say why an array has no numbers, for messages (`is abstract`, `has been deleted. ...`); else `None`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return "is abstract"
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
@@ -93,7 +93,7 @@ def lack_of_value(x: object) -> str | None:
 
 
 def first_few(names: Sequence[str], *, most: int = 10, separator: str = ", ") -> str:
-    """Names for messages: `a, b, c`, or the first ones and a count: `a, b, and 7 more`."""
+    """Join names for messages: `a, b, c`, or the first ones and a count: `a, b, and 7 more`."""
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")
@@ -162,7 +162,7 @@ def to_paths(tree: PyTree, is_leaf: Callable[[PyTree], bool]) -> dict[str, PyTre
 
 
 def to_arrays(tree: PyTree) -> dict[str, Any]:
-    """Returns the arrays of a tree as a flat `{path: array}`, in the tree's order.
+    """Return the arrays of a tree as a flat `{path: array}`, in the tree's order.
 
     ```python
     sizes = {path: x.size for path, x in rx.to_arrays(model).items()}
@@ -187,7 +187,7 @@ def buffer_paths(tree: PyTree) -> set[str]:
 
 
 def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
-    """Replaces each array of `tree` by the array with the same path; the inverse of `to_arrays`.
+    """Replace each array of `tree` by the array with the same path; the inverse of `to_arrays`.
 
     ```python
     arrays = rx.to_arrays(model)
@@ -215,7 +215,7 @@ def from_arrays(tree: T, arrays: Mapping[str, AnyArray]) -> T:
 
 
 def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Converts a mask or labels over a model for optax, which sees the parameters as `{path: array}`.
+    """Convert a mask or labels over a model for optax, which sees the parameters as `{path: array}`.
 
     ```python
     is_matrix = jax.tree.map(lambda x: eqx.is_array(x) and x.ndim == 2, model)
@@ -254,7 +254,7 @@ def by_path(tree: PyTree) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating arrays of `tree` to `dtype`; integers, booleans, keys and non-arrays stay as they are.
+    """Cast the floating arrays of `tree` to `dtype`; integers, booleans, keys and non-arrays stay as they are.
 
     Use it inside a loss or predict function to compute in low precision over float32 parameters:
     `model, batch = cast((model, batch), jnp.bfloat16)`. Cast the batch too: bfloat16 times float32 is

@@ -27,7 +27,7 @@ _ROOMS = {"params": "model", "frozen": "model", "model_state": "model_state", "o
 
 
 def to_names(state: TrainState) -> dict[str, AnyArray]:
-    """Returns every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
+    """Return every array by its name in a checkpoint: `model/<path>`, trainable or not, `model_state/<path>`,
     `optimizer/<path>`, `step`, `key`."""
     names: dict[str, AnyArray] = {}
     for field, room in _ROOMS.items():
@@ -36,7 +36,7 @@ def to_names(state: TrainState) -> dict[str, AnyArray]:
 
 
 def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
-    """Returns `like` with these arrays: the inverse of `to_names`."""
+    """Return `like` with these arrays: the inverse of `to_names`."""
     parts: dict[str, Any] = {"step": arrays["step"], "key": arrays["key"]}
     for field, room in _ROOMS.items():
         own = getattr(like, field)
@@ -45,12 +45,12 @@ def from_names(like: TrainState, arrays: Mapping[str, AnyArray]) -> TrainState:
 
 
 def storable(arrays: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
-    """Returns the arrays in stored form: keys as their data, and without empty arrays."""
+    """Return the arrays in stored form: keys as their data, and without empty arrays."""
     return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items() if x.size > 0}
 
 
 def info_of(x: AnyArray, checksum: str = "") -> ArrayInfo:
-    """Describes an array for the record."""
+    """Describe an array for the record."""
     impl = str(jax.random.key_impl(x)) if isinstance(x, jax.Array) and is_key(x) else None
     return ArrayInfo(str(x.dtype), tuple(x.shape), checksum, impl)
 
@@ -66,7 +66,7 @@ pieces."""
 
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Turns each word into a random-looking one."""
+    """Turn each word into a random-looking one."""
     # The finalizer of MurmurHash3 (Appleby, public domain): one-to-one on 32 bits.
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -74,7 +74,7 @@ def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def bits_of(x: Array) -> UInt32[Array, "..."]:
-    """Returns the bits of each element as one uint32, or as several along additional trailing dims."""
+    """Return the bits of each element as one uint32, or as several along additional trailing dims."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return bits_of(jnp.stack([x.real, x.imag], axis=-1))
     if x.dtype.itemsize <= 4 and not jnp.issubdtype(x.dtype, jnp.floating):
@@ -86,7 +86,7 @@ def bits_of(x: Array) -> UInt32[Array, "..."]:
 
 
 def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Computes the row-major index, from 1, of each element of a piece, modulo 2**32.
+    """Compute the row-major index, from 1, of each element of a piece, modulo 2**32.
 
     **Arguments:**
 
@@ -106,7 +106,7 @@ def indices(dims: tuple[int, ...], starts: Starts, shape: tuple[int, ...]) -> UI
 
 
 def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3"]:
-    """Computes two checksum words of a piece `x` of an array, and 1 if `x` has NaN or infinity, else 0.
+    """Compute two checksum words of a piece `x` of an array, and 1 if `x` has NaN or infinity, else 0.
 
     If `bits` are the bits of an element and `i` is its row-major index, `h = mix(bits ^ mix(i + 1))`. The words
     are the sums of `h` and of `mix(h + 1)`, modulo 2**32, so the words of all pieces add up to those of the
@@ -123,7 +123,7 @@ def digest(x: Array, starts: Starts, shape: tuple[int, ...]) -> UInt32[Array, "3
 def _per_device(
     of_piece: OfPiece, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> Callable[[AnyArray], Shaped[Array, "devices n"]]:
-    """Makes a function that computes the numbers of the piece on each device.
+    """Make a function that computes the numbers of the piece on each device.
 
     No device waits for another, because there can be a thousand leaves, and that many collectives at once can
     block a CPU.
@@ -143,16 +143,16 @@ def _per_device(
 
 @functools.lru_cache(maxsize=16)
 def _everywhere(mesh: Mesh) -> Callable[[list[Array]], Shaped[Array, "arrays devices n"]]:
-    """Makes a function that shares the numbers of each device and array with all devices, in one collective."""
+    """Make a function that shares the numbers of each device and array with all devices, in one collective."""
     return jax.jit(lambda rows: jnp.stack(rows), out_shardings=replicated(mesh))
 
 
 def _begin(
     of_piece: OfPiece, arrays: Mapping[str, AnyArray], own: np.ndarray | None = None
 ) -> Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Begins to compute `of_piece` on each device. All processes must call it; it does not wait.
+    """Begin to compute `of_piece` on each device. All processes must call it; it does not wait.
 
-    Returns a function that waits. For each array, that function returns the numbers of all devices, and those
+    Return a function that waits. For each array, that function returns the numbers of all devices, and those
     of the first device of each piece, by the axes of the mesh. The mesh is that of the first array that has
     one; an array on another mesh is put there, whole. Each process also passes its numbers `own`, which has the
     length of a result of `of_piece`. They come back under the name `""`.
@@ -187,13 +187,13 @@ def _begin(
 
 
 def summed(of_piece: OfPiece, arrays: Mapping[str, AnyArray]) -> np.ndarray:
-    """Computes `of_piece` for each array, summed over its pieces. All processes must call it."""
+    """Compute `of_piece` for each array, summed over its pieces. All processes must call it."""
     pieces = [first.reshape(-1, first.shape[-1]) for _, first in _begin(of_piece, arrays)().values()]
     return np.array([numbers.sum(axis=0, dtype=numbers.dtype) for numbers in pieces])
 
 
 def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
-    """Computes the checksum of each array (16 hexadecimal digits), and lists the arrays that are not finite.
+    """Compute the checksum of each array (16 hexadecimal digits), and list the arrays that are not finite.
 
     All processes must call it."""
     rows = summed(digest, arrays).tolist()
@@ -204,9 +204,9 @@ def digests(arrays: Mapping[str, AnyArray]) -> tuple[dict[str, str], list[str]]:
 def unlike_replicas(
     arrays: Mapping[str, AnyArray], seconds: float = 0.0
 ) -> Callable[[], tuple[list[str], list[list[float]]]]:
-    """Begins to compare the copies of each array on all devices. All processes must call it; it does not wait.
+    """Begin to compare the copies of each array on all devices. All processes must call it; it does not wait.
 
-    Returns a function that waits for the comparison. That function returns the names of the arrays whose copies
+    Return a function that waits for the comparison. That function returns the names of the arrays whose copies
     differ, and for each device the `seconds` that its process passed, the number of that process, and 0.
     """
     wait = _begin(digest, arrays, np.array([seconds, jax.process_index(), 0], np.float32).view(np.uint32))

@@ -56,7 +56,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         extras: Json | None = None,
         run: RunRecord | None = None,
     ) -> pathlib.Path:
-        """Copies the state to the host, and returns. The files are written while training continues.
+        """Copy the state to the host, and return. The files are written while training continues.
 
         You may donate the state as soon as this returns. If the previous save is still being written, this call
         waits for it. All processes must call this, with the same step.
@@ -104,7 +104,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return path
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises `CheckpointError` if it failed."""
+        """Wait until the last save is complete. Raises `CheckpointError` if it failed."""
         newest, self._in_flight = self._in_flight, None
         with self._naming(newest and newest.path):
             self._checkpointer.wait_until_finished()
@@ -112,12 +112,12 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._prune(newest)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if a save has already failed. Does not wait."""
+        """Raise `CheckpointError` if a save has already failed. Does not wait."""
         with self._naming(self._in_flight and self._in_flight.path):
             self._checkpointer.check_for_errors()
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends the threads. You may call it twice."""
+        """Wait as `wait` does, and end the threads. You may call it twice."""
         try:
             self.wait()
         finally:
@@ -126,7 +126,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self.release()
 
     def release(self) -> None:
-        """Releases the directory to other writers."""
+        """Release the directory to other writers."""
         if self.owner is not None:
             self.owner.release()
 
@@ -134,7 +134,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.close()
 
     def _prepare(self) -> dict[str, Any]:
-        """Takes the directory on process 0, and returns its owner. Removes anything half-written there, because
+        """Take the directory on process 0, and return its owner. Remove anything half-written there, because
         the process that wrote it is dead."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.owner = Owner(self._directory)
@@ -157,7 +157,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     @contextlib.contextmanager
     def _naming(self, path: pathlib.Path | None) -> Iterator[None]:
-        """Turns an error that Orbax raises in the block into a `CheckpointError`."""
+        """Turn an error that Orbax raises in the block into a `CheckpointError`."""
         try:
             yield
         except Exception as error:
@@ -168,7 +168,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
 
     def _prune(self, newest: CheckpointInfo) -> None:
-        """Removes the checkpoints of the same run that are no longer needed after `newest`: other attempts at
+        """Remove the checkpoints of the same run that are no longer needed after `newest`: other attempts at
         its step, and those that `keep_last` and `keep_best` do not keep."""
         last, infos = self._config.keep_last, []
         for step, _, path in entries(self._directory):
@@ -196,7 +196,7 @@ def save(
     metrics: Row | None = None,
     extras: Json | None = None,
 ) -> pathlib.Path:
-    """Writes one checkpoint and returns when it is complete. In a loop, use `Checkpoints(...).open()`.
+    """Write one checkpoint and return when it is complete. In a loop, use `Checkpoints(...).open()`.
 
     ```python
     path = rx.save("run", state, extras={"note": "before the long run"})
@@ -218,7 +218,7 @@ def save(
 
 
 def best_of(rows: Sequence[Row], metric: str, mode: str) -> int | None:
-    """Returns the index of the row with the lowest or highest `metric`, the first one if several are equal, or
+    """Return the index of the row with the lowest or highest `metric`, the first one if several are equal, or
     `None` if no row has a number for it."""
     sign = 1 if mode == "min" else -1
     scored = [i for i, row in enumerate(rows) if not math.isnan(row.get(metric, math.nan))]
@@ -277,7 +277,7 @@ class Checkpoints:
             )
 
     def open(self) -> CheckpointWriter:
-        """Opens a writer for the directory. Close it, or use it in a `with`. You decide when to save.
+        """Open a writer for the directory. Close it, or use it in a `with`. You decide when to save.
 
         ```python
         with rx.Checkpoints("run", keep_last=2).open() as writer:

@@ -31,7 +31,7 @@ class Owner:
     """The sole right of this process to write into a directory. It ends with `release`, or with the process."""
 
     def __init__(self, directory: pathlib.Path):
-        """Raises `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
+        """Raise `CheckpointError` if the directory has a live owner, and `OSError` if it cannot be written.
 
         Takes at most 13 seconds, to watch an owner on another host or one that is ending.
         """
@@ -53,14 +53,14 @@ class Owner:
     def begin(
         self, begin: int, identity: Identity, differs: Callable[[Identity | None, Identity], object]
     ) -> tuple[str, bool]:
-        """Returns the id of the run that begins here, and true if it began before, and was killed before its
+        """Return the id of the run that begins here, and true if it began before, and was killed before its
         first save.
 
         **Arguments:**
 
         - `begin`: the first step of the run.
         - `identity`: the identity of the run, which is stored in the file.
-        - `differs`: called with the identity in the file and this one. Returns a true value if they belong to
+        - `differs`: called with the identity in the file and this one. It returns a true value if they belong to
             different runs.
         """
         before = self.content
@@ -71,7 +71,7 @@ class Owner:
         return run_id, False
 
     def release(self) -> None:
-        """Releases the directory to others. You may call it twice."""
+        """Release the directory to others. You may call it twice."""
         if not self._done.is_set():
             self._done.set()
             with contextlib.suppress(OSError):  # on a full disk, others still see the lock or the time
@@ -82,13 +82,13 @@ class Owner:
             self.unlock()
 
     def unlock(self) -> None:
-        """Gives up only the kernel's lock."""
+        """Give up only the kernel's lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _take(self) -> dict[str, Any]:
-        """Waits until no other process owns the directory, and returns the content of the file."""
+        """Wait until no other process owns the directory, and return the content of the file."""
         start, (_, first) = time.monotonic(), _read(self._file)
         while True:
             has_lock, (content, beat) = self._has_lock(), _read(self._file)
@@ -106,7 +106,7 @@ class Owner:
             time.sleep(0.2)
 
     def _has_lock(self) -> bool | None:
-        """Returns true if this process has the kernel's lock; `None` if this file system has no locks."""
+        """Return true if this process has the kernel's lock; `None` if this file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # NFS, for example, locks only files that are open for writing
@@ -121,7 +121,7 @@ class Owner:
             file.truncate()
 
     def _beat(self) -> None:
-        """Shows others that this process is alive."""
+        """Show others that this process is alive."""
         while not self._done.wait(_BEAT_SECONDS):
             with contextlib.suppress(OSError):  # the next save reports a disk that fails
                 os.utime(self._file)
@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=lambda: [owner.unlock() for owner in _owners]
 
 
 def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
-    """Waits until the file in the directory names this owner, which may be on another host.
+    """Wait until the file in the directory names this owner, which may be on another host.
 
     Raises `CheckpointError` after 12 seconds, because this is then another directory with the same name.
     """
@@ -148,14 +148,14 @@ def wait_for(directory: pathlib.Path, owner: dict[str, Any]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    """Identifies this process and this boot of the host, because hosts may share a name."""
+    """Identify this process and this boot of the host, because hosts may share a name."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
     return {"host": host, "pid": os.getpid()}
 
 
 def _read(file: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """Returns the content of the file of an owner, and the time at which it was last touched."""
+    """Return the content of the file of an owner, and the time at which it was last touched."""
     for _ in range(3):
         try:
             with file.open("rb") as opened:

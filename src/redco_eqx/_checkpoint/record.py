@@ -41,7 +41,7 @@ class ArrayInfo:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of this package and of its main dependencies."""
+    """Return the versions of Python, of this package and of its main dependencies."""
     names = ("redco_eqx", "jax", "equinox", "optax", "orbax-checkpoint")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
@@ -69,7 +69,7 @@ class CheckpointInfo:
 
 
 def encode(info: CheckpointInfo) -> dict[str, object]:
-    """Makes the JSON of a checkpoint: the content, and the SHA-256 of the content.
+    """Make the JSON of a checkpoint: the content, and the SHA-256 of the content.
 
     Raises `ValueError` if `extras` is not plain JSON.
     """
@@ -99,9 +99,9 @@ _NAME = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Lists the complete checkpoints of a directory, by ascending step. Reads no arrays.
+    """List the complete checkpoints of a directory, by ascending step. Read no arrays.
 
-    Leaves out, with a warning, a checkpoint with a damaged record, or with a record that this version cannot
+    Leave out, with a warning, a checkpoint with a damaged record, or with a record that this version cannot
     read.
 
     ```python
@@ -124,7 +124,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def read_record(path: pathlib.Path) -> CheckpointInfo:
-    """Reads the record of one checkpoint.
+    """Read the record of one checkpoint.
 
     Raises `CheckpointError`, naming the checkpoint, if the record is missing or damaged, and
     `CheckpointFormatError` if another version wrote it.
@@ -155,7 +155,7 @@ def read_record(path: pathlib.Path) -> CheckpointInfo:
 
 
 def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
-    """Lists `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending."""
+    """List `(step, attempt, path)` of each directory with the name of a complete checkpoint, ascending."""
     if not directory.is_dir():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
@@ -163,7 +163,7 @@ def entries(directory: pathlib.Path) -> list[tuple[int, int, pathlib.Path]]:
 
 
 def local(directory: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns the absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
+    """Return the absolute path, with `~` expanded. Raises `ValueError` for a bucket or a file, and `TypeError`
     for an object that is not a path."""
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
@@ -181,7 +181,7 @@ def local(directory: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def orbax_checkpoint() -> ModuleType:
-    """Imports the package when it is first used. Raises `ImportError` with the command that installs it."""
+    """Import the package when it is first used. Raises `ImportError` with the command that installs it."""
     try:
         import orbax.checkpoint
     except ImportError as error:

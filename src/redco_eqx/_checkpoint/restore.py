@@ -34,7 +34,7 @@ def restore(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> TrainState:
-    """Reads a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. It may have been
+    """Read a checkpoint into a state with the shapes, dtypes, mesh and layout of `like`. It may have been
     saved on any mesh. Every array is verified, bit for bit.
 
     ```python
@@ -87,7 +87,7 @@ def restore(
 
 
 def _lack(directory: pathlib.Path, step: int | None) -> str:
-    """Explains why there is no checkpoint, or none of this step."""
+    """Explain why there is no checkpoint, or none of this step."""
     if not directory.is_dir():
         return "does not exist. Pass the directory that you passed to save or to fit(checkpoints=)."
     if (directory / "record").is_dir():
@@ -101,7 +101,7 @@ def _lack(directory: pathlib.Path, step: int | None) -> str:
 def first_good(
     paths: Sequence[pathlib.Path], load: Callable[[pathlib.Path], T]
 ) -> tuple[T, list[pathlib.Path]]:
-    """Returns `load(path)` for the first path that is not damaged, and the damaged paths before it. Warns about
+    """Return `load(path)` for the first path that is not damaged, and the damaged paths before it. Warns about
     each of these.
 
     Raises `CheckpointError` if all are damaged.
@@ -126,7 +126,7 @@ def select(
     new: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Chooses the arrays to read: `{name in the state: name in the checkpoint}`.
+    """Choose the arrays to read: `{name in the state: name in the checkpoint}`.
 
     Raises `ValueError` if state and checkpoint differ more than the arguments allow.
     """
@@ -157,7 +157,7 @@ def select(
 
 
 def read(info: CheckpointInfo, like: TrainState, names: Mapping[str, str]) -> TrainState:
-    """Returns `like` with the arrays of a checkpoint. `names` is the result of `select`.
+    """Return `like` with the arrays of a checkpoint. `names` is the result of `select`.
 
     All processes must call it. Raises `CheckpointError` if the checkpoint is damaged.
     """
@@ -204,7 +204,7 @@ def _read_arrays(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -
 
 
 def rename(names: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
-    """Returns `{name in the checkpoint: name in the state}`. `paths` has the changed paths of the model, or
+    """Return `{name in the checkpoint: name in the state}`. `paths` has the changed paths of the model, or
     their beginnings.
 
     The name of an optimizer's array ends with the path of its leaf, and is renamed with it.

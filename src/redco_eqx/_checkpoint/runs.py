@@ -60,7 +60,7 @@ class RunRecord:
     id: str | None = None
 
     def advanced(self, epoch: int, batch: int, positions: Any = None) -> "RunRecord":
-        """Returns the record after one more step, which led to this place."""
+        """Return the record after one more step, which led to this place."""
         place = {"epoch": epoch, "batch": batch, "positions": positions}
         return dataclasses.replace(self, num_steps=self.num_steps + 1, window=None, **place)
 
@@ -70,7 +70,7 @@ class RunRecord:
         return None if self.positions is None else self.positions[0][1]
 
     def evaluated(self, row: Row) -> "RunRecord":
-        """Returns the record with the results of an evaluation at this step."""
+        """Return the record with the results of an evaluation at this step."""
         return dataclasses.replace(self, evaluations=(*self.evaluations, {"step": self.step, **row}))
 
     @property
@@ -88,7 +88,7 @@ class RunRecord:
 
 
 def to_json(x: Any) -> Any:
-    """Turns NaN and infinities into strings, and tuples into lists; leaves everything else as it is.
+    """Turn NaN and infinities into strings, and tuples into lists; leave everything else as it is.
 
     Raises `TypeError` or `ValueError` for an object that JSON cannot represent.
     """
@@ -96,7 +96,7 @@ def to_json(x: Any) -> Any:
 
 
 def from_json(x: Any) -> Any:
-    """Inverts `to_json`, except that tuples stay lists."""
+    """Invert `to_json`, except that tuples stay lists."""
     if isinstance(x, dict):
         return {name: from_json(value) for name, value in x.items()}
     if isinstance(x, list):

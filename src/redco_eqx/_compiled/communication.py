@@ -31,7 +31,7 @@ _GROUPS = re.compile(rf"(?:replica_groups|source_target_pairs)=({_LIST}|\[[\d,]+
 
 @lru_cache(maxsize=1024)
 def group_axes(printed: str, mesh: Sizes) -> tuple[tuple[str, ...], bool, int]:
-    """Returns the axes along which the members of a group differ, true if every group has all devices along
+    """Return the axes along which the members of a group differ, true if every group has all devices along
     these axes, and the size of the largest group."""
     names, shape = zip(*mesh)
     groups = [sorted(set(group)) for group in _groups(printed, math.prod(shape))]
@@ -75,7 +75,7 @@ def _groups(printed: str, num_devices: int) -> list[list[int]]:
 
 
 def _iota(printed: str) -> np.ndarray:
-    """Reads `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
+    """Read `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, in a row."""
     shape, _, order = printed.partition("T")
     dims = _numbers(shape)
     numbers = np.arange(math.prod(dims)).reshape(dims)
@@ -168,7 +168,7 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _walk(program: hlo.HloModule, computation: str, mesh: Sizes) -> Iterator[Collective]:
-    """Yields the collectives of a computation in order. An asynchronous pair counts once. A group of one device
+    """Yield the collectives of a computation in order. An asynchronous pair counts once. A group of one device
     does not communicate, and does not count. Raises `ValueError` if the text has an unknown form."""
     lines = program.computations[computation].values()
     starts = [hlo.instruction(line) for line in lines if '"AsyncCollectiveStart"' in line]
@@ -308,7 +308,7 @@ class Communication:
 
 
 def communication(compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh) -> Communication:
-    """Lists the collectives of a compiled program with their kinds, mesh axes, counts, bytes and lines of
+    """List the collectives of a compiled program with their kinds, mesh axes, counts, bytes and lines of
     Python.
 
     It reads the text of the program (optimized HLO) and runs nothing, so you may lower the step on abstract
@@ -378,7 +378,7 @@ def _grouped(members: Iterable[Collective], key: Callable[[Collective], Any]) ->
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the most bytes that a program takes on a device at any time, including its arguments.
+    """Return the most bytes that a program takes on a device at any time, including its arguments.
 
     The TPU compiler reports this number. For other compilers, it is the sum of the arguments, the results that
     do not overwrite arguments, and the temporaries, which is at least as large.
@@ -393,7 +393,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def cost(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
-    """Describes the cost of a step in a line:
+    """Describe the cost of a step in a line:
     `a step takes 1.5 MiB of each device, 0.9 MiB of it while it runs, and sends 256.0 KiB over data`."""
     stats = compiled.memory_analysis()
     assert stats is not None

@@ -19,7 +19,7 @@ _LIBRARIES = re.compile(r"-packages/(?:jax\w*|beartype|equinox|optax|einops)/|/r
 
 
 def source_lines(text: str) -> dict[int, str]:
-    """Returns `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries, or else
+    """Return `{id of a stack frame: "/home/me/train.py:12"}`: the innermost line outside libraries, or else
     the innermost line of all. Empty if the text has no such tables."""
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
     places = {key: f"{files[file]}:{line}" for key, file, line in _LOCATION.findall(text)}
@@ -55,7 +55,7 @@ class Instruction:
     line: str
 
     def names(self, attribute: str) -> list[str]:
-        """Returns the names in `attribute=%name` or `attribute={%name, %name}`."""
+        """Return the names in `attribute=%name` or `attribute={%name, %name}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", found[1]) if found else []
 
@@ -77,7 +77,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def parse(text: str) -> HloModule:
-    """Reads a program from text. Raises `ValueError` if the text is not the optimized HLO of one program."""
+    """Read a program from text. Raises `ValueError` if the text is not the optimized HLO of one program."""
     computations: dict[str, dict[str, str]] = {}
     roots: dict[str, str] = {}
     entries: list[str] = []
@@ -110,7 +110,7 @@ def parse(text: str) -> HloModule:
 
 @lru_cache(maxsize=1024)
 def instruction(line: str) -> Instruction:
-    """Parses a line of the text."""
+    """Parse a line of the text."""
     definition = _DEFINITION.match(line)
     assert definition is not None  # only matching lines are stored
     rest = re.sub(r"/\*index=\d+\*/", "", definition[3])
@@ -125,7 +125,7 @@ def instruction(line: str) -> Instruction:
 
 
 def split_commas(text: str) -> list[str]:
-    """Returns the parts between the commas that are not in brackets."""
+    """Return the parts between the commas that are not in brackets."""
     parts, depth, start = [], 0, 0
     for mark in re.finditer(r"[()\[\]{},]", text):
         if mark[0] != ",":
@@ -143,14 +143,14 @@ _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 
 
 def num_elements(array: str) -> int:
-    """Returns the number of elements of `"f32[8,128]"`."""
+    """Return the number of elements of `"f32[8,128]"`."""
     dims = array.rstrip("]").split("[")[1]
     # "<=8" is a dim of at most 8.
     return math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
 
 
 def shape_bytes(array: str) -> int:
-    """Returns the size of `"f32[8,128]"` in bytes. Elements smaller than a byte are packed."""
+    """Return the size of `"f32[8,128]"` in bytes. Elements smaller than a byte are packed."""
     dtype = array.split("[")[0]
     # In "s4", "u32", "f16", "f8e4m3fn" and "c64", the number is the width.
     width = re.match(r"[sufc](\d+)", dtype)
@@ -168,7 +168,7 @@ _Value = int | dict[int, Any] | None  # a number; the numbers that a loop carrie
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """Returns the number of trips of a loop, or None if the text does not determine it."""
+    """Return the number of trips of a loop, or None if the text does not determine it."""
     if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.line):
         return int(known[1])
     body, condition = loop.names("body")[0], loop.names("condition")[0]
@@ -187,7 +187,7 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
 
 
 def _value(program: HloModule, computation: str, name: str, arguments: Sequence[_Value]) -> _Value:
-    """Computes the value of an instruction, in a computation that is called with `arguments`."""
+    """Compute the value of an instruction, in a computation that is called with `arguments`."""
     x = instruction(program.computations[computation][name])
     if x.opcode == "parameter":
         return arguments[int(x.operands[0])] if arguments else None

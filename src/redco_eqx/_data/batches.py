@@ -88,7 +88,7 @@ class Epochs:
         )
 
     def num_steps(self, num_epochs: int) -> int | None:
-        """Returns the number of steps in `num_epochs` epochs, or `None` if it is not known yet. Raises
+        """Return the number of steps in `num_epochs` epochs, or `None` if it is not known yet. Raises
         `ValueError` for a stream."""
         if self.num_batches is None:
             raise ValueError(
@@ -100,7 +100,7 @@ class Epochs:
         return self.num_batches * num_epochs
 
     def place(self, epoch: int, batch: int) -> Place:
-        """Returns the place after `epoch` whole epochs and `batch` batches of the next one (or all its batches,
+        """Return the place after `epoch` whole epochs and `batch` batches of the next one (or all its batches,
         if it has fewer)."""
         if isinstance(self._data, Stream):
             return Place(epoch, batch, None)
@@ -109,7 +109,7 @@ class Epochs:
         return Place(epoch, min(batch, num_batches), num_batches)
 
     def after(self, place: Place, *, key: Key, **reading: Any) -> Generator[Made]:
-        """Yields the batches that follow a place, each with the place after it. Closing the generator ends its
+        """Yield the batches that follow a place, each with the place after it. Closing the generator ends its
         threads.
 
         `key` determines the order of each epoch; `fit` passes `order_key`. If the place has no positions, a
@@ -121,7 +121,7 @@ class Epochs:
             place = Place(place.epoch + 1, 0, None)
 
     def rest(self, place: Place, *, key: Key | None, **reading: Any) -> Generator[Made]:
-        """Yields the batches of one epoch that follow a place, as `after` does. Raises at once if this is not
+        """Yield the batches of one epoch that follow a place, as `after` does. Raises at once if this is not
         possible."""
         epoch, start, *_ = place
         if isinstance(self._data, Stream):
@@ -192,7 +192,7 @@ class Epochs:
 
 
 def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Generator[Made]:
-    """Yields the same batches, and compares them with those of the other processes. Raises at once if they
+    """Yield the same batches, and compare them with those of the other processes. Raises at once if they
     differ."""
     entries = entries_of(mesh)
     if entries is None:
@@ -209,7 +209,7 @@ def _compared(made: Generator[Made], mesh: Mesh, start: int, facts: Facts) -> Ge
 
 
 def _with_ends(made: Generator[Made], mesh: Mesh, start: int, end: Place, *, is_whole: bool) -> Generator[Made]:
-    """Yields each batch of a stream when it is known whether it is the last one on any process. All processes
+    """Yield each batch of a stream when it is known whether it is the last one on any process. All processes
     stop at that batch.
 
     No process waits for another: the answer about a batch comes a few batches later. With `is_whole`, all
@@ -283,7 +283,7 @@ class Batches(Iterator[Batch]):
         return place
 
     def close(self) -> None:
-        """Ends the threads of this iterator."""
+        """End the threads of this iterator."""
         self._made.close()
 
 
@@ -299,7 +299,7 @@ def batches(
     positions: Sequence[Sequence[Any]] | None = None,
     remainder: str = "drop",
 ) -> Batches:
-    """Iterates over the batches of one epoch, placed on the mesh with their leading dim split over its data
+    """Iterate over the batches of one epoch, placed on the mesh with their leading dim split over its data
     shards.
 
     ```python
@@ -360,7 +360,7 @@ def batches(
 
 
 def shapes_of(batch: Batch) -> Facts:
-    """Returns the dtype and shape of each leaf. The leading dim is left open, because each process has
+    """Return the dtype and shape of each leaf. The leading dim is left open, because each process has
     different rows."""
     return {
         path or "the batch": f"{x.dtype}[{', '.join(['rows', *map(str, x.shape[1:])])}]"
@@ -369,7 +369,7 @@ def shapes_of(batch: Batch) -> Facts:
 
 
 def as_sequence(examples: Examples | Data | Stream, first: int | None = None) -> Data:
-    """Returns the examples as a sequence. A stream becomes a list of all its examples, or of the first ones."""
+    """Return the examples as a sequence. A stream becomes a list of all its examples, or of the first ones."""
     data = as_data(examples)
     if isinstance(data, Data):
         if first is None:

@@ -11,7 +11,7 @@ from redco_eqx._base.tree import describe, first_few, is_array
 
 
 def check_workers(name: str, prefetch: int, num_workers: int) -> None:
-    """Raises `ValueError` if these options of `Data` or `Stream` do not go together."""
+    """Raise `ValueError` if these options of `Data` or `Stream` do not go together."""
     if prefetch < 0 or num_workers < 0 or prefetch < min(num_workers, 1):
         raise ValueError(
             f"{name}: prefetch={prefetch} and num_workers={num_workers}, but both must be 0 or more. Workers "
@@ -171,12 +171,12 @@ class Place(NamedTuple):
 
 
 def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> Data | Stream:
-    """Wraps examples that are neither `Data` nor `Stream` in a `Data` with the defaults."""
+    """Wrap examples that are neither `Data` nor `Stream` in a `Data` with the defaults."""
     return examples if isinstance(examples, Data | Stream) else Data(examples)
 
 
 def check_examples(where: str, examples: Any) -> None:
-    """Raises `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of
+    """Raise `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of
     the epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and the like, because their items are not
     examples."""
     if isinstance(examples, Stream):
@@ -205,7 +205,7 @@ def check_examples(where: str, examples: Any) -> None:
 
 
 def _are_columns(examples: tuple[Any, ...]) -> bool:
-    """Returns true if these arrays look like columns (inputs, labels): if there are few arrays, and they have
+    """Return true if these arrays look like columns (inputs, labels): if there are few arrays, and they have
     more rows than there are arrays."""
     if not 2 <= len(examples) <= 4 or not all(is_array(x) and x.ndim > 0 for x in examples):
         return False
@@ -214,7 +214,7 @@ def _are_columns(examples: tuple[Any, ...]) -> bool:
 
 
 def num_examples_of(examples: Examples, where: str = "batches: examples") -> int:
-    """Counts the examples. Raises `TypeError` if they are not a sequence, and `ValueError` if there are
+    """Count the examples. Raises `TypeError` if they are not a sequence, and `ValueError` if there are
     none."""
     check_examples(where, examples)
     if not hasattr(examples, "__len__"):

@@ -38,14 +38,14 @@ class Permutation:
     keys: UInt64[np.ndarray, " num_rounds"]
 
     def __call__(self, positions: Integer[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Returns the numbers of the examples at `positions`, each below `num`. Takes microseconds for each."""
+        """Return the numbers of the examples at `positions`, each below `num`. Takes microseconds for each."""
         numbers = self._once(positions.astype(np.uint64))
         while np.any(outside := numbers >= self.num):
             numbers[outside] = self._once(numbers[outside])
         return numbers.astype(np.int64)
 
     def _once(self, numbers: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-        """Applies the network, a permutation of the numbers below `height * width`, once."""
+        """Apply the network, a permutation of the numbers below `height * width`, once."""
         height = math.isqrt(self.num - 1) + 1
         width = -(-self.num // height)
         x, y = np.divmod(numbers, np.uint64(width))
@@ -56,7 +56,7 @@ class Permutation:
 
 
 def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
-    """Returns the order in which an epoch reads the examples. It is the same on every process and in every
+    """Return the order in which an epoch reads the examples. It is the same on every process and in every
     version.
 
     Raises `ValueError` if `epoch` is negative or `key` is not one PRNG key.
@@ -73,7 +73,7 @@ def epoch_order(num_examples: int, key: Key, epoch: int) -> Permutation:
 
 
 def _mixed(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """Applies the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of `x` flips half of the
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of `x` flips half of the
     bits of the result."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh) -> tuple[int, list[int]]:
-    """Computes the number of whole batches in an epoch, and the sizes of the batches for the remaining
+    """Compute the number of whole batches in an epoch, and the sizes of the batches for the remaining
     examples.
 
     A batch is split over the data shards if its size is a multiple of their number. Arguments and errors are
@@ -50,7 +50,7 @@ def batch_sizes(examples: Examples, batch_size: int, remainder: str, mesh: Mesh)
 
 
 def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[int]:
-    """Computes the sizes of the batches for the examples after the last whole batch."""
+    """Compute the sizes of the batches for the examples after the last whole batch."""
     left_over = rest % num_batch_shards(mesh)
     tails = {"drop": [], "split": [rest - left_over, left_over], "pad": [batch_size if rest else 0]}
     if remainder not in tails:
@@ -59,7 +59,7 @@ def tail_sizes(rest: int, batch_size: int, remainder: str, mesh: Mesh) -> list[i
 
 
 def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: int = 1) -> None:
-    """Raises `ValueError` if a batch does not divide evenly over microbatches and data shards."""
+    """Raise `ValueError` if a batch does not divide evenly over microbatches and data shards."""
     check_mesh(mesh)
     num_shards = num_batch_shards(mesh)
     unit = num_microbatches * num_shards
@@ -73,7 +73,7 @@ def check_batch_size(where: str, batch_size: int, mesh: Mesh, num_microbatches: 
 
 
 def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> Int[np.ndarray, " num_rows"]:
-    """Returns the rows that these devices have in total, in ascending order, each once.
+    """Return the rows that these devices have in total, in ascending order, each once.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def needed_rows(indices: Mapping[Any, tuple[slice, ...] | None], size: int) -> I
 
 @functools.lru_cache(maxsize=64)
 def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_rows"]]:
-    """Returns the sharding of a batch of this size, and the rows of the batch that this process needs.
+    """Return the sharding of a batch of this size, and the rows of the batch that this process needs.
 
     Raises `ValueError` if this process has no device in the mesh.
     """
@@ -104,7 +104,7 @@ def layout(mesh: Mesh, size: int) -> tuple[NamedSharding, Int[np.ndarray, " num_
 
 
 def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows"]) -> Batch:
-    """Makes the global arrays of a batch of this size from the rows `here` that `collate_fn` has made.
+    """Make the global arrays of a batch of this size from the rows `here` that `collate_fn` has made.
 
     Raises `ValueError` or `TypeError` for an object that is not a batch.
     """
@@ -124,7 +124,7 @@ def placed(batch: Batch, mesh: Mesh, size: int, here: Int[np.ndarray, " num_rows
 
 
 def _check_batch(batch: Batch, num_examples: int) -> None:
-    """Raises for an object that is not a batch, and for 64-bit numbers that do not fit into JAX's 32 bits."""
+    """Raise for an object that is not a batch, and for 64-bit numbers that do not fit into JAX's 32 bits."""
     leaves = leaves_with_paths(batch)
     if not leaves:
         raise ValueError(

@@ -26,7 +26,7 @@ from redco_eqx._sharding.mesh import batch_sharding
 
 
 def state_to_text(state: Any) -> str | None:
-    """Encodes the state of a source as JSON. Returns `None` if it contains an object that cannot be encoded.
+    """Encode the state of a source as JSON. Return `None` if it contains an object that cannot be encoded.
 
     Numbers, text, bytes, lists, tuples, dicts, and arrays of NumPy and torch can be encoded.
     """
@@ -89,8 +89,8 @@ class Reading(Iterator[Any]):
         verify: bool = True,
         say: Callable[[str], object] = lambda _: None,
     ):
-        """Opens the stream, and goes to the position. Restores the state of the source, if the items from there
-        give the stored checksum. Otherwise, reads up to the position from the beginning.
+        """Open the stream, and go to the position. Restore the state of the source, if the items from there
+        give the stored checksum. Otherwise, read up to the position from the beginning.
 
         **Arguments:**
 
@@ -143,7 +143,7 @@ class Reading(Iterator[Any]):
         return item
 
     def position(self) -> Position:
-        """Returns the position after the items that have been read. Must be called after each batch, because it
+        """Return the position after the items that have been read. Must be called after each batch, because it
         takes a state of the source from time to time."""
         here = self._begin._replace(num_items=self._num_items, checksum=self._checksum)
         if here.num_items - self._marks[1].state_items >= self._span:
@@ -153,8 +153,8 @@ class Reading(Iterator[Any]):
         return self._marks[0]._replace(num_items=here.num_items, checksum=here.checksum)
 
     def _reaches(self, position: Position, begin: Position) -> bool:
-        """Opens the stream at the state of `begin`, or at its beginning if `begin` has no state, and goes to a
-        position. Returns true if the items are the same as before.
+        """Open the stream at the state of `begin`, or at its beginning if `begin` has no state, and go to a
+        position. Return true if the items are the same as before.
 
         A state belongs either to the iterable, which must get it before the iteration, or to the iterator.
         """
@@ -176,7 +176,7 @@ class Reading(Iterator[Any]):
 
 
 def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
-    """Returns the position before the first item of the shard that this process reads.
+    """Return the position before the first item of the shard that this process reads.
 
     Raises `ValueError` if there are several processes and `sharded` is not set, or if `sharded=True` is not
     possible on this mesh.
@@ -201,7 +201,7 @@ def first_position(stream: Stream, batch_size: int, mesh: Mesh) -> Position:
 
 
 def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) -> Position:
-    """Returns the position of this process at a place: one of the positions of all shards, or, if the place has
+    """Return the position of this process at a place: one of the positions of all shards, or, if the place has
     none, the position after the items of its batches.
 
     Raises `ValueError` if the stream was read in a different number of shards.
@@ -221,7 +221,7 @@ def position_at(stream: Stream, begin: Position, place: Place, batch_size: int) 
 def read_batches(
     stream: Stream, place: Place, at: Position, batch_size: int, remainder: str, mesh: Mesh, **reading: Any
 ) -> Iterator[Job]:
-    """Reads the items of one batch after the other, starting at a place. `at` is the position at that place."""
+    """Read the items of one batch after the other, starting at a place. `at` is the position at that place."""
     needed = layout(mesh, batch_size)[1]
     num_read = 1 if stream.batched else len(needed) if stream.sharded else batch_size
     with noting(f"This happened when epoch {place.epoch} of the stream was read."):
@@ -241,7 +241,7 @@ def read_batches(
 
 
 def checksum(x: Any, begin: int = 0) -> int:
-    """Adds the numbers and text in an example to a checksum `begin`, and returns it: a number from 0 to 2**30.
+    """Add the numbers and text in an example to a checksum `begin`, and return it: a number from 0 to 2**30.
 
     Other objects count only by type and size, because processing their content may cost more than reading them.
     """
@@ -254,8 +254,8 @@ def checksum(x: Any, begin: int = 0) -> int:
 
 
 def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
-    """Returns the bytes of an object that has no parts, or only numbers and text as parts. For any other
-    object, returns `None` and its parts."""
+    """Return the bytes of an object that has no parts, or only numbers and text as parts. For any other
+    object, return `None` and its parts."""
     if isinstance(x, list | tuple):
         if x and type(x[0]) is int:  # the fastest way, for tokens
             with contextlib.suppress(TypeError, OverflowError):
@@ -280,7 +280,7 @@ def _contents(x: Any) -> tuple[Any, Iterable[Any]]:
 
 
 def check_for_evaluation(stream: Stream) -> None:
-    """Raises `ValueError` for a stream that evaluation and prediction cannot read without losing examples."""
+    """Raise `ValueError` for a stream that evaluation and prediction cannot read without losing examples."""
     if stream.sharded or stream.batched:
         raise ValueError(
             f"Stream({'sharded' if stream.sharded else 'batched'}=True) is for training. In evaluation and "
@@ -289,7 +289,7 @@ def check_for_evaluation(stream: Stream) -> None:
 
 
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns the functions that get and set the state of a source, or `None` if it does not have them."""
+    """Return the functions that get and set the state of a source, or `None` if it does not have them."""
     for get, set_ in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, get) and hasattr(source, set_):
             return getattr(source, get), getattr(source, set_)
@@ -297,8 +297,8 @@ def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 
 def _twin(source: Any) -> Any:
-    """Makes another iterable with the same attributes, so that setting a state does not change the user's
-    iterable. Returns `source` itself if that is not possible.
+    """Make another iterable with the same attributes, so that setting a state does not change the user's
+    iterable. Return `source` itself if that is not possible.
 
     A Hugging Face dataset with a state would begin there each time that it is iterated in that epoch.
     """
@@ -314,7 +314,7 @@ def _twin(source: Any) -> Any:
 
 
 def _refills(source: Any) -> bool:
-    """Returns true for a Hugging Face dataset that shuffles with a buffer, or contains one that does. Its state
+    """Return true for a Hugging Face dataset that shuffles with a buffer, or contains one that does. Its state
     does not include the buffer.
 
     No check can prove that such a state is exact: in a mixture, an item of a rare part may not appear for a

@@ -16,7 +16,7 @@ _END = object()
 
 @contextlib.contextmanager
 def noting(note: str) -> Iterator[None]:
-    """Adds a note to errors that are raised in the block."""
+    """Add a note to errors that are raised in the block."""
     try:
         yield
     except Exception as error:
@@ -25,7 +25,7 @@ def noting(note: str) -> Iterator[None]:
 
 
 def run_ahead(jobs: Iterator[J], make: Callable[[J], B], options: Data | Stream) -> Generator[B]:
-    """Yields `make(job)` for each job in order. Threads make the results ahead, as the options say.
+    """Yield `make(job)` for each job in order. Threads make the results ahead, as the options say.
 
     One thread reads the jobs.
     """

@@ -56,7 +56,7 @@ def choose_with_activations(
     fixed: Mapping[str, int | None],
     max_bytes: float | None = None,
 ) -> ActivationLayout:
-    """Chooses the layout of all values that sends the least.
+    """Choose the layout of all values that sends the least.
 
     **Arguments:**
 

@@ -152,7 +152,7 @@ class Values:
         return True
 
     def slot(self, value: Value, state: State) -> State:
-        """Turns the state of a value into the state of its group."""
+        """Turn the state of a value into the state of its group."""
         return self.slots.find((id(value), state)) if isinstance(state, int) else state
 
     def dim_of(self, value: Value, state: State) -> int | None:
@@ -207,7 +207,7 @@ class Values:
     # Operations.
 
     def _hand_on(self, step: Step) -> None:
-        """Adds a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
+        """Add a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
         (one,), (other,) = step.operands, step.results
         shift = len(other.dims) - len(one.dims)
         common = [i for i in self.splits(one) if i + shift in self.splits(other)]
@@ -217,7 +217,7 @@ class Values:
             self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
 
     def _constraint(self, step: Step) -> None:
-        """Adds a constraint of the program, which stands. Each dim that it leaves open may be split."""
+        """Add a constraint of the program, which stands. Each dim that it leaves open may be split."""
         value, result = step.operands[0], step.results[0]
         spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
         stands = [i for i in self.splits(value) if spec[i] == "tensor"]
@@ -229,7 +229,7 @@ class Values:
     def _operation(
         self, step: Step, local: Walk, inputs: Sequence[Value], outputs: Sequence[Value], passes: bool
     ) -> None:
-        """Adds an operation with its strategies. If it `passes`, results are pending if operands are."""
+        """Add an operation with its strategies. If it `passes`, results are pending if operands are."""
         batch: set[Atom] = set()
         for value, own in (*zip(step.operands, inputs), *zip(step.results, outputs)):
             batch |= {resolve(own.dims[i])[0] for i in self.batch_dims(value) if own.dims[i]}

@@ -226,7 +226,7 @@ def walk_through(traced: TracedStep) -> Walk:
 
 
 def weigh(traced: TracedStep, *, tensor: int, num_shards: int, held: HeldBytes | None = None) -> Analysis:
-    """Walks through a program, and weighs every split over `tensor` devices, with a batch in `num_shards`
+    """Walk through a program, and weigh every split over `tensor` devices, with a batch in `num_shards`
     parts.
 
     `held` (see [`HeldBytes`][]): by default only `tensor` splits the arrays on devices.

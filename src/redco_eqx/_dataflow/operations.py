@@ -24,7 +24,7 @@ def dot_general(walk: Walk, operands: list[Value]) -> Results:
 
 
 def ragged_dot(walk: Walk, operands: list[Value]) -> Results:
-    """Multiplies rows by the matrix of their group, `sizes` of them in each; the gradient sums rows by group.
+    """Multiply rows by the matrix of their group, `sizes` of them in each; the gradient sums rows by group.
 
     Compilers without a kernel for it multiply by the matrices of all groups, mask, and sum over the groups.
     """
@@ -149,7 +149,7 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
 
 
 def cond(walk: Walk, operands: list[Value]) -> Results:
-    """Walks all branches, and adds up the bytes that they send; of branches for platforms, only the first."""
+    """Walk all branches, and add up the bytes that they send; of branches for platforms, only the first."""
     branches = walk.params["branches"]
     if walk.params.get("branches_platforms"):
         branches = branches[:1]
@@ -163,7 +163,7 @@ def cond(walk: Walk, operands: list[Value]) -> Results:
 
 
 def linear_solve(walk: Walk, operands: list[Value]) -> Results:
-    """Walks the solver, with its constants and the right-hand sides; a gradient is a separate solve."""
+    """Walk the solver, with its constants and the right-hand sides; a gradient is a separate solve."""
     lengths, jaxprs = walk.params["const_lengths"], walk.params["jaxprs"]
     constants = operands[lengths.matvec + lengths.vecmat :][: lengths.solve]
     return walk.run(body(jaxprs.solve), [*constants, *operands[sum(lengths) :]])

@@ -171,7 +171,7 @@ def opaque_of(analysis: Analysis) -> tuple[str, ...]:
 
 
 def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> Prediction:
-    """Predicts the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
+    """Predict the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     costs, paths = analysis.costs, analysis.traced.paths
     least = lower_bound(analysis, merged=True)
     of_tensor, of_batch, gathered = sent_by_axes(analysis, stored, merged=True)

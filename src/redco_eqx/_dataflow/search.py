@@ -30,7 +30,7 @@ def choose(
     forced: Collection[int] = (),
     barred: Collection[int] = (),
 ) -> list[Split]:
-    """Chooses splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`.
+    """Choose splits that do not clash and are worth the most: all of the `forced`, and none of the `barred`.
 
     Raises `ValueError` if no choice frees `least_freed` bytes of parameters on a device.
     """
@@ -77,7 +77,7 @@ Constraint: TypeAlias = tuple[Sequence[tuple[int, float]], float, float]
 def cheapest(
     costs: Sequence[float], rows: Sequence[Constraint], integer: Sequence[bool], **options: int | float
 ) -> np.ndarray:
-    """Finds the numbers between 0 and 1 that cost least. Those marked in `integer` are integers.
+    """Find the numbers between 0 and 1 that cost least. Those marked in `integer` are integers.
 
     `options` are those of `scipy.optimize.milp`. Raises `ValueError` if no numbers fit.
     """
@@ -180,7 +180,7 @@ class Sent:
         return 1.0 if self.split_of(value) is None else 1 / self._costs.tensor
 
     def step(self, step: Step) -> None:
-        """Does an operation in the split that sends least, of the splits that its operands have."""
+        """Do an operation in the split that sends least, of the splits that its operands have."""
         if step.block == STREAM:
             self._gather(step)
             return
@@ -207,7 +207,7 @@ class Sent:
                 self.events.append((event, self._costs.sent_over_batch(event, part, chosen)))
 
     def _gather(self, step: Step) -> None:
-        """Passes a boundary of layers: values that were split before it are whole from here on."""
+        """Pass a boundary of layers: values that were split before it are whole from here on."""
         for value in step.operands:
             self._partial.pop(id(value), None)
             number = self._splits.pop(id(value), None)
@@ -220,7 +220,7 @@ class Sent:
     def _through(self, step: Step, number: int) -> tuple[float, list[tuple[Event, float]], float, list[Value]]:
         """Price an operation in this split.
 
-        Returns the price, the events that send, and the bytes that are gathered before it, with their arrays.
+        Return the price, the events that send, and the bytes that are gathered before it, with their arrays.
         """
         split, sent = self._costs.splits[number], []
         for event in step.events:
@@ -332,7 +332,7 @@ def improve(
     fixed: Container[int],
     judge: Callable[[SplitOfEach], float],
 ) -> SplitOfEach:
-    """Takes parameters out of `layout` that are better left whole, such as routers beside split experts.
+    """Take parameters out of `layout` that are better left whole, such as routers beside split experts.
 
     Then it takes in the splits of `other` that are better: `other` may be right in one place, or in all.
     Parameters that differ only in the numbers of their paths are tried together, and those of one split. Those
@@ -360,7 +360,7 @@ def improve(
 def _climb(
     layout: SplitOfEach, changes: Sequence[SplitChange], judge: Callable[[SplitOfEach], float]
 ) -> SplitOfEach:
-    """Applies to `layout`, in order, each change that makes it better by more than rounding."""
+    """Apply to `layout`, in order, each change that makes it better by more than rounding."""
     best = judge(layout) if changes else 0.0
     for change in changes:
         changed = {leaf: n for leaf, n in {**layout, **change}.items() if n is not None}

@@ -35,7 +35,7 @@ def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
 
 
 def add(walk: Walk, operands: list[Value]) -> Results:
-    """Makes one sum of several sums over devices, also in another dtype; a bias may be added after it."""
+    """Make one sum of several sums over devices, also in another dtype; a bias may be added after it."""
     (dims,) = unlisted(walk, operands)
     out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
@@ -146,7 +146,7 @@ def gather(walk: Walk, operands: list[Value]) -> Results:
 
 
 def scatter(walk: Walk, operands: list[Value]) -> Results:
-    """Writes or adds updates at rows. Each device takes the updates for its part of the operand."""
+    """Write or add updates at rows. Each device takes the updates for its part of the operand."""
     operand, indices, updates = operands
     numbers = walk.params["dimension_numbers"]
     batching = numbers.operand_batching_dims

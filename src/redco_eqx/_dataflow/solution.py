@@ -39,7 +39,7 @@ def solve(
     max_bytes: float | None = None,
     held: Callable[[int, int | None], float] | None = None,
 ) -> Solution:
-    """Makes the choice with the lowest cost.
+    """Make the choice with the lowest cost.
 
     **Arguments:**
 
@@ -82,7 +82,7 @@ class _Search:
     def variable(
         self, price: float, sends: Sequence[tuple[str, float]] = (), *, is_integer: bool = False
     ) -> int:
-        """Adds a variable between 0 and 1, and returns its number.
+        """Add a variable between 0 and 1, and return its number.
 
         It costs `price`, and the bytes that it `sends`, by kind.
         """
@@ -95,7 +95,7 @@ class _Search:
         self.rows.append(([(j, 1.0) for j in numbers], 1.0, 1.0))
 
     def equal(self, one: Iterable[int], other: Iterable[int]) -> None:
-        """Requires that the sums of two lists of variables are equal."""
+        """Require that the sums of two lists of variables are equal."""
         self.rows.append(([*((j, 1.0) for j in one), *((j, -1.0) for j in other)], 0.0, 0.0))
 
     def states_of(self, value: Value) -> dict[State, int]:
@@ -105,7 +105,7 @@ class _Search:
         return self.values.slot(value, state) in self.values.states[self.values.group(value)]
 
     def fix(self, fixed: Mapping[int, int | None]) -> None:
-        """Decides the states of some parameters. Raises `ValueError` if a parameter cannot have its state."""
+        """Decide the states of some parameters. Raises `ValueError` if a parameter cannot have its state."""
         for leaf, dim in fixed.items():
             value, wanted = self.values.walk.parameters[leaf], WHOLE if dim is None else dim
             if not self.can_be(value, wanted):
@@ -114,7 +114,7 @@ class _Search:
                 self.one_of([of[self.values.slot(value, wanted)]])
 
     def limit(self, max_bytes: float, held: Callable[[int, int | None], float]) -> None:
-        """Bounds the bytes of parameters on one device."""
+        """Bound the bytes of parameters on one device."""
         terms, rest = [], 0.0
         for leaf, x in enumerate(self.values.walk.parameters):
             of = self.states_of(x)
@@ -123,7 +123,7 @@ class _Search:
         self.rows.append((terms, 0.0, 1 - rest / max_bytes))
 
     def add(self, operation: Operation) -> None:
-        """Adds an operation: its strategies, and the flows from and to its values."""
+        """Add an operation: its strategies, and the flows from and to its values."""
         numbers: dict[int, int] = {}
         results = list(enumerate(operation.results))
         closed = [(place, x) for place, x in results if not self.states_of(x)]
@@ -160,7 +160,7 @@ class _Search:
     def flow(
         self, operation: Operation, value: Value, ends: Sequence[tuple[State, bool, int]], *, is_operand: bool
     ) -> None:
-        """Adds the flows between the states of a value and the strategies that take or give these states."""
+        """Add the flows between the states of a value and the strategies that take or give these states."""
         states = self.states_of(value)
         if not states:
             return
@@ -184,7 +184,7 @@ class _Search:
             self.equal(several, [j for (_, b), j in flows.items() if b == end])
 
     def solved(self) -> Solution:
-        """Solves the integer program. Raises `ValueError` if there is no solution."""
+        """Solve the integer program. Raises `ValueError` if there is no solution."""
         for (_, *way), several in self.changes.items():  # a change that several operations need counts once
             once = self.variable(0.0, [(kind(*way), max(price for _, price in several))])
             self.rows += [([(once, 1.0), (number, -1.0)], 0.0, np.inf) for number, _ in several]

@@ -41,7 +41,7 @@ class TracedStep:
 
 
 def trace_step(function: Callable[..., Any], model: Any, batch: Any) -> TracedStep:
-    """Traces `function(model, batch, key)`, and its gradient if it returns a loss.
+    """Trace `function(model, batch, key)`, and its gradient if it returns a loss.
 
     Raises `ValueError` if there is no batch, or the function does not run on abstract arrays.
     """

@@ -86,9 +86,9 @@ def resolve(dim: Dim) -> Dim:
 
 
 def unify(first: Dim, second: Dim) -> bool:
-    """Makes two dims, or runs of dims, the same index, as far as their sizes allow.
+    """Make two dims, or runs of dims, the same index, as far as their sizes allow.
 
-    Where sizes differ, both atoms are cut at their common divisor. Returns true if the whole of both was
+    Where sizes differ, both atoms are cut at their common divisor. Return true if the whole of both was
     unified. If not, the rest has no common divisor, and only the leading factors are the same.
     """
     if first is second:
@@ -126,7 +126,7 @@ def _next(stack: list[Atom]) -> Atom | None:
 
 
 def pin(dim: Dim, reason: str) -> None:
-    """Marks the atoms of `dim` as never split. If one is marked already, the first reason stays."""
+    """Mark the atoms of `dim` as never split. If one is marked already, the first reason stays."""
     for atom in resolve(dim):
         atom.pin = atom.pin or reason
 

@@ -63,7 +63,7 @@ class Walk:
         self.times = 1
 
     def run(self, program: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
-        """Walks through a program without constants, and returns its results."""
+        """Walk through a program without constants, and return its results."""
         values: dict[Operand, Value] = dict(zip(program.invars, arguments))
         values |= {var: unknown(var.aval) for var in program.constvars}
         flags, _ = used(program, [True] * len(program.outvars))
@@ -93,7 +93,7 @@ class Walk:
         return found
 
     def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        """Records that a block of the library sums over devices only what it makes of a sum."""
+        """Record that a block of the library sums over devices only what it makes of a sum."""
         sums = [event for x in operands for event in x.sums]
         for out in results:
             out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
@@ -153,7 +153,7 @@ class Walk:
         arrays: Sequence[Value] = (),
         along: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Records that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
+        """Record that `sent` is sent if one of `dims`, which are dims of `sent` or of `arrays`, is split."""
         if any(dims):
             of = arrays or (sent,)
             found = Event(kind, dims, sent, of, self.equation, self.times, unless, self.block, along)
@@ -162,7 +162,7 @@ class Walk:
                 sent.sums = (*sent.sums, found)
 
     def hand_on(self, before: Sequence[Value], after: Sequence[Value], trips: tuple[int, int] = (1, 1)) -> None:
-        """Records that values are handed into a body, or out of it, as they are.
+        """Record that values are handed into a body, or out of it, as they are.
 
         `trips`: how often the values `before` are there, and how often the values `after` are.
         """
@@ -171,19 +171,19 @@ class Walk:
             self.steps.append(Step(self.equation, self.times, [one], [other], [], handed=times))
 
     def same(self, first: Sequence[Dim], second: Sequence[Dim], value: Value) -> None:
-        """Unifies dims pairwise. Where two do not fit, `value`, which has the dims `second`, would be sent."""
+        """Unify dims pairwise. Where two do not fit, `value`, which has the dims `second`, would be sent."""
         for one, other in zip(first, second):
             if not unify(one, other):
                 self.event("reshard", (one, other), value)
 
     def carry(self, before: Sequence[Value], after: Sequence[Value]) -> None:
-        """Records that a loop hands the values `after` one trip to the next, as the values `before`."""
+        """Record that a loop hands the values `after` one trip to the next, as the values `before`."""
         for one, other in zip(before, after):
             self.same(one.dims, other.dims, other)
             self.carried.append((one, other))
 
     def use(self, weight: Value, data: Value, roles: Sequence[str], made: Value, depth: int) -> None:
-        """Records the use of a weight on data, if the two operands are a weight and data."""
+        """Record the use of a weight on data, if the two operands are a weight and data."""
         if data.is_data:
             size = made.num_bytes * self.times
             self.uses += [Use(n, weight.dims, roles, size, float(size) * depth) for n in weight.weights]
@@ -298,7 +298,7 @@ class Costs:
 
 
 def count(walk: Walk, splittable: Sequence[Sequence[Dim]], tensor: int, num_shards: int, held: Held) -> Costs:
-    """Weighs every split of the `splittable` dims of parameters."""
+    """Weigh every split of the `splittable` dims of parameters."""
     splits = find_splits(splittable, tensor)
     leads = Leads(splits, walk.rows, num_shards)
     work = [0.0] * len(walk.parameters)
@@ -328,7 +328,7 @@ def depth_of(walk: Walk) -> float:
 
 
 def _count_doubles(costs: Costs, walk: Walk) -> None:
-    """Adds the cost of one index along two dims of an array (`x @ x.T`).
+    """Add the cost of one index along two dims of an array (`x @ x.T`).
 
     Only one of the two dims is split, so an operand is gathered.
     """

@@ -38,7 +38,7 @@ def find_launch(
     local_device_ids: int | Sequence[int] | None,
     timeout_seconds: int,
 ) -> Launch | None:
-    """Finds the place of this process in the run; `None` if it is the only process.
+    """Find the place of this process in the run; `None` if it is the only process.
 
     Arguments take precedence over environment variables, and these over values that JAX detects.
 
@@ -86,7 +86,7 @@ def find_launch(
 
 
 def share_of_devices(local_process: int) -> tuple[int, ...] | None:
-    """Returns the devices of process number `local_process` on this node, or `None` for all visible ones.
+    """Return the devices of process number `local_process` on this node, or `None` for all visible ones.
 
     By default, JAX uses only device number `local_process`. That leaves devices idle if there are more devices
     than tasks, and names a missing device if the launcher shows each task only some of the devices.
@@ -109,7 +109,7 @@ def _variable(name: str) -> str:
 
 
 def _read(name: str, argument: Any, parse: Callable[[Any], T], expected: str) -> T | None:
-    """Returns an argument, or else the value of the environment variable for it."""
+    """Return an argument, or else the value of the environment variable for it."""
     value = os.environ.get(_variable(name), "").strip() if argument is None else argument
     try:
         return None if value == "" else parse(value)
@@ -125,7 +125,7 @@ def _numbers(value: int | str | Sequence[int]) -> tuple[int, ...]:
 
 
 def _refuse_batch_script() -> None:
-    """Raises in a batch script of a SLURM job with several tasks, because such a script is a single process."""
+    """Raise in a batch script of a SLURM job with several tasks, because such a script is a single process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     tasks = os.environ.get("SLURM_NTASKS", nodes)
     is_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ
@@ -138,7 +138,7 @@ def _refuse_batch_script() -> None:
 
 
 def coordination_client() -> Any:
-    """Returns the client of JAX's coordination service, or `None` if JAX has no connection to others."""
+    """Return the client of JAX's coordination service, or `None` if JAX has no connection to others."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def from_all(value: T) -> list[T]:
-    """Returns the values of all processes, in the order of the processes, on every process. The values must be
+    """Return the values of all processes, in the order of the processes, on every process. The values must be
     plain JSON."""
     if jax.process_count() == 1:
         return [value]
@@ -46,7 +46,7 @@ def from_all(value: T) -> list[T]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls `make()` on process 0, and returns its result, which must be plain JSON, on all processes.
+    """Call `make()` on process 0, and return its result, which must be plain JSON, on all processes.
 
     An error in `make()` is raised on the other processes as a `RuntimeError`.
     """
@@ -57,12 +57,12 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def on_first(act: Callable[[], object]) -> None:
-    """Calls `act()` on process 0. An error in it is raised on all processes."""
+    """Call `act()` on process 0. An error in it is raised on all processes."""
     from_first(lambda: act() and None)
 
 
 def together(load: Callable[[], T], failure: type[Exception]) -> T:
-    """Returns `load()`. If it raises `failure` on one process, it is raised on every process.
+    """Return `load()`. If it raises `failure` on one process, it is raised on every process.
 
     If `failure` is `Exception`, the other processes raise a `RuntimeError`.
     """
@@ -96,7 +96,7 @@ class Vote:
         self._behind: deque[Int[Array, " n"]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...] | None:
-        """Returns the next answer, or `None` if there is none yet. The n-th answer belongs to the n-th call."""
+        """Return the next answer, or `None` if there is none yet. The n-th answer belongs to the n-th call."""
         if jax.process_count() == 1:
             return numbers
         self._behind.append(self._greatest(_placed(self._mesh, numbers)))
@@ -145,7 +145,7 @@ class Entries:
         self._streams: dict[int, tuple[int, Facts]] = {}  # for each the next batch and its newest shapes
 
     def add(self, subject: str, facts: Facts, stream: int = -1, batch: int = 0) -> int:
-        """Adds an entry, and returns its number. Raises `ValueError` if another process has a different one."""
+        """Add an entry, and return its number. Raises `ValueError` if another process has a different one."""
         number = self._entries[-1].number + 1 if self._entries else 0
         entry = Entry(number, subject, facts, stream, batch)
         self._entries = (*self._entries[1 - _NUM_KEPT :], entry)
@@ -157,7 +157,7 @@ class Entries:
         return number
 
     def add_batch(self, stream: int, index: int, shapes: Facts) -> None:
-        """Adds the shapes of a batch. `stream` is the number of the entry that opened the stream. Raises as
+        """Add the shapes of a batch. `stream` is the number of the entry that opened the stream. Raises as
         `add`."""
         _, before = self._streams.get(stream, (0, None))
         self._streams = {**dict(list(self._streams.items())[-_NUM_KEPT:]), stream: (index + 1, shapes)}
@@ -165,7 +165,7 @@ class Entries:
             self.add(f"collate_fn: batch {index}", shapes, stream, index)
 
     def compare(self) -> bool:
-        """Compares the entries. Returns true if the other processes have the same number of them. Raises
+        """Compare the entries. Return true if the other processes have the same number of them. Raises
         `ValueError` with the first fact that differs."""
         client, is_first = coordination_client(), self._process == self._processes[0]
         if client is None or not self._entries:  # without a client, JAX has left the others
@@ -180,7 +180,7 @@ class Entries:
         return num_there >= (len(self._processes) if is_first else 1)
 
     def watch(self, done: threading.Event) -> None:
-        """Compares from time to time, and ends the processes if they differ. Runs in a separate thread."""
+        """Compare from time to time, and end the processes if they differ. Runs in a separate thread."""
         try:
             while not done.wait(max(0.5, len(self._names) / 200)):  # a few hundred requests a second in total
                 self.compare()
@@ -222,7 +222,7 @@ def _processes(mesh: Mesh) -> tuple[int, ...]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """Returns true for a mesh with devices of several processes."""
+    """Return true for a mesh with devices of several processes."""
     return len(_processes(mesh)) > 1
 
 
@@ -237,13 +237,13 @@ def _made(processes: tuple[int, ...]) -> Entries:
 
 
 def entries_of(mesh: Mesh) -> Entries | None:
-    """Returns the entries of this process about a mesh (`None` on one process), which a thread compares."""
+    """Return the entries of this process about a mesh (`None` on one process), which a thread compares."""
     with _lock:
         return _made(_processes(mesh)) if is_shared(mesh) else None
 
 
 def agree(mesh: Mesh, subject: str, facts: Facts) -> None:
-    """Compares facts with the other processes of `mesh`. Waits until all of them have called it.
+    """Compare facts with the other processes of `mesh`. Waits until all of them have called it.
 
     Does nothing on a mesh of one process. Raises `ValueError`, naming the first fact that differs, on the first
     process of the mesh and on the process that differs from it.

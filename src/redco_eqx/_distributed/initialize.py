@@ -35,7 +35,7 @@ def initialize_distributed(
     shutdown_timeout_seconds: int = 300,
     leave_seconds: float = 5.0,
 ) -> None:
-    """Joins the processes of a run. Each process calls this before it uses JAX in any other way.
+    """Join the processes of a run. Each process calls this before it uses JAX in any other way.
 
     Nothing else in a script changes. Under SLURM (`srun`), Open MPI and Kubernetes, and on TPU pods, you need
     no arguments, because JAX detects the values. Elsewhere, pass arguments to each process, or set the
@@ -102,7 +102,7 @@ def initialize_distributed(
 
 
 def rendezvous(launch: Launch, timeout_seconds: float) -> tuple[list[str], dict[int, Connection]]:
-    """Waits until all processes have joined.
+    """Wait until all processes have joined.
 
     **Returns:**
 
@@ -150,7 +150,7 @@ class Member(NamedTuple):
 
 
 def check_addresses(members: Sequence[Member]) -> None:
-    """Raises `RuntimeError` if there are several hosts, and the name of one resolves to a loopback address
+    """Raise `RuntimeError` if there are several hosts, and the name of one resolves to a loopback address
     there.
 
     On CPU, each process tells the others to connect to the address to which its host name resolves. With a line
@@ -168,7 +168,7 @@ def check_addresses(members: Sequence[Member]) -> None:
 def _gather(
     launch: Launch, timeout_seconds: float, members: dict[int, Member], connections: dict[int, Connection]
 ) -> None:
-    """Adds all other processes to `members` and `connections`. Adds a process that does not fit only to
+    """Add all other processes to `members` and `connections`. Add a process that does not fit only to
     `connections`."""
     both, port = socket.has_dualstack_ipv6(), launch.place[1]
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -225,7 +225,7 @@ def _register(launch: Launch, me: Member, timeout_seconds: float) -> tuple[list[
 
 
 def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
-    """Connects to process 0 as soon as it listens."""
+    """Connect to process 0 as soon as it listens."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -237,7 +237,7 @@ def _connect(place: tuple[str, int], timeout_seconds: float) -> Connection:
 
 
 def _connection(connected: socket.socket) -> Connection:
-    """Turns a socket into a connection that raises `OSError` if the other side is stuck for a few seconds."""
+    """Turn a socket into a connection that raises `OSError` if the other side is stuck for a few seconds."""
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_SECONDS, 0))

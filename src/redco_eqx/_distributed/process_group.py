@@ -34,13 +34,13 @@ _group: "ProcessGroup | None" = None
 
 
 def process_names() -> Sequence[str]:
-    """Returns a name for each process: its number, host and pid, or only its number if another function joined
+    """Return a name for each process: its number, host and pid, or only its number if another function joined
     the processes."""
     return [f"process {i}" for i in range(jax.process_count())] if _group is None else _group.names
 
 
 def end_process(reason: str) -> NoReturn:
-    """Ends this process now, and the others, if there are any. Any thread may call this."""
+    """End this process now, and the others, if there are any. Any thread may call this."""
     if _group is not None:
         _group.fail(reason)
         _group.leave()
@@ -72,7 +72,7 @@ class ProcessGroup:
     leave_at: float = math.inf
 
     def start(self) -> None:
-        """Takes over uncaught exceptions and the exit of the interpreter, and begins to listen."""
+        """Take over uncaught exceptions and the exit of the interpreter, and begin to listen."""
         global _group
         _group, self._lock, self._pid = self, threading.Lock(), os.getpid()
         self._last_heard = dict.fromkeys(self.connections, time.monotonic())  # without finished processes
@@ -85,20 +85,20 @@ class ProcessGroup:
         threading.Thread(target=self._watch, name="redco_eqx.process_group", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Tells every process why this one ends. All end soon after `leave_seconds`."""
+        """Tell every process why this one ends. All end soon after `leave_seconds`."""
         if self._leave_within(self.leave_seconds):
             name = self.names[self.process]
             self._send(f"{name} failed: {reason}")
             log(f"{name} of {len(self.names)} ends: {reason}")
 
     def leave(self) -> NoReturn:
-        """Flushes files, and ends the process. Process 0 is the last one to end."""
+        """Flush files, and end the process. Process 0 is the last one to end."""
         self._leave_within(0.0)
         while True:
             time.sleep(1.0)  # the watching thread ends the process
 
     def _leave_within(self, seconds: float) -> bool:
-        """Makes the watching thread end this process within `seconds`. Returns True the first time."""
+        """Make the watching thread end this process within `seconds`. Return True the first time."""
         with self._lock:
             is_new = not _is_ending()
             if is_new:
@@ -154,7 +154,7 @@ class ProcessGroup:
         os._exit(1)
 
     def _listen(self, seconds: float) -> None:
-        """Waits up to `seconds` for messages, and handles one from each process that has sent any."""
+        """Wait up to `seconds` for messages, and handle one from each process that has sent any."""
         processes = {connection: process for process, connection in self.connections.items()}
         for connection in wait(list(processes), seconds):
             process = processes[connection]  # pyright: ignore[reportArgumentType]
@@ -174,7 +174,7 @@ class ProcessGroup:
                 self._last_heard[process] = time.monotonic()
 
     def _on_failure(self, line: str, source: int) -> None:
-        """Ends this process soon, because another process is ending, or is gone."""
+        """End this process soon, because another process is ending, or is gone."""
         if not jax.distributed.is_initialized():  # JAX has left the others, and does not wait for them
             return
         has_coordinator = 0 in (self.process, *self.connections)  # without it JAX aborts
@@ -183,7 +183,7 @@ class ProcessGroup:
         log(line)
 
     def _name_silent(self) -> None:
-        """Names each process that has not answered, once. If it is frozen, JAX soon ends the others."""
+        """Name each process that has not answered, once. If it is frozen, JAX soon ends the others."""
         for process, last_heard in self._last_heard.items():
             seconds = time.monotonic() - last_heard
             if seconds > self.silent_seconds and not _is_ending():
@@ -206,7 +206,7 @@ class Watchdog:
         self._last_beat = 0.0
 
     def beat(self) -> None:
-        """Restarts the timeout after a step of training or evaluation has finished or been dispatched."""
+        """Restart the timeout after a step of training or evaluation has finished or been dispatched."""
         self._last_beat = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -235,13 +235,13 @@ class Watchdog:
 
 
 def log(message: str) -> None:
-    """Writes a line to standard error, on any process."""
+    """Write a line to standard error, on any process."""
     with contextlib.suppress(OSError, ValueError):  # closed
         print(f"redco_eqx: {message}", file=sys.stderr, flush=True)
 
 
 def flush_all() -> None:
-    """Flushes every open file, which `os._exit` does not do.
+    """Flush every open file, which `os._exit` does not do.
 
     Python keeps no list of open files, so this goes through all objects. Threads cannot flush their own files,
     because one of them may be stuck.

@@ -61,7 +61,7 @@ def psum(x: Array, axes: Axes) -> Array:
 
 
 def vary(x: Array, axes: Axes) -> Array:
-    """Marks `x` as different on each device along `axes`, so that its gradient is a single `psum` over them."""
+    """Mark `x` as different on each device along `axes`, so that its gradient is a single `psum` over them."""
     return _in_float32_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x)
 
 
@@ -97,7 +97,7 @@ class SplitLayer:
 
 
 def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, unit: int) -> SplitLayer | None:
-    """Cuts a layer over its outputs (column) or inputs (row). Returns `None` if it cannot be cut.
+    """Cut a layer over its outputs (column) or inputs (row). Return `None` if it cannot be cut.
 
     It can be cut if `shard_rules` would see exactly one matrix in it (with its bias and LoRA branch), and the
     features on that side divide evenly into units and shards.
@@ -130,7 +130,7 @@ def split_layer(layer: Layer, split: Literal["column", "row"], num_shards: int, 
 
 
 def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]], Layer]]:
-    """Returns the arrays of a layer, and a function that rebuilds the layer from them."""
+    """Return the arrays of a layer, and a function that rebuilds the layer from them."""
     arrays, static = eqx.partition(layer, is_array)
     leaves, treedef = jax.tree.flatten(arrays)
 
@@ -141,7 +141,7 @@ def take_apart(layer: Layer | Array) -> tuple[list[Array], Callable[[list[Array]
 
 
 def apply(layer: Layer | Array, x: Array) -> Array:
-    """Applies a layer to the last dim of `x`. An embedding table is applied as a head.
+    """Apply a layer to the last dim of `x`. An embedding table is applied as a head.
 
     `eqx.nn.Linear` itself accepts only vectors.
     """
@@ -164,7 +164,7 @@ def column(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[Inexact[Array, "..."], ...]:
-    """Applies sibling projections of one input, split by their outputs: query, key and value, or gate and up.
+    """Apply sibling projections of one input, split by their outputs: query, key and value, or gate and up.
 
     The forward pass communicates nothing. The backward pass adds up the gradients of `x` over the siblings
     first, and then over the shards, in **one** all-reduce of the size of `x`, with every compiler. Separate
@@ -233,7 +233,7 @@ def row(
     unit: int = 1,
     sequence_parallel: bool = False,
 ) -> Inexact[Array, "*batch out"]:
-    """Closes a column split with a projection that is split by its inputs, and sums its output over the shards.
+    """Close a column split with a projection that is split by its inputs, and sum its output over the shards.
 
     In the forward pass, the sum is one all-reduce of the size of the output. The backward pass communicates
     nothing. The output is named `row_out`. The rematerialisation policy of that name (see [`scan_layers`][])
@@ -302,7 +302,7 @@ def _added(outputs: list[Array]) -> Array:
 
 
 def check_sequence(name: str, x: Array, mesh: AbstractMesh) -> None:
-    """Raises `ValueError` if `x` cannot be split over `tensor` along dim 1."""
+    """Raise `ValueError` if `x` cannot be split over `tensor` along dim 1."""
     size = tensor_size(mesh)
     if x.ndim < 3 or x.shape[1] % size:
         raise ValueError(

@@ -23,7 +23,7 @@ Policy: TypeAlias = Callable[..., bool]
 
 
 def only_real(policy: Policy) -> Policy:
-    """Returns `policy`, except that complex values are computed again: JAX rounds kept values, but cannot round
+    """Return `policy`, except that complex values are computed again: JAX rounds kept values, but cannot round
     these."""
     # `reduce_precision`, since jax-ml/jax#22244. Needed by JAX 0.10.2 and 0.12.0; no upstream issue known.
 
@@ -39,7 +39,7 @@ keep_row_out = only_real(jax.checkpoint_policies.save_only_these_names("row_out"
 
 @only_real
 def keep_products(primitive: Primitive, *_: ShapedArray, **__: object) -> bool:
-    """Keeps the results of matrix products and convolutions, but no gathered weights and no cheap results."""
+    """Keep the results of matrix products and convolutions, but no gathered weights and no cheap results."""
     return primitive.name in ("dot_general", "conv_general_dilated")
 
 
@@ -59,7 +59,7 @@ def scan_layers(
     batched: PyTree[bool | None] = True,
     sequence_parallel: bool = False,
 ) -> X:
-    """Applies layers one after another: `x = layer_fn(layer, x)`.
+    """Apply layers one after another: `x = layer_fn(layer, x)`.
 
     Between layers, `x` stays split over the batch and whole over its features, so that the compiler moves
     weights, which are small, instead of activations. Under `train_step`, `eval_step` and `predict_step`,
@@ -138,7 +138,7 @@ def scan_layers(
 
 
 def check_remat(remat: str) -> None:
-    """Raises `ValueError` for a rematerialisation policy that does not exist."""
+    """Raise `ValueError` for a rematerialisation policy that does not exist."""
     if remat not in get_args(Remat):
         raise ValueError(f"remat={remat!r}, but it must be one of {get_args(Remat)}.")
 
@@ -153,7 +153,7 @@ def _policy(remat: Remat, has_fsdp: bool) -> Policy | None:
 
 
 def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_parallel: bool) -> PyTree:
-    """Gives an array its layout between layers. Anything else stays as it is."""
+    """Give an array its layout between layers. Anything else stays as it is."""
     if not is_array(x) or x.ndim < 2 or (mesh is not None and mesh.size == 1):
         return x
     if mesh is None:
@@ -168,12 +168,12 @@ def _held(x: PyTree, mesh: AbstractMesh | None, is_batched: bool, sequence_paral
 
 @jax.named_scope("redco_eqx.stream")
 def _marked(x: Array) -> Array:
-    """Marks `x` in the traced program for analyses that choose a layout before there is a mesh."""
+    """Mark `x` in the traced program for analyses that choose a layout before there is a mesh."""
     return jnp.copy(x) if isinstance(x, Tracer) else x
 
 
 def _check_layers(layers: PyTree | Sequence[PyTree]) -> None:
-    """Raises `ValueError` if there are no layers, or if the arrays of a stack disagree on their number."""
+    """Raise `ValueError` if there are no layers, or if the arrays of a stack disagree on their number."""
     arrays = {path: x for path, x in leaves_with_paths({"layers": layers}) if is_array(x)}
     if isinstance(layers, list | tuple):
         sizes = {"layers": len(layers)}

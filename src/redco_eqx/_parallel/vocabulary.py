@@ -29,7 +29,7 @@ from redco_eqx._sharding.mesh import axes_of, axis_size
 def embed(
     table: Float[Array, "rows size"], ids: Int[Array, "*batch"], *, sequence_parallel: bool = False
 ) -> Float[Array, "*batch size"]:
-    """Looks up rows of an embedding table that is split over its rows (the vocabulary).
+    """Look up rows of an embedding table that is split over its rows (the vocabulary).
 
     The result equals `jnp.take(table, ids, axis=0)`. On every mesh, a negative id counts from the end, and an
     id outside the table gives NaN.
@@ -102,7 +102,7 @@ def cross_entropy(
     num_chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Mean:
-    """Computes the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, and applies the
+    """Compute the mean cross-entropy of `labels` under `softmax(head(hidden))`, in float32, and apply the
     head.
 
     Over `tensor`, the logits stay split over the vocabulary. The forward pass reduces three numbers for each
@@ -191,7 +191,7 @@ def _chunked(
     num_chunks: int,
     axis: str | None,
 ) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """Returns the weighted sum of the cross-entropy, and the sum of the weights."""
+    """Return the weighted sum of the cross-entropy, and the sum of the weights."""
 
     def total_of(hidden: Array, labels: Array, weights: Array) -> Array:
         return jnp.sum(weights * _cross_entropy(hidden, head, labels, weights != 0, axis))
@@ -216,7 +216,7 @@ def _cross_entropy(
     counts: Bool[Array, "*tokens"],
     axis: str | None,
 ) -> Float[Array, "*tokens"]:
-    """Returns the cross-entropy of each token, which is finite for a token that does not count.
+    """Return the cross-entropy of each token, which is finite for a token that does not count.
 
     With `axis`, the head gives the logits of this shard.
     """
@@ -251,7 +251,7 @@ def _cross_entropy(
 
 
 def _wide(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Casts ids to a dtype that can hold the size of a vocabulary."""
+    """Cast ids to a dtype that can hold the size of a vocabulary."""
     return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
 
 
@@ -269,7 +269,7 @@ def _own_part_of(
 
 
 def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
-    """Cuts a head over its outputs (the vocabulary). Returns it whole for one shard, and `None` if it cannot be
+    """Cut a head over its outputs (the vocabulary). Return it whole for one shard, and `None` if it cannot be
     cut."""
     if num_shards > 1 and callable(head):
         return split_layer(head, "column", num_shards, 1)
@@ -281,6 +281,6 @@ def _split_head(head: Head, num_shards: int) -> SplitLayer | None:
 
 
 def _vary(x: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
-    """Marks an array that came in with `spec` as different on each device along all of `axes`."""
+    """Mark an array that came in with `spec` as different on each device along all of `axes`."""
     missing = tuple(axis for axis in axes if axis not in axes_of(spec))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

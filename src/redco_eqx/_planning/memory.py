@@ -19,7 +19,7 @@ from redco_eqx._step.state import TrainState
 
 
 def num_flops(program: Jaxpr, *, recomputed: bool = True) -> float:
-    """Counts the floating-point operations of all matrix products and convolutions, on all devices: two for
+    """Count the floating-point operations of all matrix products and convolutions, on all devices: two for
     each pair of numbers that is multiplied.
 
     The body of a scan counts for each of its runs, and the body of a `while` once. For a conditional, the
@@ -45,7 +45,7 @@ def _of(equation: JaxprEqn, recomputed: bool) -> float:
 
 
 def _depth(equation: JaxprEqn) -> float:
-    """Counts the products that are summed for each number of the result (0 if it is not a sum of products)."""
+    """Count the products that are summed for each number of the result (0 if it is not a sum of products)."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
@@ -94,7 +94,7 @@ class Memory:
 
 
 def memory_of(state: TrainState, batch: PyTree) -> Memory:
-    """Adds up the bytes of the arguments of a step, which may be abstract."""
+    """Add up the bytes of the arguments of a step, which may be abstract."""
     return Memory(
         parameters=_bytes((state.params, state.frozen, state.model_state)),
         optimizer_state=_bytes(state.opt_state),
@@ -108,20 +108,20 @@ _PEAKS = (r"Used ([\d.]+)([KMGT])\w* of", r"temporaries \(([\d.]+)([KMGT])\w*\)"
 
 
 def peak_by_message(message: str) -> int | None:
-    """Reads the peak from the message of a compiler that ran out of memory."""
+    """Read the peak from the message of a compiler that ran out of memory."""
     found = next(filter(None, (re.search(pattern, message) for pattern in _PEAKS)), None)
     return None if found is None else int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
 
 
 def largest_arrays(state: TrainState, *, most: int = 5) -> Mapping[str, int]:
-    """Lists the largest arrays of a state on one device, `{path: bytes}`."""
+    """List the largest arrays of a state on one device, `{path: bytes}`."""
     arrays = {**state.params, **state.frozen, **state.model_state}
     sizes = {path: _bytes(x) for path, x in arrays.items()}
     return dict(sorted(sizes.items(), key=lambda item: -item[1])[:most])
 
 
 def _bytes(tree: PyTree) -> int:
-    """Adds up the bytes of all arrays, on one device."""
+    """Add up the bytes of all arrays, on one device."""
     total = 0
     for x in filter(is_array, jax.tree.leaves(tree)):
         shape = x.sharding.shard_shape(x.shape) if isinstance(x.sharding, NamedSharding) else x.shape

@@ -137,7 +137,7 @@ def plan(
     max_compilations: int = 6,
     progress: bool = True,
 ) -> MeshPlan:
-    """Finds a mesh on which a training step fits, with the compiler for the devices of the step.
+    """Find a mesh on which a training step fits, with the compiler for the devices of the step.
 
     It allocates nothing, and needs no device of the target. The TPU compiler comes with
     `python -m pip install "jax[tpu]"`, the GPU compiler with `"jax[cuda12]"`. `plan` ranks all meshes that
@@ -210,7 +210,7 @@ def plan(
         raise ValueError(f"plan: mesh={mesh} must use exactly the target's {len(on.devices)} devices.")
 
     def ways(values: Mapping[str, Option]) -> Iterator[Trial]:
-        """Yields the ways to train a model with these values of its options, which is traced once."""
+        """Yield the ways to train a model with these values of its options, which is traced once."""
         make = (lambda key: model) if _is_model(model) else (lambda key: model(key, **values))
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))
         traced = trace_step(loss_fn, shapes, batch)

@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def gib(num_bytes: int) -> str:
-    """Formats a number of bytes as GiB: `1.25`."""
+    """Format a number of bytes as GiB: `1.25`."""
     return f"{num_bytes / GIB:.2f}"
 
 
@@ -145,7 +145,7 @@ class Target:
 
 
 def find_target(target: str | Sequence[Any] | None) -> Target:
-    """Finds the devices that `target` stands for (see `plan`).
+    """Find the devices that `target` stands for (see `plan`).
 
     **Raises:**
 
@@ -170,13 +170,13 @@ def find_target(target: str | Sequence[Any] | None) -> Target:
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Finds the data sheet of a device of this machine, or `None` if its kind is not known."""
+    """Find the data sheet of a device of this machine, or `None` if its kind is not known."""
     known = TPUS | {chip.name.lower(): chip for chip in GPUS.values()}
     return known.get(device.device_kind.lower().removeprefix("tpu ").replace(" lite", "e"))
 
 
 def _present(device: Any) -> Chip:
-    """Describes a device of this machine."""
+    """Describe a device of this machine."""
     named = chip_of(device) or _UNKNOWN
     statistics = device.memory_stats() or {}
     return dataclasses.replace(named, memory=int(statistics.get("bytes_limit", named.memory)))
@@ -196,7 +196,7 @@ _TPU_ENVIRONMENT = {
 
 @cache
 def _topology(name: str) -> tuple[Any, ...]:
-    """Makes devices that need not be present."""
+    """Make devices that need not be present."""
     kind, _, shape = name.partition(":")
     of = "TPU" if kind in TPUS else "GPU"
     modules, package, size = _COMPILERS[of]

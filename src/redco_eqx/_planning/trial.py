@@ -74,7 +74,7 @@ class Trial:
 
 
 def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Yields all sizes of `data`, `fsdp` and `tensor` that use all devices and split the batch evenly."""
+    """Yield all sizes of `data`, `fsdp` and `tensor` that use all devices and split the batch evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for tensor, fsdp in itertools.product(divisors, repeat=2):
         data, left = divmod(num_devices, tensor * fsdp)
@@ -83,7 +83,7 @@ def meshes(num_devices: int, batch_size: int) -> Iterator[dict[str, Any]]:
 
 
 def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capacity: int) -> Trial:
-    """Compiles the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
+    """Compile the `train_step` of a trial, which fits if it needs at most `capacity` bytes on a device."""
     layout = layout_of(trial.state)
     step = functools.partial(step, num_microbatches=trial.num_microbatches, shardings=layout)
     lowered = jax.jit(step, donate_argnums=0).lower(trial.state, trial.batch)
@@ -117,8 +117,8 @@ CLOSE = 1.1
 def search(
     trials: Sequence[Trial], compile: Callable[[Trial], Trial], capacity: int, most: int, num_rows: int
 ) -> tuple[Trial, ...]:
-    """Compiles at most `most` trials, the fastest first, until one fits, and then those that are faster or
-    close behind it. Returns the best first.
+    """Compile at most `most` trials, the fastest first, until one fits, and then those that are faster or
+    close behind it. Return the best first.
 
     Trials that seem too large, judged by the memory of others, come after the rest, the smallest first. A trial
     is refused without compilation only if its arguments alone are too large. If this is true of all, the
@@ -163,7 +163,7 @@ def search(
 
 
 def _likely_bytes(trial: Trial, tried: Sequence[Trial]) -> int:
-    """Estimates the bytes that a trial needs on a device, only to order the trials, from its arguments and the
+    """Estimate the bytes that a trial needs on a device, only to order the trials, from its arguments and the
     activations of other trials with the same options."""
     activations = [0.0]
     for other in tried:

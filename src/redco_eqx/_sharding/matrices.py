@@ -114,7 +114,7 @@ class Matrix:
 
 
 def read_model(model: PyTree) -> Node:
-    """Reads a model and returns the root node. Arrays that `eqx.nn.Shared` ties appear once."""
+    """Read a model and return the root node. Arrays that `eqx.nn.Shared` ties appear once."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, model)
     root = _read(abstract, "", "", None)
     _find_stacks(root, 0)
@@ -136,7 +136,7 @@ def _read(value: PyTree, path: str, name: str, parent: Node | None) -> Node:
 
 
 def _find_stacks(node: Node, stack: int) -> None:
-    """Sets `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims than their type says."""
+    """Set `stack` for all nodes below: layers from `eqx.filter_vmap` have more dims than their type says."""
     known = [own for own in map(_own_stack, node.walk()) if own is not None]
     shapes = [leaf.shape for leaf in node.arrays()]
     while known and min(known) > stack and len({s[: stack + 1] for s in shapes}) == 1:
@@ -148,7 +148,7 @@ def _find_stacks(node: Node, stack: int) -> None:
 
 
 def _own_stack(node: Node) -> int | None:
-    """Counts the extra dims of this module's weight, if its type says how many dims there should be."""
+    """Count the extra dims of this module's weight, if its type says how many dims there should be."""
     weight = node.child("weight", "kernel")
     if weight is None or len(weight.shape) < 2:
         return None
@@ -203,7 +203,7 @@ def _is_out_first(node: Node, weight: Node, bias: Node | None) -> bool:
 
 
 def _attach_lora(node: Node) -> None:
-    """Combines a matrix and the branch `in -> rank -> out` beside it into one matrix."""
+    """Combine a matrix and the branch `in -> rank -> out` beside it into one matrix."""
     factors = {c.name.lower(): c if c.is_array else c.child("weight", "kernel") for c in node.children}
     down, up = factors.get("lora_a"), factors.get("lora_b")
     bases = [matrix for matrix in node.matrices() if matrix.weight not in (down, up)]
@@ -286,7 +286,7 @@ def find_chains(scope: Node, matrices: list[Matrix]) -> list[list[Link]]:
 
 
 def _links(scope: Node, matrices: list[Matrix], is_list: bool) -> list[Link]:
-    """Groups matrices into links.
+    """Group matrices into links.
 
     Matrices of the same shape are parallel siblings, and so one link (gate and up), if they are fields or lie
     in one element of a list. Square matrices could also follow one another. Their names may say that they do,

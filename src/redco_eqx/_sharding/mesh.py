@@ -28,7 +28,7 @@ _THREADS = "PJRT_NPROC"  # read by XLA when the CPU's client is made
 
 
 def give_threads() -> None:
-    """Gives JAX's CPU client, if it does not exist yet, three threads for each virtual device.
+    """Give JAX's CPU client, if it does not exist yet, three threads for each virtual device.
 
     By default, the client has one thread for each virtual device, or one for each core if there are more cores.
     A collective keeps its thread until all devices have reached it, and XLA runs independent collectives in any
@@ -69,7 +69,7 @@ def make_mesh(
     mesh: Mesh | None = None,
     names: Sequence[str] | None = None,
 ) -> Mesh:
-    """Creates a mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
+    """Create a mesh with axes `("data", "fsdp", "tensor")`, all of `AxisType.Auto`.
 
     `make_mesh(mesh=mesh, names=("data", "tensor"))` translates a mesh that you already have, and keeps the
     devices in their places. Use the new mesh for everything that you pass to this library. Constraints in your
@@ -155,7 +155,7 @@ def _renamed(mesh: Mesh, names: tuple[str, ...]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the layout of a model."""
+    """Raise `TypeError` or `ValueError` if `mesh` is not a mesh, or not one for the layout of a model."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh, but is a {type(mesh).__name__}. Use make_mesh(tensor=...). The "
@@ -225,7 +225,7 @@ def stored_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def as_stored(spec: PartitionSpec, is_stored: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Restores the spec of an array that a program returned, with the entry that says whether `tensor` splits
+    """Restore the spec of an array that a program returned, with the entry that says whether `tensor` splits
     it for use.
 
     If there are several devices along `fsdp`, the spec already says this.
@@ -267,7 +267,7 @@ def one_device_mesh(device: Any) -> Mesh:
 
 
 def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
-    """Makes a global array of `x`, laid out by `sharding`.
+    """Make a global array of `x`, laid out by `sharding`.
 
     Every process must have the same whole `x`, or `x` must already be a global array.
     """
@@ -285,7 +285,7 @@ def put_global(x: ArrayLike, sharding: NamedSharding) -> Array:
 
 
 def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
-    """Runs `function` as if `jax.set_mesh` had set no mesh, or the one that the function works on.
+    """Run `function` as if `jax.set_mesh` had set no mesh, or the one that the function works on.
 
     The function works on the mesh among its arguments, or else on the mesh of the first array among them. If
     that mesh is set, it stays set: a loss may name its axes. Inside a `shard_map` nothing changes.
@@ -307,7 +307,7 @@ def _mesh_on(x: Any) -> Any:
 
 @contextlib.contextmanager
 def context_of(*trees: Any) -> Iterator[None]:
-    """Unsets the current mesh while the context lasts.
+    """Unset the current mesh while the context lasts.
 
     The mesh stays set if it is the first mesh among `trees`, or else the first mesh that their arrays lie on.
     It also stays set if they lie on no mesh.

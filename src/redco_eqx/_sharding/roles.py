@@ -129,7 +129,7 @@ class _Resolver:
         return f"{what}: {size} does not divide by tensor={self.size}"
 
     def _split(self, matrix: Matrix, split: str, reason: str, name: str = "") -> None:
-        """Decides how to split a matrix with its bias and LoRA branch: `column`, `row` or `whole`."""
+        """Decide how to split a matrix with its bias and LoRA branch: `column`, `row` or `whole`."""
         for leaf, dim in matrix.cut(split).items():
             if leaf is matrix.weight:
                 self._set(leaf, name or split, reason, dim)
@@ -172,7 +172,7 @@ class _Resolver:
     # Decisions for matrices, from the inside out.
 
     def _collect(self, node: Node) -> list[Matrix]:
-        """Decides the matrices that `node` can complete alone, and returns the others, in order."""
+        """Decide the matrices that `node` can complete alone, and return the others, in order."""
         if node.matrix is not None:
             return self._open([node.matrix])
         left: list[Matrix] = []
@@ -220,7 +220,7 @@ class _Resolver:
         self._split(output, "row", "attention output: split opposite to query, key, value")
 
     def _chains(self, scope: Node, matrices: list[Matrix]) -> None:
-        """Splits each run of two or more consecutive matrices."""
+        """Split each run of two or more consecutive matrices."""
         for m in matrices if len(matrices) > 1 else ():
             if "shortcut" in m.node.name:
                 # If it were split, its output would have to be gathered before it is added to the output of the
@@ -235,7 +235,7 @@ class _Resolver:
                     self._split(matrix, split, reason)
 
     def _singles(self, matrices: list[Matrix], streams: Collection[int] = ()) -> None:
-        """Splits matrices without a partner: vocabulary heads, and matrices that stand alone.
+        """Split matrices without a partner: vocabulary heads, and matrices that stand alone.
 
         `streams` are the widths of the residual streams beside blocks, which stay whole. A matrix that feeds a
         stream from outside stays whole, because every shard needs its output. Two matrices that keep the width

@@ -149,7 +149,7 @@ _GATHERS = (
 
 
 def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
-    """Merges rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
+    """Merge rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
     groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
     for d in decisions.values():
         words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # every second word is a number
@@ -182,7 +182,7 @@ def shard_rules(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> PyTree[NamedSharding | None]:
-    """Chooses a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` for each array.
+    """Choose a layout for `model` on `mesh`: a tree like the model, with a `NamedSharding` for each array.
 
     With `loss_fn` and `batch`, the traced program decides which dims the `tensor` axis splits. This works for
     any architecture and any names: among all splits that do not clash, it takes those that send the least for
@@ -253,7 +253,7 @@ def explain(
     batch: PyTree = None,
     max_bytes_per_device: int | None = None,
 ) -> Explanation:
-    """Explains the layout that `shard_rules` chooses: the role of each array, and the reason for it.
+    """Explain the layout that `shard_rules` chooses: the role of each array, and the reason for it.
 
     Takes the same arguments and raises the same errors. `print(explain(model, mesh))` shows a table, in which
     layers with the same layout share a row (`layers.[0-11].mlp.up.weight`).
@@ -285,7 +285,7 @@ def explain(
 
 
 def check_arguments(model: PyTree, mesh: Mesh | AbstractMesh, overrides: Overrides) -> None:
-    """Raises `TypeError` or `ValueError` if an argument is not a model, a mesh, or a list of overrides."""
+    """Raise `TypeError` or `ValueError` if an argument is not a model, a mesh, or a list of overrides."""
     check_mesh(mesh)
     if hasattr(model, "opt_state"):
         raise TypeError(f"shard_rules: model is a {type(model).__name__}. Pass the model in it: state.model.")

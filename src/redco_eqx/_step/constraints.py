@@ -58,7 +58,7 @@ class _Constraints:
         return PartitionSpec(*(e[0] if len(e) == 1 else e or other for e in entries))
 
     def program(self, jaxpr: Jaxpr, found: Body, *, around: Step | None = None) -> Jaxpr:
-        """Constrains a program as `found` says. The program is the body of the operation `around`."""
+        """Constrain a program as `found` says. The program is the body of the operation `around`."""
         names: dict[Var, Operand] = {}
         changed: dict[tuple[Var, State], Operand] = {}
         equations: list[JaxprEqn] = []
@@ -78,7 +78,7 @@ class _Constraints:
             return changed[key]
 
         def hand(around: Step | None, atoms: Sequence[Operand], values: Sequence[Value]) -> list[Operand]:
-            """Maps the atoms that enter or leave the bodies of an operation to those that the bodies use."""
+            """Map the atoms that enter or leave the bodies of an operation to those that the bodies use."""
             handed = [read(atom) for atom in atoms]
             for i, (atom, value) in enumerate(zip(atoms, values)):
                 strategy = None if around is None else self._handed.get((id(around.equation), id(value)))
@@ -87,7 +87,7 @@ class _Constraints:
             return handed
 
         def leave() -> list[Operand]:
-            """Returns the results. All branches need the same layout, or XLA refuses the program."""
+            """Return the results. All branches need the same layout, or XLA refuses the program."""
             if around is None or around.equation.primitive.name != "cond":
                 return hand(around, jaxpr.outvars, found.results)
             pairs = zip(jaxpr.outvars, around.results)
@@ -146,7 +146,7 @@ class _Constraints:
         state: State,
         whole: Sequence[int] = (),
     ) -> Operand:
-        """Adds a constraint of `atom` to `equations`, and returns its result. Splits no dim in `whole`."""
+        """Add a constraint of `atom` to `equations`, and return its result. Split no dim in `whole`."""
         # `jax.new_ref` makes something other than an array, which is written in place.
         is_array = isinstance(atom.aval, ShapedArray) and not jnp.issubdtype(
             dtype_of(atom), jax.dtypes.extended
@@ -160,7 +160,7 @@ class _Constraints:
         return one.jaxpr.outvars[0]
 
     def _apart(self, visit: Step) -> list[int]:
-        """Returns the padded dims that the batch splits either before or after, but not both.
+        """Return the padded dims that the batch splits either before or after, but not both.
 
         With padding between elements, or negative padding, XLA's partitioner computes wrong numbers there (as
         in plain JAX 0.10.2 under the same constraints), so these dims stay whole on both sides.

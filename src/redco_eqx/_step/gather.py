@@ -48,7 +48,7 @@ _keep_nothing = jax.checkpoint_policies.nothing_saveable
 
 
 def gather_for_use(x: Array, sharding: NamedSharding, *, keep: bool = False) -> Array:
-    """Gathers `x`, which has this sharding, for use: one all-gather forward, one reduce-scatter backward.
+    """Gather `x`, which has this sharding, for use: one all-gather forward, one reduce-scatter backward.
 
     A plain constraint would be enough for the forward pass, but its transpose is itself, so the gradient would
     be summed whole.
@@ -82,7 +82,7 @@ Shardings: TypeAlias = Sequence[NamedSharding | None]
 def gather_where_used(
     program: Program, layout: Shardings, *, reshard: bool | None = True
 ) -> tuple[Program, Policy | None]:
-    """Gathers the inputs of `program` that are stored split by `layout`. No number changes.
+    """Gather the inputs of `program` that are stored split by `layout`. No number changes.
 
     An operation that reads a weight number by number, such as a cast, reads it split, and so does a sum to a
     scalar.
@@ -137,9 +137,9 @@ class _Walk:
     def program(
         self, jaxpr: Jaxpr, weights: Shardings, *, whole_outputs: bool = False
     ) -> tuple[Jaxpr, Shardings]:
-        """Changes a program whose inputs are these `weights` and other values.
+        """Change a program whose inputs are these `weights` and other values.
 
-        Weights may also be results. Returns the program, and the layout of these results. If nothing is
+        Weights may also be results. Return the program, and the layout of these results. If nothing is
         gathered, the program is the same object.
         """
         pending = {var: sharding for var, sharding in zip(jaxpr.invars, weights) if sharding is not None}
@@ -250,7 +250,7 @@ _THROUGH: dict[str, Callable[[JaxprEqn, Shardings], _Taken]] = {
 
 
 def _take_in_shard_map(equation: JaxprEqn, inputs: Shardings, keep: bool) -> _Taken:
-    """Takes operands of a `shard_map` ungathered, if the body first casts them to vary along `fsdp`.
+    """Take operands of a `shard_map` ungathered, if the body first casts them to vary along `fsdp`.
 
     Such a body sums the operand's gradient over `fsdp` at the cast. A gather in place of the cast gives the
     same value. The transpose of the gather, a reduce-scatter, leaves each device with its part of the gradient.

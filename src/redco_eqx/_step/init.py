@@ -34,7 +34,7 @@ def init_state(
     key: Key,
     trainable: Any = is_trainable,
 ) -> TrainState:
-    """Creates the state of a new run, on the mesh of the model's arrays.
+    """Create the state of a new run, on the mesh of the model's arrays.
 
     The state shares the model's arrays without a copy, so a step that donates the state also deletes the
     model's arrays.
@@ -107,7 +107,7 @@ def init_state(
 
 
 def _check_no_index(model: Any) -> None:
-    """Raises `ValueError` if layers of the model need an `eqx.nn.State` that was not passed."""
+    """Raise `ValueError` if layers of the model need an `eqx.nn.State` that was not passed."""
     nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, eqx.nn.StateIndex))[0]
     for keypath, x in nodes:
         if isinstance(x, eqx.nn.StateIndex):
@@ -122,7 +122,7 @@ def _placement(
     arrays: dict[str, Any],
     state_arrays: dict[str, Any],
 ) -> tuple[Callable[[str | None, Any], Any], dict[str, NamedSharding] | None]:
-    """Returns a function that places an array by path (`None`: replicated), and the layout of `arrays`.
+    """Return a function that places an array by path (`None`: replicated), and the layout of `arrays`.
 
     The arrays of an `eqx.nn.State` (`state_arrays`) are replicated.
 
@@ -176,7 +176,7 @@ def _check_buffers(arrays: dict[str, Any]) -> None:
 
 
 def check_apart(where: str, arrays: Sequence[tuple[Hashable, str]]) -> None:
-    """Raises `ValueError` if two leaves are the same array. `arrays` has the identity and the path of each
+    """Raise `ValueError` if two leaves are the same array. `arrays` has the identity and the path of each
     leaf."""
     first: dict[Hashable, str] = {}
     for array, path in arrays:

@@ -56,7 +56,7 @@ def mesh_of(layout: Layout | None, arrays: PyTree) -> Mesh | AbstractMesh | None
 
 
 def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Array]:
-    """Lays out arrays by path. Without a layout, they stay as they are."""
+    """Lay out arrays by path. Without a layout, they stay as they are."""
     if layout is None:
         return params
     return jax.lax.with_sharding_constraint(params, {path: layout[path] for path in params})
@@ -66,7 +66,7 @@ def constrain(params: dict[str, Array], layout: Layout | None) -> dict[str, Arra
 
 
 def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) -> Batch:
-    """Splits this dim of the arrays in `batch` over `data` and `fsdp`. The other dims stay as they are.
+    """Split this dim of the arrays in `batch` over `data` and `fsdp`. The other dims stay as they are.
 
     Otherwise, each data shard would compute all of a batch that is not placed, because the compiler splits an
     array only if a placed argument or a constraint says so. An array whose dim does not divide evenly stays as
@@ -101,7 +101,7 @@ def split_rows(batch: Batch, mesh: Mesh | AbstractMesh | None, *, dim: int = 0) 
 
 
 def microbatches(batch: Batch, number: int, mesh: Mesh | AbstractMesh | None, *, must_divide: bool) -> Batch:
-    """Cuts a batch into `(number, size / number, ...)`. Example i goes to microbatch i % number.
+    """Cut a batch into `(number, size / number, ...)`. Example i goes to microbatch i % number.
 
     If neighbours were in one microbatch, each microbatch would lie on only some of the devices. Raises
     `ValueError` if the batch does not divide evenly. With `must_divide`, the microbatches must also divide over
@@ -125,7 +125,7 @@ _PAIR = "To get the pair (model, eqx.nn.State), pass it to init_state: init_stat
 
 
 def on_arrays(state: TrainState, use: Callable[[Any, Batch, Key], Any]) -> Callable[..., Any]:
-    """Turns `use(model, batch, key)` into a function of [`Inputs`][]."""
+    """Turn `use(model, batch, key)` into a function of [`Inputs`][]."""
 
     def run(*inputs: Any) -> Any:
         params, frozen, model_state, batch, key = inputs
@@ -153,7 +153,7 @@ def program_of(
     differentiates: bool = False,
     reshard: bool | None = True,
 ) -> Program:
-    """Returns the program of a function of [`Inputs`][]. The function itself is traced once.
+    """Return the program of a function of [`Inputs`][]. The function itself is traced once.
 
     - `splits`: lays out the activations over `tensor`.
     - `differentiates`: returns the program of `jax.value_and_grad(function, has_aux=True)` instead.
@@ -186,7 +186,7 @@ def program_of(
 
 
 def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: bool) -> Program:
-    """Returns the program with each value laid out over `tensor`."""
+    """Return the program with each value laid out over `tensor`."""
     from redco_eqx._dataflow.tracing import STATE, TracedStep
     from redco_eqx._step.constraints import lay_out
 
@@ -202,7 +202,7 @@ def _laid_out(program: Program, inputs: Inputs, layout: Layout, is_gradient: boo
 
 
 def _warn_unused(gradient: Program, paths: list[str]) -> None:
-    """Warns about parameters that the loss does not depend on: their gradient is zero for any input."""
+    """Warn about parameters that the loss does not depend on: their gradient is zero for any input."""
     jaxpr = gradient.closed.jaxpr
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 

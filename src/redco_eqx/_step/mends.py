@@ -149,7 +149,7 @@ def replace_fft(equation: JaxprEqn, mesh: Mesh | AbstractMesh) -> Callable[..., 
 
 
 def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels: Kernels = ()) -> Program:
-    """Replaces operations of `program` that the partitioner gets wrong on `mesh` (`None`: one device).
+    """Replace operations of `program` that the partitioner gets wrong on `mesh` (`None`: one device).
 
     - `kernels`: see [`Kernels`][].
 
@@ -167,7 +167,7 @@ def for_partitioner(program: Program, mesh: Mesh | AbstractMesh | None, kernels:
 
 
 def lay(x: Array, sharding: NamedSharding) -> Array:
-    """Constrains the layout of an array. Under `vmap`, it leaves out the axis that `spmd_axis_name` names."""
+    """Constrain the layout of an array. Under `vmap`, it leaves out the axis that `spmd_axis_name` names."""
     return _lay_p.bind(x, mesh=sharding.mesh, spec=sharding.spec)
 
 
@@ -176,7 +176,7 @@ def _lay(x: Array, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 
 def _batched(axis: Any, operands: Any, dims: Any, *, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """Constrains the same dims of each array under `vmap`, without the axes that `spmd_axis_name` names."""
+    """Constrain the same dims of each array under `vmap`, without the axes that `spmd_axis_name` names."""
     (x,), (new,) = operands, dims
     taken = getattr(axis, "spmd_name", None) or ()
     entries: list[Any] = [*spec, *[None] * (x.ndim - (new is not None) - len(spec))]

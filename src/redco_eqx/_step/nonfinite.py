@@ -24,9 +24,9 @@ from redco_eqx._step.steps import unpack_loss
 
 
 def find_outside(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str | None:
-    """Describes an index outside its table, and the leaf of the batch that has it; `None` if there is none.
+    """Describe an index outside its table, and the leaf of the batch that has it; `None` if there is none.
 
-    Computes only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. So
+    Compute only the indices of the lookups in `loss_fn`, on one device, with zeros for the model's arrays. So
     it misses a wrong index that depends on these arrays. Rows on other processes are zeros, too, and nothing is
     communicated.
     """
@@ -91,7 +91,7 @@ def _rows_here(x: Any) -> np.ndarray:
 
 
 def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
-    """Describes the first metric that is not finite, or else the first parameter with such a gradient.
+    """Describe the first metric that is not finite, or else the first parameter with such a gradient.
 
     Operations run one at a time, and are not compiled as a whole. So under `jax_debug_nans` or
     `jax_debug_infs`, the operation that makes the first such number raises `FloatingPointError` from its line

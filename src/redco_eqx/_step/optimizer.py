@@ -18,7 +18,7 @@ from redco_eqx._step.state import TrainState
 
 
 def check_is_optimizer(where: str, optimizer: object) -> None:
-    """Raises `TypeError` if it is not an optax optimizer."""
+    """Raise `TypeError` unless the value is an optax optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
@@ -46,7 +46,7 @@ _UNSUPPORTED = {
 
 
 def check_supported(opt_state: PyTree) -> None:
-    """Raises `ValueError` for an optax optimizer, which it names, that needs more than a step passes to it."""
+    """Raise `ValueError` for an optax optimizer, which it names, that needs more than a step passes to it."""
     nodes = jax.tree.flatten(opt_state, is_leaf=lambda x: type(x).__name__ in _UNSUPPORTED)[0]
     name = next((name for x in nodes if (name := type(x).__name__) in _UNSUPPORTED), None)
     if name is not None:
@@ -58,7 +58,7 @@ def init_optimizer(
     params: dict[str, Any],
     layout: dict[str, NamedSharding] | None,
 ) -> PyTree:
-    """Runs `optimizer.init(params)`. Each moment gets the sharding of its parameter, and is never whole."""
+    """Run `optimizer.init(params)`. Each moment gets the sharding of its parameter, and is never whole."""
 
     def init(params: dict[str, Any]) -> PyTree:
         # Weak types would change at the first update, and the step would be compiled twice.
@@ -97,7 +97,7 @@ def update(
     value: Array,
     value_and_grad: Callable[[dict[str, Array]], tuple[Array, dict[str, Array]]],
 ) -> tuple[Any, PyTree]:
-    """Calls `optimizer.update` with whichever of the extra arguments it accepts.
+    """Call `optimizer.update` with whichever of the extra arguments it accepts.
 
     **Arguments:**
 
@@ -133,7 +133,7 @@ def update(
 def like_params(
     opt_state: PyTree, params: dict[str, Any], shardings: dict[str, NamedSharding]
 ) -> PyTree[NamedSharding]:
-    """Returns the sharding of each array of an optimizer state, according to the parameter that it belongs to.
+    """Return the sharding of each array of an optimizer state, according to the parameter that it belongs to.
 
     An array with the shape of a parameter gets the parameter's sharding, and so does a stack of such arrays
     (L-BFGS's memory). An array that lacks a single dim (Adafactor's factored moments) gets the sharding of the
@@ -164,7 +164,7 @@ def like_params(
 def check_optimizer(
     where: str, state: TrainState, optimizer: optax.GradientTransformation, *, exactly: bool = True
 ) -> None:
-    """Raises `TypeError` if it is not an optimizer, and `ValueError` if it does not fit `state`.
+    """Raise `TypeError` if it is not an optimizer, and `ValueError` if it does not fit `state`.
 
     An optimizer does not fit if its state has different classes from `state.opt_state` or, with `exactly`,
     arrays with different shapes or dtypes.

@@ -66,7 +66,7 @@ class Structure:
 
 
 def check_static(tree: PyTree, path: str = "") -> None:
-    """Raises `ValueError`, naming the path, if a static field has an array or an unhashable value.
+    """Raise `ValueError`, naming the path, if a static field has an array or an unhashable value.
 
     Such a field would be compared by value on each call, or could change unnoticed.
     """
@@ -157,7 +157,7 @@ class TrainState(eqx.Module):
         model_state: dict[str, AnyArray],
         frozen: dict[str, AnyArray] | None = None,
     ) -> Any:
-        """Builds the model with these arrays instead of those in the state."""
+        """Build the model with these arrays instead of those in the state."""
         structure, state_structure = self.structure
         model = structure.build({**params, **(self.frozen if frozen is None else frozen)})
         return model if state_structure is None else (model, state_structure.build(model_state))
@@ -206,7 +206,7 @@ def state_mesh(state: TrainState) -> Mesh:
 
 
 def check_is_state(x: object, what: str) -> None:
-    """Raises `TypeError`, naming the argument as `what`, if it is not a state."""
+    """Raise `TypeError`, naming the argument as `what`, if it is not a state."""
     if isinstance(x, TrainState):
         return
     if isinstance(x, eqx.Module) or is_pair(x):
@@ -233,7 +233,7 @@ def first_change(before: PyTree, after: PyTree) -> tuple[str, str, str] | None:
 
 
 def check_alive(state: TrainState) -> None:
-    """Raises `ValueError` if arrays of the state were donated to a step."""
+    """Raise `ValueError` if arrays of the state were donated to a step."""
     arrays = {**state.params, **state.frozen, **state.model_state, "step": state.step}
     for path, x in arrays.items():
         lack = lack_of_value(x)

@@ -80,7 +80,7 @@ def train_step(
     shardings: PyTree | None = None,
     reshard_after_forward: bool | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Updates the parameters once. The function is pure and not jitted.
+    """Update the parameters once. The function is pure and not jitted.
 
     Use it under [`jit_step`][], or under `jax.jit`, `lax.scan`, `vmap` or `grad`. `jit_step` donates the state,
     and raises an error if the state was donated before. Under plain `jax.jit(..., donate_argnums=0)`, some
@@ -221,7 +221,7 @@ def eval_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> Metrics:
-    """Computes the loss and metrics of one batch, as [`Mean`][]s that you can add over batches.
+    """Compute the loss and metrics of one batch, as [`Mean`][]s that you can add over batches.
 
     The model is in inference mode (`eqx.nn.inference_mode`). If `loss_fn` returns a scalar, its weight is the
     number of examples. The other arguments are those of `predict_step`.
@@ -252,7 +252,7 @@ def predict_step(
     shardings: PyTree | None = None,
     index: int | Int[AnyArray, ""] | None = None,
 ) -> PyTree[Array]:
-    """Computes `predict_fn(model, batch, key)` with the model in inference mode.
+    """Compute `predict_fn(model, batch, key)` with the model in inference mode.
 
     ```python
     step = rx.jit_step(partial(rx.predict_step, predict_fn=predict_fn), donate=False)
@@ -313,7 +313,7 @@ def _infer(
     shardings: PyTree | None,
     splits: bool,
 ) -> Any:
-    """Computes `use(model, batch, key)` with the model in inference mode."""
+    """Compute `use(model, batch, key)` with the model in inference mode."""
     layout = None if shardings is None else shardings_by_path(shardings, state)
     batch = split_rows(batch, mesh_of(layout, state))
 
@@ -345,13 +345,13 @@ class JittedStep(Generic[R]):
             return self._jitted(state, *arguments, **named)
 
     def lower(self, state: TrainState, *arguments: Any, **named: Any) -> jax.stages.Lowered:
-        """Returns `jax.jit(step).lower(...)`. The arguments may be abstract."""
+        """Return `jax.jit(step).lower(...)`. The arguments may be abstract."""
         with context_of(state):
             return self._jitted.lower(state, *arguments, **named)
 
 
 def jit_step(step: Callable[..., R], *, donate: bool = True) -> JittedStep[R]:
-    """Compiles a function of a state and a batch as `jax.jit(step, donate_argnums=0)`, with two safeguards.
+    """Compile a function of a state and a batch as `jax.jit(step, donate_argnums=0)`, with two safeguards.
 
     If the state was donated before, you get an error that names the array; some versions of JAX would end the
     process instead. And the gradients of a step that you write yourself are correct on every mesh, like those

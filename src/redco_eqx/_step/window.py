@@ -20,7 +20,7 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Any]]
 
 
 def skip_nonfinite(step_fn: StepFn) -> StepFn:
-    """Makes a step that skips updates that are not finite. In that case, only `step` in the state advances.
+    """Make a step that skips updates that are not finite. In that case, only `step` in the state advances.
 
     The metrics get another entry, `"skipped"`, a mean of 0s and 1s. The step is pure, and needs no
     synchronisation. Use it in your own loop; [`fit`][] ends the run with `NonFiniteError` instead.
@@ -67,7 +67,7 @@ GuardedStep: TypeAlias = Callable[[TrainState, Batch, Any], tuple[TrainState, Me
 
 
 def accumulated(step: GuardedStep) -> Callable[[TrainState, Window, Batch], tuple[TrainState, Window]]:
-    """Turns a guarded step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state,
+    """Turn a guarded step into the body of `fit`'s loop, a pure function `(state, window, batch) -> (state,
     window)`.
 
     If the `loss` or `grad_norm` of a step is not finite, neither that step nor a later one changes the state or
@@ -95,7 +95,7 @@ def window_row(window: Window) -> dict[str, float]:
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
-    """Turns a fetched window into plain numbers from which `window_from_json` restores it exactly."""
+    """Turn a fetched window into plain numbers from which `window_from_json` restores it exactly."""
     metrics = {
         name: [str(np.asarray(mean.total).dtype), float(mean.total), float(mean.weight)]
         for name, mean in window.metrics.items()
@@ -113,7 +113,7 @@ def window_from_json(saved: dict[str, Any]) -> Window:
 
 
 def guarded(step_fn: StepFn) -> GuardedStep:
-    """Makes a step that changes nothing unless it is finite and `ok` was true before.
+    """Make a step that changes nothing unless it is finite and `ok` was true before.
 
     It returns the state, the metrics, and the new `ok`. Raises `ValueError` while tracing if the metrics are
     not those of a `StepFn`, or if the step changes the structure, a shape or a dtype of the state.

@@ -67,7 +67,7 @@ class Due:
 
 
 def due(plan: Plan, run: RunRecord, *, stop: bool = False, is_end: bool = False) -> Due:
-    """Lists the things that are due at the current step of a run: after the step, or when the run resumes.
+    """List the things that are due at the current step of a run: after the step, or when the run resumes.
 
     **Arguments:**
 
@@ -136,7 +136,7 @@ class Hook(Protocol):
 def apply_hook(
     hook: Hook, run: RunRecord, row: Mapping[str, float], state: TrainState
 ) -> tuple[RunRecord, TrainState]:
-    """Calls the hook, and returns the run and the state as the hook has changed them.
+    """Call the hook, and return the run and the state as the hook has changed them.
 
     Raises `TypeError` or `ValueError` for a change that cannot be made.
     """
@@ -156,7 +156,7 @@ def apply_hook(
 
 
 def _changed(old: TrainState, new: TrainState) -> TrainState:
-    """Returns `new` with the layout of `old`. An array that `new` has in the same place as `old` is kept; any
+    """Return `new` with the layout of `old`. An array that `new` has in the same place as `old` is kept; any
     other array is copied."""
     check_is_state(new, "hook: Change's state")
     change = first_change(old, new)
@@ -241,7 +241,7 @@ class TrainingInterrupted(KeyboardInterrupt):
         )
 
     def _render_traceback_(self) -> list[str]:
-        """Renders this error for IPython."""
+        """Render this error for IPython."""
         return [f"{type(self).__name__}: {self}", "    import sys; state = sys.last_value.state"]
 
 
@@ -250,7 +250,7 @@ class _Exiting(TrainingInterrupted, SystemExit):  # pyright: ignore[reportIncomp
 
 
 def interruption(state: Any, step: int, signum: int, checkpoint: Any, history: Any) -> TrainingInterrupted:
-    """Makes the error to raise. It ends the program, except for Ctrl-C in IPython, where an exit would print a
+    """Make the error to raise. It ends the program, except for Ctrl-C in IPython, where an exit would print a
     hint about how to exit."""
     ipython = sys.modules.get("IPython")
     is_interactive = ipython is not None and ipython.get_ipython() is not None

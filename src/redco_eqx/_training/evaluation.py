@@ -52,7 +52,7 @@ def evaluate(
     loss_fn: LossFn,
     batch_size: int,
 ) -> dict[str, float]:
-    """Computes the loss and metrics over all examples, as exact weighted means, for any batch size and mesh.
+    """Compute the loss and metrics over all examples, as exact weighted means, for any batch size and mesh.
 
     The model is in inference mode. If `loss_fn` returns a scalar, its weight is the number of examples in the
     batch; a [`Mean`][] has its own weight. The compiled program is kept for the next call with the same
@@ -93,7 +93,7 @@ def predict(
     output_fn: OutputFn | None = None,
     batch_size: int,
 ) -> list[Any]:
-    """Computes `predict_fn` for each example, and returns all predictions, in order, on every process.
+    """Compute `predict_fn` for each example, and return all predictions, in order, on every process.
 
     The model is in inference mode. The last batch is filled by repeating its last example, and the predictions
     for the repetitions are dropped.
@@ -132,7 +132,7 @@ def _outputs(
     watch: Callable[[], object] = lambda: None,
     **function: Callable[..., Any],
 ) -> Generator[PyTree[Array]]:
-    """Yields the result of `step` for each batch, after a few more batches have been dispatched.
+    """Yield the result of `step` for each batch, after a few more batches have been dispatched.
 
     `function` is the user's function that `step` takes, by name. `watch` is called before each batch, and at
     the end. If it raises an error, the generator ends.
@@ -171,7 +171,7 @@ def _outputs(
 
 
 def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
-    """Computes the means over all batches, summed in float64."""
+    """Compute the means over all batches, summed in float64."""
     totals: dict[str, np.ndarray] = {}
     with contextlib.closing(outputs):  # an error would keep this frame alive, and with it the thread
         for metrics in outputs:
@@ -181,7 +181,7 @@ def _means(outputs: Generator[dict[str, Mean]]) -> dict[str, float]:
 
 
 def _rows(outputs: Generator[PyTree[Array]], examples: Examples, output_fn: OutputFn | None) -> list[Any]:
-    """Returns the result of `output_fn` for each example. Drops the predictions for the padding of the last
+    """Return the result of `output_fn` for each example. Drop the predictions for the padding of the last
     batch."""
     rows: list[Any] = []
     with contextlib.closing(outputs):
@@ -262,20 +262,20 @@ class Evaluation:
                 raise ValueError(f"Evaluation: {name} needs predict_fn, which makes the predictions.")
 
     def or_else(self, **defaults: Any) -> "Evaluation":
-        """Returns a copy with these values for the fields that are `None`."""
+        """Return a copy with these values for the fields that are `None`."""
         return dataclasses.replace(
             self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
         )
 
     def rehearse(self, state: TrainState) -> dict[str, float]:
-        """Evaluates one batch, so that an error comes before a run and not during it. Writes no files."""
+        """Evaluate one batch, so that an error comes before a run and not during it. Write no files."""
         with noting("This happened when fit tried the evaluation on the first batch of its examples."):
             first = as_sequence(self.examples, first=self.batch_size or 1)
             return dataclasses.replace(self, examples=first, predictions_directory=None)(state)
 
     @in_own_context
     def __call__(self, state: TrainState, *, watch: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Returns the row `{"eval/loss": ..., "eval/<metric>": ...}`, and writes the predictions to their file.
+        """Return the row `{"eval/loss": ..., "eval/<metric>": ...}`, and write the predictions to their file.
 
         `watch` is called before each batch, and at the end. If it raises an error, the evaluation ends.
 
@@ -304,7 +304,7 @@ class Evaluation:
 
 
 def _as_row(metrics: object, taken: Mapping[str, float]) -> dict[str, float]:
-    """Makes a row from the result of `metric_fn`. The metrics of `loss_fn` have the names in `taken`."""
+    """Make a row from the result of `metric_fn`. The metrics of `loss_fn` have the names in `taken`."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"metric_fn must return a dict of numbers by name, but returned a {type(metrics).__name__}."
@@ -323,7 +323,7 @@ def _number(name: str, x: Any) -> float:
 
 
 def _write(path: pathlib.Path, examples: Sequence[Any], predictions: list[Any]) -> None:
-    """Writes a line of JSON for each example, `{"example": ..., "prediction": ...}`. Writes the whole file or
+    """Write a line of JSON for each example, `{"example": ..., "prediction": ...}`. Write the whole file or
     nothing."""
     pairs = ((examples[i], prediction) for i, prediction in enumerate(predictions))
     lines = [f'{{"example": {_json(x)}, "prediction": {_json(y)}}}\n' for x, y in pairs]
@@ -340,5 +340,5 @@ def _json(x: Any) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Turns an array into nested lists, and any other object that JSON cannot represent into its `repr`."""
+    """Turn an array into nested lists, and any other object that JSON cannot represent into its `repr`."""
     return np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else repr(x)

@@ -58,7 +58,7 @@ def fit(
     loggers: Sequence[Logger] | None = None,
     step_timeout_seconds: float | None = None,
 ) -> tuple[TrainState, History]:
-    """Trains a model, and returns the new state and the history of the run.
+    """Train a model, and return the new state and the history of the run.
 
     `fit` reads the mesh and the layout from the arrays of `state`. Each call starts new epochs. The order of
     their examples depends on the key of `state` and on the step at which the call begins. At the end of an
@@ -214,7 +214,7 @@ def _check_kind(name: str, x: object, kind: type | tuple[type, ...], remedy: str
 
 
 def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **functions: Any) -> RunRecord:
-    """Makes the record of the run that begins with `state`. Computes its identity only if there are `facts`
+    """Make the record of the run that begins with `state`. Compute its identity only if there are `facts`
     (see `identify`)."""
     identity = None
     if facts is not None:
@@ -227,7 +227,7 @@ def _begin(state: TrainState, epochs: Epochs, facts: dict[str, Any] | None, **fu
 
 
 def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object) -> None:
-    """Reports the examples of a run, what is not compared about them, and the checkpoint from which the run
+    """Report the examples of a run, what is not compared about them, and the checkpoint from which the run
     continues."""
     reporter.say(f"fit: {epochs}")
     if run.identity is not None and run.identity.get("changing"):
@@ -239,7 +239,7 @@ def _announce(reporter: Reporter, epochs: Epochs, run: RunRecord, source: object
 
 
 def num_train_steps(num_examples: int, *, batch_size: int, num_epochs: int) -> int:
-    """Returns the number of steps that `fit` takes, for learning-rate schedules.
+    """Return the number of steps that `fit` takes, for learning-rate schedules.
 
     ```python
     num_steps = rx.num_train_steps(len(examples), batch_size=64, num_epochs=3)

@@ -51,7 +51,7 @@ def identify(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
 ) -> Identity:
-    """Computes the identity of the run that begins with `state`. All processes must call it, and get the same.
+    """Compute the identity of the run that begins with `state`. All processes must call it, and get the same.
 
     Takes one pass over the model, and reads at most 32 examples twice. With several processes, it also calls
     `collate_fn` twice on 8 examples.
@@ -94,7 +94,7 @@ def identify(
 def programs_of(
     state: TrainState, batch: Batch, *, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> dict[str, str]:
-    """Computes digests of the programs of the loss and the optimizer, on one device, for a batch of 8 rows like
+    """Compute digests of the programs of the loss and the optimizer, on one device, for a batch of 8 rows like
     this one.
 
     A digest is empty if the function cannot be traced in this way.
@@ -114,16 +114,16 @@ def programs_of(
 
 
 def compare_states(state: TrainState, reason: str) -> None:
-    """Compares all copies of a state's arrays, and waits. All processes must call it. Raises as
+    """Compare all copies of a state's arrays, and wait. All processes must call it. Raises as
     `compare_copies` does."""
     if is_shared(state_mesh(state)):
         compare_copies(storable(to_names(state)), reason)()
 
 
 def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0) -> Callable[[], Row]:
-    """Begins to compare the copies of arrays on all devices. All processes must call it; it does not wait.
+    """Begin to compare the copies of arrays on all devices. All processes must call it; it does not wait.
 
-    Returns a function that waits, and raises `ValueError` if copies of an array differ. It returns the process
+    Return a function that waits, and raises `ValueError` if copies of an array differ. It returns the process
     with the most `seconds`, and by how many these are more than the least, for the row of the log.
     """
     unlike = unlike_replicas(arrays, seconds)
@@ -143,9 +143,9 @@ def compare_copies(arrays: Mapping[str, Any], reason: str, seconds: float = 0.0)
 
 
 def what_differs(before: Identity | None, now: Identity) -> list[str]:
-    """Names the differences between a run and an earlier one.
+    """Name the differences between a run and an earlier one.
 
-    Compares parameters with a tolerance of 1e-3, because a different mesh or compiler may change the last bits.
+    Compare parameters with a tolerance of 1e-3, because a different mesh or compiler may change the last bits.
     """
     if before is None:
         return []
@@ -162,7 +162,7 @@ def what_differs(before: Identity | None, now: Identity) -> list[str]:
 
 
 def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
-    """Computes eight sums over the model's floating arrays. Four depend on their directions, and four on their
+    """Compute eight sums over the model's floating arrays. Four depend on their directions, and four on their
     scales.
 
     Takes `sum(sign * x) / norm(x)` over a sample of the elements of each array `x`. The index of an element
@@ -183,7 +183,7 @@ def parameter_sums(state: TrainState) -> Float[np.ndarray, "n"]:
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> str:
-    """Computes the digest of a function of arrays on no mesh. It is empty if the function cannot be traced."""
+    """Compute the digest of a function of arrays on no mesh. It is empty if the function cannot be traced."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trace of the step gives the same warnings
@@ -192,10 +192,10 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def _look(examples: Examples, collate_fn: CollateFn | None) -> tuple[dict[str, int], dict[str, int], Batch]:
-    """Computes checksums of some examples by index (the first ones and others), and of each leaf of the batch
-    that `collate_fn` makes from some of them. Returns both, and the batch.
+    """Compute checksums of some examples by index (the first ones and others), and of each leaf of the batch
+    that `collate_fn` makes from some of them. Return both, and the batch.
 
-    Leaves out examples and batches that raise an error here. They end the run when training reaches them.
+    Leave out examples and batches that raise an error here. They end the run when training reaches them.
     """
     spread = np.linspace(0, len(examples) - 1, _NUM_SPREAD).astype(int).tolist()
     sample, rows, batch = {}, {}, None

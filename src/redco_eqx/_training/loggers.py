@@ -26,7 +26,7 @@ class _Closing(contextlib.AbstractContextManager[Any]):
     """Makes an object with a `close` a context manager."""
 
     def close(self) -> None:
-        """Releases the resources of this logger. You may call it twice."""
+        """Release the resources of this logger. You may call it twice."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -55,7 +55,7 @@ class ConsoleLogger(_Closing):
         self.say("  ".join([f"step {step:>8}", *columns]).rstrip())
 
     def say(self, message: str) -> None:
-        """Prints a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         from tqdm import tqdm  # here and below: importing it takes a third as long as importing this package
 
         tqdm.write(message, file=self._stream or sys.stderr)
@@ -95,14 +95,14 @@ class JSONLLogger(_Closing):
             file.write((line + "\n").encode())
 
     def set_run(self, run: str | None) -> None:
-        """Marks later rows as those of a run, or of none."""
+        """Mark later rows as those of a run, or of none."""
         self._run = run
 
     def rewind(self, step: int) -> list[Row]:
-        """Drops the run's rows after `step`, and any incomplete line, so that the run can continue from there.
+        """Drop the run's rows after `step`, and any incomplete line, so that the run can continue from there.
         Rows of other runs stay.
 
-        Returns the remaining rows of the run, as the logger received them, with `step` first.
+        Return the remaining rows of the run, as the logger received them, with `step` first.
         """
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         kept, rows = [], []
@@ -119,7 +119,7 @@ class JSONLLogger(_Closing):
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file so that a kill leaves either the file as it was before or the whole new one."""
+    """Write a file so that a kill leaves either the file as it was before or the whole new one."""
     partial = path.with_name(path.name + ".tmp")
     partial.write_bytes(content)
     partial.replace(path)
@@ -157,12 +157,12 @@ class TensorBoardLogger(_Closing):
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Makes TensorBoard hide the rows after `step`, so that a run can continue from there."""
+        """Make TensorBoard hide the rows after `step`, so that a run can continue from there."""
         self.close()
         self._arguments["purge_step"] = step + 1
 
     def close(self) -> None:
-        """Closes the event file. A later row opens another one."""
+        """Close the event file. A later row opens another one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -170,7 +170,7 @@ class TensorBoardLogger(_Closing):
 
 
 def progress_bar(total: int | None, *, initial: int = 0, show: bool | None = None, stream: Any = None) -> Any:
-    """Makes a tqdm bar for a run of `total` steps (`None` if unknown), with `initial` steps done.
+    """Make a tqdm bar for a run of `total` steps (`None` if unknown), with `initial` steps done.
 
     `show` is the `progress` of a `ConsoleLogger`; the stream is `sys.stderr` by default.
     """
@@ -240,7 +240,7 @@ class Reporter:
         num_steps: int | None,
         is_again: bool,
     ):
-        """Marks later rows as those of `run`, for loggers with a method `set_run`. All processes must call it.
+        """Mark later rows as those of `run`, for loggers with a method `set_run`. All processes must call it.
 
         **Arguments:**
 
@@ -272,23 +272,23 @@ class Reporter:
             self.rows = from_first(lambda: file.rewind(step) if file else [])
 
     def say(self, message: str) -> None:
-        """Prints a line on the console, above the bar."""
+        """Print a line on the console, above the bar."""
         if self.console is not None:
             self.console.say(message)
 
     def start_clock(self, num_untimed: int) -> None:
-        """Excludes the first steps of a window, the last of which compiled, from the rates."""
+        """Exclude the first steps of a window, the last of which compiled, from the rates."""
         self._since, self._num_untimed = time.perf_counter(), num_untimed
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time of the block (such as an evaluation) from the rates."""
+        """Exclude the time of the block (such as an evaluation) from the rates."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
 
     def report(self, step: int, epochs_done: float, window: Window, done_at: float, clocks: Row) -> None:
-        """Makes the row of a fetched window, and reports it. `step` is the last step of the window, `done_at`
+        """Make the row of a fetched window, and report it. `step` is the last step of the window, `done_at`
         the time of `time.perf_counter` at which the devices were done with it, and `clocks` go to the loggers
         alone."""
         elapsed, self._since = done_at - self._since, done_at
@@ -312,6 +312,6 @@ class Reporter:
         self.row(step, {**self.metrics, **rates, **clocks, **epoch})
 
     def row(self, step: int, row: Mapping[str, float]) -> None:
-        """Passes a row to every logger."""
+        """Pass a row to every logger."""
         for logger in self._loggers:
             logger(step, row)

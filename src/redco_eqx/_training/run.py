@@ -63,7 +63,7 @@ class TrainProgram(NamedTuple):
 
 
 def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgram:
-    """Compiles `train_step` with these options, for states with this layout and batches with these shapes. The
+    """Compile `train_step` with these options, for states with this layout and batches with these shapes. The
     step leaves the state as it was if it is not finite.
 
     Raises `ValueError` as `guarded` does, and the errors of the user's functions.
@@ -83,7 +83,7 @@ def train_program(state: TrainState, batch: Batch, **options: Any) -> TrainProgr
 
 
 def peak_seconds(program: Program, devices: np.ndarray) -> float:
-    """Computes the time that the products of a program (without recomputed ones) would take at the peak speed
+    """Compute the time that the products of a program (without recomputed ones) would take at the peak speed
     of the devices; 0 if that is not known."""
     if devices.flat[0].platform == "cpu":
         return 0.0
@@ -167,7 +167,7 @@ class Training:
         return History(tuple(self.reporter.rows), self.run.evaluations)
 
     def loop(self, places: Iterable[tuple[Batch | None, Place]]) -> tuple[TrainState, History]:
-        """Takes steps, and after each does everything that is due, until the plan is complete.
+        """Take steps, and after each do everything that is due, until the plan is complete.
 
         Raises `TrainingInterrupted` if a signal comes first.
         """
@@ -204,7 +204,7 @@ class Training:
         return self.state, self.history
 
     def _step(self, batch: Batch, place: Place) -> None:
-        """Dispatches a step. `place` is the place in the examples after it. Waits for the first step, which may
+        """Dispatch a step. `place` is the place in the examples after it. Wait for the first step, which may
         compile."""
         is_first, shapes = self._program is None, signature(batch)
         program = self._programs.get(shapes) or self._compile(batch, shapes)
@@ -230,7 +230,7 @@ class Training:
         self.reporter.bar.update()
 
     def _compile(self, batch: Batch, shapes: Hashable) -> TrainProgram:
-        """Returns the program for batches of these shapes."""
+        """Return the program for batches of these shapes."""
         functions: Any = {"loss_fn": self.loss_fn, "optimizer": self.optimizer}
         if self._program is None:
             self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -252,7 +252,7 @@ class Training:
         return program
 
     def _catch_up(self, num_ahead: int = 0) -> None:
-        """Waits until at most `num_ahead` steps may be unfinished, and reports the rows of the finished ones.
+        """Wait until at most `num_ahead` steps may be unfinished, and report the rows of the finished ones.
 
         Raises `NonFiniteError` for the first step that was not finite, while its batch is still available.
         """
@@ -281,7 +281,7 @@ class Training:
         return NonFiniteError(self.state, step_of(self.state), where)
 
     def _log(self, place: Place, hook: Hook | None) -> None:
-        """Ends the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
+        """End the window, unless it is empty. Its row is reported when its last step is finished. With a hook,
         the call waits for that step."""
         if self._num_in_window == 0 or self._window is None:
             return
@@ -302,9 +302,9 @@ class Training:
             self._call(hook, self.reporter.metrics)
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluates the state, which must be finite. Logs the results, and adds them to the record of the run.
+        """Evaluate the state, which must be finite. Log the results, and add them to the record of the run.
 
-        Returns false if a signal came before the end of the evaluation.
+        Return false if a signal came before the end of the evaluation.
         """
         self._catch_up()
 
@@ -336,7 +336,7 @@ class Training:
         self.watchdog.beat()
 
     def _save(self, saver: "Saver", *, finished: bool) -> None:
-        """Saves the state, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`
+        """Save the state, with the metrics that are not logged yet. Raises as `_catch_up` and `Saver.save`
         do."""
         self._catch_up()
         has_metrics = self._num_in_window > 0 and self._window is not None
@@ -348,7 +348,7 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
-        """Saves the state if an error ends the run, and adds the state and the history to the error as
+        """Save the state if an error ends the run, and add the state and the history to the error as
         attributes."""
         if kind is None or not issubclass(kind, Exception):
             return

@@ -29,7 +29,7 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Checkpoints | str | os.PathLike[str]):
-        """Raises `TypeError` or `ValueError` for an argument that is not a directory."""
+        """Raise `TypeError` or `ValueError` for an argument that is not a directory."""
         self.config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         self.directory = local(self.config.directory)
         self._saved: tuple[int, int, bool] | None = None
@@ -38,12 +38,12 @@ class Saver:
         self.began_before = False
 
     def __enter__(self) -> "Saver":
-        """Raises `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
+        """Raise `ImportError` if Orbax is not installed, and `OSError` if the directory cannot be written."""
         self._writer = self.config.open()
         return self
 
     def check_metrics(self, row: Row) -> None:
-        """Raises `ValueError` if the evaluations lack a metric that decides which checkpoint is best."""
+        """Raise `ValueError` if the evaluations lack a metric that decides which checkpoint is best."""
         for name in self.config.keep_best:
             if name not in row:
                 raise ValueError(
@@ -52,10 +52,10 @@ class Saver:
                 )
 
     def resume(self, state: TrainState, run: RunRecord) -> tuple[TrainState, RunRecord]:
-        """Returns the newest state of the run that began with `state`, in the same layout, and the record of
+        """Return the newest state of the run that began with `state`, in the same layout, and the record of
         the run at that state.
 
-        If that run has no checkpoint, returns `state` itself, and the record of the beginning. The arrays of
+        If that run has no checkpoint, return `state` itself, and the record of the beginning. The arrays of
         `state` are deleted before those of the checkpoint are read, so that the two need not fit in memory
         together.
 
@@ -95,7 +95,7 @@ class Saver:
         return restored, dataclasses.replace(before, **changes)
 
     def identified(self, run: RunRecord, state: TrainState, batch: Batch, **functions: Any) -> RunRecord:
-        """Adds the digests of the functions (see `programs_of`) to the identity of the run. Warns about
+        """Add the digests of the functions (see `programs_of`) to the identity of the run. Warns about
         functions whose digest has changed."""
         info, programs = self._source, programs_of(state, batch, **functions)
         before: dict[str, Any] = {} if info is None or info.run is None else info.run.identity or {}
@@ -109,7 +109,7 @@ class Saver:
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
 
     def is_best(self, run: RunRecord) -> bool:
-        """Returns true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
+        """Return true if the last evaluation is better than all earlier ones by one of the metrics. Process 0
         decides."""
         metrics, rows = self.config.keep_best.items(), run.evaluations
         if not metrics or not run.is_evaluated:
@@ -117,7 +117,7 @@ class Saver:
         return from_first(lambda: any(best_of(rows, *metric) == len(rows) - 1 for metric in metrics))
 
     def save(self, state: TrainState, run: RunRecord) -> None:
-        """Saves in the background, unless a checkpoint of this step with the same evaluations already exists.
+        """Save in the background, unless a checkpoint of this step with the same evaluations already exists.
 
         Raises as `CheckpointWriter.save` does.
         """
@@ -131,12 +131,12 @@ class Saver:
         self._saved = _saved(run)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if a save has failed. With many processes, the next save raises it."""
+        """Raise `CheckpointError` if a save has failed. With many processes, the next save raises it."""
         if jax.process_count() == 1:
             self._writer.check()
 
     def wait(self) -> pathlib.Path | None:
-        """Waits for the last save, and returns its directory."""
+        """Wait for the last save, and return its directory."""
         together(self._writer.wait, CheckpointError)
         return self.path
 
@@ -158,10 +158,10 @@ def _saved(run: RunRecord) -> tuple[int, int, bool]:
 
 
 def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | None]:
-    """Returns the checkpoints of the run that a state at `step` belongs to, newest first. Also returns the
+    """Return the checkpoints of the run that a state at `step` belongs to, newest first. Also return the
     checkpoint of exactly this step, if the run began before it.
 
-    Includes checkpoints that cannot be read, because they may belong to the run.
+    Include checkpoints that cannot be read, because they may belong to the run.
     """
     infos, unreadable, found = [], [], entries(directory)
     for at, _, path in found:
@@ -194,7 +194,7 @@ def _candidates(directory: pathlib.Path, step: int) -> tuple[list[str], str | No
 
 
 def _check_state(info: CheckpointInfo, state: TrainState) -> None:
-    """Raises `ValueError` if a checkpoint of the same step holds a different state. All processes must call
+    """Raise `ValueError` if a checkpoint of the same step holds a different state. All processes must call
     it."""
     checksums, _ = digests(storable(to_names(state)))
     other = [name for name, x in info.arrays.items() if name in checksums and checksums[name] != x.checksum]
@@ -208,7 +208,7 @@ def _check_state(info: CheckpointInfo, state: TrainState) -> None:
 
 
 def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_changes: bool) -> None:
-    """Raises `ValueError` if the run of a checkpoint is not the run to continue."""
+    """Raise `ValueError` if the run of a checkpoint is not the run to continue."""
     if None not in (before.num_shards, run.num_shards) and before.num_shards != run.num_shards:
         raise ValueError(
             f"fit: the stream is read in {run.num_shards} shards, but was in {before.num_shards} when "

@@ -41,7 +41,7 @@ class RunHistory(Protocol):
 
 
 def card_of(model: Model, name: str, history: RunHistory) -> str:
-    """Makes a card with the model, library versions, the mesh, and the last value of each metric."""
+    """Make a card with the model, library versions, the mesh, and the last value of each metric."""
     last = {}
     for row in (*history.rows, *history.evaluations):
         last |= {metric: (row["step"], value) for metric, value in row.items() if metric != "step"}
