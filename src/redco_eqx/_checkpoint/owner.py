@@ -60,8 +60,8 @@ class Owner:
 
         - `begin`: the first step of the run.
         - `identity`: the identity of the run, which is stored in the file.
-        - `differs`: called with the identity in the file and this one. It returns a true value if they belong to
-            different runs.
+        - `differs`: called with the identity in the file and this one. It returns a true value if they
+            belong to different runs.
         """
         before = self.content
         if before.get("begin") == begin and "id" in before and not differs(before.get("identity"), identity):
