@@ -1,5 +1,5 @@
 """Sessions, as in `nox -s tests`: quickstart, tests, parity, gradients, test_examples, examples, long,
-faults, hosts, newest, aot, docs, build, lint, types, bench, mutants, peers, gpu."""
+faults, hosts, newest, aot, docs, build, lint, types, bench, sharding, mutants, peers, gpu."""
 
 import os
 import pathlib
@@ -197,6 +197,15 @@ def bench(session: nox.Session) -> None:
         "muon",
     ):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
+
+
+@nox.session
+def sharding(session: nox.Session) -> None:
+    """Compiles steps of published models at their true sizes: bytes predicted and sent, memory: a table."""
+    session.install("-e", ".")
+    session.install(*IMPORTED)
+    session.install("--no-deps", *FOREIGN)
+    session.run("python", "benchmarks/sharding.py", *session.posargs)
 
 
 @nox.session

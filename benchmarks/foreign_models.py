@@ -1,4 +1,7 @@
-"""Small Equinox models that other people published on PyPI, each with a loss, of the kinds that exist.
+"""Equinox models that other people published on PyPI, each with a loss, of the kinds that exist.
+
+Each is small, or with `published` as large as its authors made it: ESM2 650M, E1 150M, CLIP's ViT-B/32,
+ConvNeXt-T, Swin-T, ResNet-50, Mamba 130M, and the defaults of flowjax. GATv2 has no such size.
 
     pip install --no-deps esm2quinox e1jax jaxonmodels ftfy wcwidth flowjax paramax lineax gatv2-eqx
 
@@ -39,6 +42,21 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def _pairs(published: bool) -> dict[str, Any]:
+    """Tokens, and a label for each."""
+    tokens = _ints(16, 128) if published else _ints(8, 64)
+    return {"x": tokens, "y": tokens}
+
+
+def _images(published: bool, side: int = 32) -> dict[str, Any]:
+    rows, side = (16, 224) if published else (8, side)
+    return {"x": _floats(rows, 3, side, side), "y": _ints(rows)}
+
+
+def _num_labels(published: bool) -> int:
+    return 1000 if published else 64
+
+
 def _labels_loss(logits: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -59,8 +77,9 @@ def _stateful_image(pair: Any, batch: Any, key: Any) -> Any:
     return _labels_loss(logits, batch["y"]), {}, state
 
 
-def _esm2() -> Foreign:
+def _esm2(published: bool) -> Foreign:
     module = importlib.import_module("esm2quinox")
+    depth, width, heads = (33, 1280, 20) if published else (4, 128, 8)
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         return _labels_loss(jax.vmap(lambda x: model(x).logits)(batch["x"]), batch["y"])
@@ -68,19 +87,20 @@ def _esm2() -> Foreign:
     return Foreign(
         "esm2quinox ESM2",
         "protein encoder, stacked",
-        lambda key: module.ESM2(4, 128, 8, True, key),
+        lambda key: module.ESM2(depth, width, heads, True, key),
         loss,
-        {"x": _ints(8, 64), "y": _ints(8, 64)},
+        _pairs(published),
     )
 
 
-def _e1() -> Foreign:
+def _e1(published: bool) -> Foreign:
     module = importlib.import_module("e1jax")
+    width, heads, inner, depth = (768, 12, 2304, 20) if published else (128, 8, 512, 3)
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         def one(x: Any) -> Any:
-            order, same = jnp.arange(64), jnp.zeros(64, int)
-            out = model(x, order, order, same, jnp.zeros(64, bool))
+            order, same = jnp.arange(x.size), jnp.zeros(x.size, int)
+            out = model(x, order, order, same, jnp.zeros(x.size, bool))
             return jax.tree.leaves(out)[-1] if not isinstance(out, jax.Array) else out
 
         return _labels_loss(jax.vmap(one)(batch["x"]), batch["y"])
@@ -88,20 +108,21 @@ def _e1() -> Foreign:
     return Foreign(
         "e1jax E1",
         "protein encoder",
-        lambda key: module.E1(128, 8, 512, 3, key=key),
+        lambda key: module.E1(width, heads, inner, depth, key=key),
         loss,
-        {"x": _ints(8, 64), "y": _ints(8, 64)},
+        _pairs(published),
     )
 
 
-def _vit() -> Foreign:
+def _vit(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.vit")
+    sizes = (224, 32, 768, 12, 12, 512) if published else (32, 4, 128, 4, 8, 64)
     return Foreign(
         "jaxonmodels ViT",
         "vision transformer",
-        lambda key: module.VisionTransformer(32, 4, 128, 4, 8, 64, key=key, dtype=jnp.float32),
+        lambda key: module.VisionTransformer(*sizes, key=key, dtype=jnp.float32),
         _image,
-        {"x": _floats(8, 3, 32, 32), "y": _ints(8)},
+        _images(published),
     )
 
 
@@ -117,100 +138,90 @@ class ChannelNorm(eqx.Module):
         return jax.vmap(jax.vmap(self.norm, 1, 1), 1, 1)(x)
 
 
-def _convnext() -> Foreign:
+def _convnext(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.convnext")
-    settings = [module.CNBlockConfig(32, 64, 2), module.CNBlockConfig(64, None, 2)]
+    sizes = ((96, 192, 3), (192, 384, 3), (384, 768, 9), (768, None, 3))
+    sizes = sizes if published else ((32, 64, 2), (64, None, 2))
+    settings = [module.CNBlockConfig(*each) for each in sizes]
 
     def make(key: Any) -> Any:
         return eqx.nn.make_with_state(module.ConvNeXt)(
-            settings, 0.0, 1e-6, 64, None, ChannelNorm, True, key, jnp.float32
+            settings, 0.0, 1e-6, _num_labels(published), None, ChannelNorm, True, key, jnp.float32
         )
 
-    return Foreign(
-        "jaxonmodels ConvNeXt", "ConvNet", make, _stateful_image, {"x": _floats(8, 3, 32, 32), "y": _ints(8)}
-    )
+    return Foreign("jaxonmodels ConvNeXt", "ConvNet", make, _stateful_image, _images(published))
 
 
-def _swin() -> Foreign:
+def _swin(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.swin_transformer")
+    width, depths, heads, window = (32, [2, 2], [4, 8], [4, 4])
+    if published:
+        width, depths, heads, window = (96, [2, 2, 6, 2], [3, 6, 12, 24], [7, 7])
 
     def make(key: Any) -> Any:
-        return module._swin_transformer(
-            key,
-            True,
-            64,
-            [4, 4],
-            32,
-            [2, 2],
-            [4, 8],
-            [4, 4],
-            0.0,
-            module.SwinTransformerBlock,
-            module.PatchMerging,
-            module.ShiftedWindowAttention,
-        )
+        parts = (module.SwinTransformerBlock, module.PatchMerging, module.ShiftedWindowAttention)
+        labels = _num_labels(published)
+        return module._swin_transformer(key, True, labels, [4, 4], width, depths, heads, window, 0.0, *parts)
 
-    return Foreign(
-        "jaxonmodels Swin", "windowed vision transformer", make, _stateful_image,
-        {"x": _floats(8, 3, 64, 64), "y": _ints(8)},
-    )  # fmt: skip
+    batch = _images(published, side=64)
+    return Foreign("jaxonmodels Swin", "windowed vision transformer", make, _stateful_image, batch)
 
 
-def _resnet() -> Foreign:
+def _resnet(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.resnet")
+    block, depths = (module.Bottleneck, [3, 4, 6, 3]) if published else (module.BasicBlock, [1, 1, 1, 1])
 
     def loss(pair: Any, batch: Any, key: Any) -> Any:
         return _stateful_image((lambda x, s, k: pair[0](x, s), pair[1]), batch, key)
 
     def make(key: Any) -> Any:
         return eqx.nn.make_with_state(module.ResNet)(
-            module.BasicBlock, [1, 1, 1, 1], 64, zero_init_residual=False, groups=1, width_per_group=64,
+            block, depths, _num_labels(published), zero_init_residual=False, groups=1, width_per_group=64,
             replace_stride_with_dilation=None, key=key,
         )  # fmt: skip
 
-    return Foreign(
-        "jaxonmodels ResNet", "ResNet with BatchNorm", make, loss, {"x": _floats(8, 3, 32, 32), "y": _ints(8)}
-    )
+    return Foreign("jaxonmodels ResNet", "ResNet with BatchNorm", make, loss, _images(published))
 
 
-def _mamba() -> Foreign:
+def _mamba(published: bool) -> Foreign:
     module = importlib.import_module("jaxonmodels.models.mamba")
+    width, vocabulary, depth = (768, 50280, 24) if published else (128, 256, 3)
     return Foreign(
         "jaxonmodels Mamba",
         "state-space model",
-        lambda key: module.Mamba(128, 256, 3, key=key),
+        lambda key: module.Mamba(width, vocabulary, depth, key=key),
         _tokens,
-        {"x": _ints(8, 64), "y": _ints(8, 64)},
+        _pairs(published),
     )
 
 
-def _gat() -> Foreign:
+def _gat(published: bool) -> Foreign:
     module = importlib.import_module("gatv2_eqx")
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         out = jax.vmap(lambda x, a: model(x, a, 3, key=key))(batch["x"], batch["edges"])
         return jnp.mean((out - batch["y"]) ** 2)
 
-    nodes = _floats(8, 32, 64)
+    rows = 16 if published else 8
+    nodes = _floats(rows, 32, 64)
     return Foreign(
         "gatv2-eqx GATv2",
         "graph attention",
         lambda key: module.GATv2(64, key=key),
         loss,
-        {"x": nodes, "y": nodes, "edges": _floats(8, 32, 32)},
+        {"x": nodes, "y": nodes, "edges": _floats(rows, 32, 32)},
     )
 
 
-def _flow(name: str, kind: str) -> Callable[[], Foreign]:
-    def build() -> Foreign:
+def _flow(name: str, kind: str) -> Callable[[bool], Foreign]:
+    def build(published: bool) -> Foreign:
         flows = importlib.import_module("flowjax.flows")
         normal = importlib.import_module("flowjax.distributions").Normal
         paramax = importlib.import_module("paramax")
 
         def make(key: Any) -> Any:
-            return getattr(flows, name)(
-                key, base_dist=normal(jnp.zeros(16)), invert=True, flow_layers=4, nn_width=128
-            )
+            sizes = {} if published else {"flow_layers": 4, "nn_width": 128}
+            return getattr(flows, name)(key, base_dist=normal(jnp.zeros(16)), invert=True, **sizes)
 
         def loss(model: Any, batch: Any, key: Any) -> Any:
             return -jnp.mean(paramax.unwrap(model).log_prob(batch["x"]))
@@ -220,7 +231,7 @@ def _flow(name: str, kind: str) -> Callable[[], Foreign]:
     return build
 
 
-BUILDERS: dict[str, Callable[[], Foreign]] = {
+BUILDERS: dict[str, Callable[[bool], Foreign]] = {
     "esm2quinox": _esm2,
     "e1jax": _e1,
     "jaxonmodels.vit": _vit,
@@ -239,7 +250,7 @@ def foreign_models() -> tuple[list[Foreign], dict[str, str]]:
     found, missing = [], {}
     for name, build in BUILDERS.items():
         try:
-            model = build()
+            model = build(False)
             abstract = eqx.filter_eval_shape(model.make, jax.random.key(0))
             eqx.filter_eval_shape(model.loss, abstract, model.batch, jax.random.key(0))
             found.append(model)

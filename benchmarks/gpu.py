@@ -14,50 +14,28 @@ products in the chip's data sheet. One device. `torch` needs the group `parity`,
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import pathlib
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
 from accelerator.settings import SETTINGS, Setting, small
-from workloads import table
+from workloads import run_alone, table
 
-HERE = pathlib.Path(__file__).parent
 PARTS = tuple(dict.fromkeys(setting.part for setting in SETTINGS))
 
 
 def run(setting: Setting, *, is_small: bool, target: str | None) -> dict[str, Any]:
     """Return the result of a row, or the error of its process."""
     with tempfile.TemporaryDirectory() as directory:
-        row, result = pathlib.Path(directory, "row.json"), pathlib.Path(directory, "result.json")
+        row = pathlib.Path(directory, "row.json")
         given = {"setting": dataclasses.asdict(setting), "is_small": is_small, "target": target}
         row.write_text(json.dumps(given))
-        command = [sys.executable, "-m", "accelerator.worker", str(row), str(result)]
-        # A separate session, so that processes that it starts end with it.
-        with subprocess.Popen(command, cwd=HERE, start_new_session=True, stdout=sys.stderr.fileno()) as process:
-            try:
-                code = process.wait(setting.limit)
-            except subprocess.TimeoutExpired:
-                return {"error": f"took more than {setting.limit} s"}
-            finally:
-                _end(process)
-        if not result.exists():
-            return {"error": f"ended with {code}"}
-        return json.loads(result.read_text())
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        return run_alone(["-m", "accelerator.worker", str(row)], setting.limit)
 
 
 HEADER = [

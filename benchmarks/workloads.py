@@ -1,9 +1,15 @@
 """The workloads of the benchmarks: models with their losses and batches, and one step of them for a mesh."""
 
+import contextlib
 import functools
+import json
 import math
+import os
 import pathlib
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +27,7 @@ from redco_eqx import models
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import quickstart
 
+HERE = pathlib.Path(__file__).parent
 MIB = 2**20
 # Machine code is not needed. These options take effect after the collectives are decided: the counts are equal.
 COMPILER_OPTIONS: dict[str, Any] = {
@@ -217,6 +224,25 @@ def lower_step(
 def num_shards(mesh: Mesh) -> int:
     """Return the number of parts into which the batch is split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def run_alone(arguments: Sequence[str], limit: float) -> dict[str, Any]:
+    """Runs Python with these arguments and the name of a file, in a process that may take `limit` seconds.
+    Returns what it wrote there as JSON, or its error."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = pathlib.Path(directory, "result.json")
+        command = [sys.executable, *arguments, str(result)]
+        # A separate session, so that processes that it starts end with it.
+        with subprocess.Popen(command, cwd=HERE, start_new_session=True, stdout=sys.stderr.fileno()) as process:
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return {"error": f"took more than {limit:.0f} s"}
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return json.loads(result.read_text()) if result.exists() else {"error": f"ended with {code}"}
 
 
 def table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
