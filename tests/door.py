@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fit_helpers import BODY, STEP, Compilations, collate, make_examples
+from fit_helpers import BODY, STEP, collate, compilations, make_examples
 from jax.sharding import PartitionSpec
 
 import redco_eqx.models
@@ -360,15 +360,15 @@ MISSING: list[tuple[Callable[[], Any], str]] = [
 
 def problem(call: Callable[[], Any], exception: type[Exception], words: str) -> str | None:
     """Makes a mistake. Returns what was told, unless it is the exception with all words, before a step."""
-    with Compilations() as compilations:
+    with compilations() as compiled:
         try:
             found: Any = call()
         except Exception as error:
             found = error
     message = "\n".join([str(found), *getattr(found, "__notes__", [])])
     is_told = type(found) is exception and all(part in message for part in words.split(" ... "))
-    is_early = not {BODY, STEP} & set(compilations.names)
-    return None if is_told and is_early else f"{words}\n  after {compilations.names}: {found!r}\n  {message}"
+    is_early = not {BODY, STEP} & set(compiled)
+    return None if is_told and is_early else f"{words}\n  after {compiled}: {found!r}\n  {message}"
 
 
 if __name__ == "__main__":

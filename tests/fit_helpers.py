@@ -27,9 +27,11 @@ from redco_eqx._step.state import ORDER
 
 MESHES: dict[str, dict[str, Any]] = {
     "one": {"data": 1},
-    "data": {},
-    "tensor": {"tensor": 8},
-    "mixed": {"tensor": 2, "fsdp": 2},
+    "data8": {},
+    "tensor8": {"tensor": 8},
+    "fsdp8": {"fsdp": 8},
+    "2x2x2": {"tensor": 2, "fsdp": 2},
+    "data2xtensor4": {"tensor": 4},
 }
 # As XLA names them: the loop's body, and the steps of `evaluate` and `predict`.
 BODY, STEP = "jit(body)", "jit(inference)"
@@ -98,7 +100,7 @@ def linear_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None
 
 
 def mlp_state(optimizer: optax.GradientTransformation = SGD, mesh: Any = None) -> Any:
-    mesh = mesh or rx.make_mesh(**MESHES["mixed"])
+    mesh = mesh or rx.make_mesh(**MESHES["2x2x2"])
     return _state(eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), optimizer, mesh)
 
 
@@ -205,37 +207,45 @@ def assert_counted(state: Any, num_steps: int, begin: Any = None) -> None:
     assert_same(state, begin)
 
 
-def to_numpy(tree: Any) -> list[np.ndarray]:
-    """The leaves' bits, keys included."""
-    leaves = jax.tree.leaves(tree)
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    return [np.asarray(jax.random.key_data(x) if k else x) for x, k in zip(leaves, is_key)]
+def host(x: Any) -> np.ndarray:
+    """An array in NumPy; of keys their bits."""
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def bits(tree: Any) -> list[bytes]:
+    """Those of each leaf."""
+    return [host(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def assert_identical(tree: Any, other: Any) -> None:
+    """Equal arrays, bit for bit, of the same shape and dtype."""
+    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
+    assert len(pairs) == len(others)
+    for (path, x), y in zip(pairs, others):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        assert host(x).tobytes() == host(y).tobytes(), path
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Bit for bit."""
+    """The same structure, too."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(to_numpy(a), to_numpy(b)):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    assert_identical(a, b)
 
 
-class Compilations:
-    """Names of what the backend compiled while this was entered."""
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collects the name of each program that the backend compiles inside."""
+    names: list[str] = []
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def _hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def hear(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.names.append(str(kwargs["fun_name"]))
+            names.append(str(kwargs["fun_name"]))
 
-    def __enter__(self) -> "Compilations":
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(hear)
 
 
 class Rows:

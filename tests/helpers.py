@@ -5,8 +5,6 @@ import pathlib
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,28 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import Compilations
+from fit_helpers import MESHES, host
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array
 
 from redco_eqx import Mean, batch_sharding, explain, init_state, make_mesh, shard_rules, train_step
 from redco_eqx.types import Decision
-
-MESHES: dict[str, dict[str, Any]] = {
-    "one": {"data": 1},
-    "data8": {},
-    "tensor8": {"tensor": 8},
-    "fsdp8": {"fsdp": 8},
-    "2x2x2": {"tensor": 2, "fsdp": 2},
-    "data2xtensor4": {"tensor": 4},
-}
-
-
-# Tests compile many programs and run each a few times.
-QUICK_COMPILE: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 
 
 def in_long(*cases: Any) -> list[Any]:
@@ -100,27 +82,12 @@ def assert_same_layout(tree: Any, other: Any) -> None:
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (path, x.sharding, y.sharding)
 
 
-def host(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
-
-
 def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> None:
     """The same structure, and equal arrays to a tolerance."""
     pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
     assert len(pairs) == len(others)
     for (path, x), y in zip(pairs, others):
         np.testing.assert_allclose(host(x), host(y), rtol=rtol, atol=atol, err_msg=str(path))
-
-
-def assert_identical(tree: Any, other: Any) -> None:
-    """Equal arrays, bit for bit, of the same shape and dtype."""
-    pairs, others = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(other)
-    assert len(pairs) == len(others)
-    for (path, x), y in zip(pairs, others):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
-        assert host(x).tobytes() == host(y).tobytes(), path
 
 
 class Transformer(eqx.Module):
@@ -208,13 +175,6 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> tuple[Mean, dict[str, Mea
     hits = jnp.argmax(logits, axis=-1) == tokens[:, 1:]
     count = jnp.sum(weight)
     return Mean(-jnp.sum(weight * picked), count), {"hits": Mean(jnp.sum(weight * hits), count)}
-
-
-@contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """Collects the name of each program that the backend compiles inside."""
-    with Compilations() as found:
-        yield found.names
 
 
 def events(directory: pathlib.Path) -> list[Any]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit_helpers import compilations
 from hosts import harness
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -191,7 +192,7 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
     def count(make: Any, *keys: Any) -> int:
         jax.clear_caches()
         making._jit.cache_clear()
-        with helpers.count_compilations() as compiled:
+        with compilations() as compiled:
             for key in keys:
                 init_model(make, mesh, key=key)
         return len(compiled)

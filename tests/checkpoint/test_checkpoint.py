@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_same, full_disk, to_numpy
+from fit_helpers import assert_same, bits, full_disk
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,10 +73,6 @@ def tiny(step: int = 0, model: Any = None) -> Any:
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     return [info.step for info in rx.list_checkpoints(directory)]
-
-
-def bits(tree: Any) -> list[bytes]:
-    return [x.tobytes() for x in to_numpy(tree)]
 
 
 @pytest.fixture(scope="module")

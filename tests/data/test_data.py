@@ -94,7 +94,10 @@ def test_no_example_lost_or_counted_twice(name, num_examples, multiple, remainde
     assert [len(x) for x in values(made)] == [batch_size] * num_whole + tail
 
     start = data.draw(st.integers(0, len(made)))
-    assert values(batches(examples, collate, start=start, **arguments)) == values(made)[start:]
+    rest = batches(examples, collate, start=start, **arguments)
+    assert len(examples.read) == len(flat[:num_examples])  # none before it is asked for
+    assert values(rest) == values(made)[start:]
+    assert examples.read[len(flat[:num_examples]) :] == flat[start * batch_size : num_examples]
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -102,6 +105,7 @@ def test_placed_batch_is_the_collated_one(name):
     mesh, collated = make_mesh(**MESHES[name]), []
 
     def remember(examples):
+        assert threading.current_thread() is threading.main_thread()  # without prefetch
         collated.append(collate(examples))
         return collated[-1]
 
@@ -129,14 +133,6 @@ def test_needed_rows():
         assert needed_rows(dict(enumerate(indices)), 8).tolist() == expected
 
 
-def test_only_needed_rows_are_read():
-    examples = Counting(1_000_000)
-    made = batches(examples, collate, key=KEY, start=70_000, prefetch=0)
-    assert examples.read == []
-    next(made)
-    assert examples.read == epoch_order(1_000_000, KEY, 0)(np.arange(560_000, 560_008)).tolist()
-
-
 # Threads
 
 
@@ -154,12 +150,6 @@ def test_prefetch_runs_ahead_and_no_further():
         assert len(examples.read) == 8 * (num_taken + 3)
     made.close()
     assert no_threads_left()
-
-
-def test_no_thread_without_prefetch():
-    made = batches(range(80), collate, prefetch=0)
-    next(made)
-    assert no_threads_left(0.01)
 
 
 def close_early(made):

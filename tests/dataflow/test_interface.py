@@ -125,7 +125,7 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
     for loss_fn in (squared, split):
         step = functools.partial(rx.train_step, loss_fn=loss_fn, optimizer=optimizer, shardings=by_paths)
         with warnings.catch_warnings(record=True) as caught:
-            states.append(jax.jit(step, compiler_options=helpers.QUICK_COMPILE)(state, batch)[0])
+            states.append(jax.jit(step)(state, batch)[0])
         assert any("left to the compiler" in str(x.message) for x in caught) == (loss_fn is split)
     helpers.assert_identical(states[0].params, states[1].params)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import Compilations, assert_same, collate, errors_of, fit, linear_state, make_examples
+from fit_helpers import assert_same, collate, compilations, errors_of, fit, linear_state, make_examples
 
 import redco_eqx as rx
 from redco_eqx._step import kept as programs
@@ -68,10 +68,10 @@ def test_a_second_run_compiles_and_traces_nothing() -> None:
     first = run()
     num_traces = next(traces)
     assert num_traces > 0
-    with Compilations() as compilations:
+    with compilations() as compiled:
         second = run()  # its optimizer and its evaluation are new objects, made alike
     assert next(traces) == num_traces + 1
-    assert compilations.names == []
+    assert compiled == []
     assert_same(first[0], second[0])
     assert first[1] == second[1]
 
@@ -86,9 +86,9 @@ def test_another_run_is_another_program() -> None:
         {"batch_size": 2},
         {"loss_fn": make_loss(1.0)},
     ):
-        with Compilations() as compilations:
+        with compilations() as compiled:
             found = train(**{**arguments, **changed})
-        assert compilations.names.count("jit(body)") == 1, changed
+        assert compiled.count("jit(body)") == 1, changed
         if "loss_fn" in changed:
             assert not np.array_equal(found.params["weight"], first.params["weight"])
             programs._entries.clear()
@@ -102,9 +102,9 @@ def test_evaluation_is_never_stale() -> None:
         return jnp.mean(errors_of(model, batch)) - target
 
     before = evaluate(state, loss_fn)
-    with Compilations() as compilations:
+    with compilations() as compiled:
         assert before == evaluate(state, loss_fn)
-    assert compilations.names == []
+    assert compiled == []
     target.fill(1)
     np.testing.assert_allclose(evaluate(state, loss_fn), before - 1, rtol=1e-6)
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import count_compilations, in_long
+from fit_helpers import compilations
+from helpers import in_long
 from jax.sharding import NamedSharding, PartitionSpec
 from scipy import stats
 from tiny_models import VOCABULARY, abstract, changed, make, telling
@@ -247,9 +248,9 @@ def test_compiles_once_for_all_prompts_weights_keys_and_penalties():
 
     for function in (draw, find):
         jax.block_until_ready(function(model, ids, mask, 0))
-        with count_compilations() as compilations:
+        with compilations() as compiled:
             jax.block_until_ready(function(other, ids + 1, mask[:, ::-1].copy(), 1))
-        assert not compilations
+        assert not compiled
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_bad_input_is_refused_before_compilation():
         "no start": changed(bart, config=dataclasses.replace(bart.config, decoder_start_token_id=None)),
     }
     key = jax.random.key(0)
-    with count_compilations() as compilations:
+    with compilations() as compiled:
         for name, changes, message in BAD_INPUT:
             for model in models.values() if name == "all" else (models[name],):
                 given: dict[str, Any] = {"inputs": ROWS, "max_new_tokens": NEW, **changes}
@@ -440,4 +441,4 @@ def test_bad_input_is_refused_before_compilation():
         for value in ("always", 1, None):
             with pytest.raises(ValueError, match=f"early_stopping={value!r}, but it must be True, False or"):
                 check_options(2, 1.0, value)  # by `beam_search`, whose annotation is checked before it here
-    assert not compilations
+    assert not compiled

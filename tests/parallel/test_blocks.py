@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from einops import rearrange
-from helpers import QUICK_COMPILE, filled, mesh_of
+from helpers import filled, mesh_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import redco_eqx as rx
@@ -330,10 +330,6 @@ def meta_step(state: Any, batch: Any, shardings: Any = None, **options: Any) -> 
     return rx.train_step(state, batch, loss_fn=loss_fn, optimizer=OPTIMIZER, shardings=shardings)[0].params
 
 
-def run(function: Any, *arguments: Any) -> Any:
-    return jax.jit(function).lower(*arguments).compile(QUICK_COMPILE)(*arguments)
-
-
 def assert_close(found: Any, wanted: Any) -> None:
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.max(np.abs(y)) > 1e-3  # there is something to be wrong
@@ -346,14 +342,14 @@ def test_the_product_of_the_hessian_with_a_direction() -> None:
     shardings = rx.shard_rules(make_model(), on)
     model, direction = (eqx.filter_shard(make_model(seed), shardings) for seed in (0, 1))
     tokens = jax.device_put(tasks()[:, 0], rx.batch_sharding(on))
-    found = run(functools.partial(hessian_product, remat="full", **SPLIT), model, direction, tokens)
-    assert_close(found, run(hessian_product, make_model(), make_model(1), tasks()[:, 0]))
+    found = jax.jit(functools.partial(hessian_product, remat="full", **SPLIT))(model, direction, tokens)
+    assert_close(found, jax.jit(hessian_product)(make_model(), make_model(1), tasks()[:, 0]))
 
 
 @cache
 def expected() -> Any:
     """The parameters after a meta-step on one device."""
-    return run(meta_step, rx.init_state(make_model(), OPTIMIZER, key=jax.random.key(0)), tasks())
+    return jax.jit(meta_step)(rx.init_state(make_model(), OPTIMIZER, key=jax.random.key(0)), tasks())
 
 
 @pytest.mark.usefixtures("double")
@@ -365,4 +361,5 @@ def test_a_step_of_meta_learning(mesh: str, options: dict[str, Any]) -> None:
     shardings = rx.shard_rules(make_model(), on)
     state = rx.init_state(eqx.filter_shard(make_model(), shardings), OPTIMIZER, key=jax.random.key(0))
     batch = jax.device_put(tasks(), NamedSharding(on, PartitionSpec(("data", "fsdp"))))
-    assert_close(run(functools.partial(meta_step, shardings=shardings, **options), state, batch), expected())
+    step = jax.jit(functools.partial(meta_step, shardings=shardings, **options))
+    assert_close(step(state, batch), expected())

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import equinox as eqx
-import helpers
 import jax
 
 from redco_eqx import train_step
@@ -28,8 +27,7 @@ class Normed(eqx.Module):
 
 
 def compiled_step(loss_fn: Any, optimizer: Any, **options: Any) -> Any:
-    step = partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options)
-    return jax.jit(step, compiler_options=helpers.QUICK_COMPILE)
+    return jax.jit(partial(train_step, loss_fn=loss_fn, optimizer=optimizer, **options))
 
 
 def by_path(tree: Any) -> dict[str, Any]:

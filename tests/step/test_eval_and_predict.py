@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path, compiled_step, ratio
+from fit_helpers import compilations
 from helpers import mlp_batch, squared_error
 from jax.sharding import PartitionSpec as P
 
@@ -171,7 +172,7 @@ def test_running_statistics_equal_a_loop_by_hand(name, num_microbatches):
     model, model_state = MAKE(KEY)
     step = compiled_step(loss_fn, SGD, num_microbatches=num_microbatches, shardings=shardings)
     metrics: Any = None
-    with helpers.count_compilations() as compiled:
+    with compilations() as compiled:
         for x in DATA:
             state, metrics = step(state, jax.device_put(x, batch_sharding(mesh)))
     assert len(compiled) == 1

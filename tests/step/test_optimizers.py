@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, by_path, compiled_step, ratio
+from fit_helpers import compilations
 from helpers import cross_entropy, mlp_batch, squared_error, token_batch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,7 +68,7 @@ def by_hand(model: Any, name: str, loss_fn: Any, metric: str, batches: list[Any]
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    @partial(jax.jit, compiler_options=helpers.QUICK_COMPILE)
+    @jax.jit
     def step(params, opt_state, batch):
         def loss(p, *_):
             return ratio(loss_fn)(eqx.combine(p, static), batch)
@@ -134,7 +135,7 @@ def test_equal_to_plain_optax_and_laid_out_like_its_parameters(
         step = compiled_step(loss_fn, optimizer, **options)
         batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in data]
         measured = []
-        with helpers.count_compilations() as compiled:
+        with compilations() as compiled:
             for batch in batches:
                 state, metrics = step(state, batch)
                 measured.append(metrics)

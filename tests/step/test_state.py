@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path
+from fit_helpers import compilations
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -211,7 +212,7 @@ def build_odd(seed: int) -> Any:
 def test_states_of_models_built_alike_share_a_compiled_function_and_map_together():
     states = [init_state(build_odd(seed), ADAM, key=KEY) for seed in range(2)]
     f = jax.jit(lambda state: state.step + 1)
-    with helpers.count_compilations() as compiled:
+    with compilations() as compiled:
         for state in states:
             f(state)
     assert len(compiled) == 1

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY
+from fit_helpers import compilations
 from helpers import mlp_batch, squared_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -255,7 +256,7 @@ def test_steps_under_a_jit_of_ones_own_work_or_say_what_to_do():
                 helpers.assert_identical(under_own_jit(mesh, model), expected)
             continue
         state, step = begin(mesh), jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
-        with jax.set_mesh(outer), helpers.count_compilations() as compiled:
+        with jax.set_mesh(outer), compilations() as compiled:
             with pytest.raises(ValueError, match="Call jit_step in place"):
                 step(state, BATCH)
             assert not compiled

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import BODY, SGD, STEP, Compilations, assert_same, collate, fit, linear_state, make_examples
+from fit_helpers import BODY, SGD, STEP, assert_same, collate, compilations, fit, linear_state, make_examples
 
 import redco_eqx as rx
 from redco_eqx._training.evaluation import _number
@@ -181,9 +181,9 @@ def test_refused_before_compilation(
     monkeypatch.setattr(rx, "fit", inspect.unwrap(rx.fit))
     monkeypatch.chdir(tmp_path)
     for call, message in cases:
-        with Compilations() as compilations, pytest.raises(exception, match=message) as caught:
+        with compilations() as compiled, pytest.raises(exception, match=message) as caught:
             call()
-        assert not set(unheard) & set(compilations.names), message
+        assert not set(unheard) & set(compiled), message
         assert tiny.no_threads_left(), message
         del caught
     assert list(tmp_path.iterdir()) == []
@@ -218,7 +218,7 @@ def test_evaluate_and_predict_refuse() -> None:
                 "batch_size": size,
                 function: lambda model, batch, key: batch["x"][:3],
             }
-            with Compilations() as compilations, pytest.raises(ValueError, match=words):
+            with compilations() as compiled, pytest.raises(ValueError, match=words):
                 call(state, examples, **arguments)
-            assert STEP not in compilations.names, words
+            assert STEP not in compiled, words
             assert tiny.no_threads_left(), words

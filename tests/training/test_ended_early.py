@@ -250,8 +250,8 @@ def by_optax(model: Any, batch: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "loss", "name", "value"),
     [
-        ("mixed", by_layers, "ids", 99),
-        ("mixed", by_layers, "labels", -7),
+        ("2x2x2", by_layers, "ids", 99),
+        ("2x2x2", by_layers, "labels", -7),
         ("one", by_optax, "ids", -17),
         ("one", by_optax, "labels", 16),
     ],

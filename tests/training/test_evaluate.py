@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import EXAMPLES, MESHES, Compilations, Rows, assert_same, counted, linear_state
+from fit_helpers import EXAMPLES, MESHES, Rows, assert_same, compilations, counted, linear_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +115,7 @@ def test_a_sharded_model_gives_what_numpy_gives() -> None:
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
     examples = tiny.make_examples(13, dim=8)
-    state = linear_state(mesh=rx.make_mesh(**MESHES["mixed"]), dim=8)
+    state = linear_state(mesh=rx.make_mesh(**MESHES["2x2x2"]), dim=8)
     weight, bias = (np.float64(state.params[name]) for name in ("weight", "bias"))
     errors = [np.mean((weight @ e["x"] + bias - e["y"]) ** 2) for e in examples]
     found = rx.evaluate(state, examples, collate_fn=tiny.collate, loss_fn=real_loss, batch_size=8)
@@ -200,7 +200,7 @@ def test_a_stream_is_evaluated_as_its_examples_are(tmp_path: pathlib.Path) -> No
     functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn}
     common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
     evaluation = rx.Evaluation(source, **functions, **common)
-    state = STATES["mixed"]
+    state = STATES["2x2x2"]
     assert evaluated(source, loss_fn, 8, state) == evaluated(range(22), loss_fn, 8, state)
     assert_same(predicted(source, predict_fn, 8, state), predicted(range(22), predict_fn, 8, state))
     expected = dataclasses.replace(evaluation, examples=range(22))(state)
@@ -221,7 +221,7 @@ def words(example: int, prediction: Any) -> str:
 
 def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathlib.Path) -> None:
     expected = [f"{i}: {'more' if VALUES[i] > 500 else 'less'}" for i in range(11)]
-    assert predicted(range(11), predict_fn, 8, STATES["mixed"], output_fn=words) == expected
+    assert predicted(range(11), predict_fn, 8, STATES["2x2x2"], output_fn=words) == expected
     seen = []
 
     def metric_fn(examples: Any, outputs: Any) -> Any:
@@ -230,7 +230,7 @@ def test_outputs_are_returned_and_go_to_the_metric_and_the_file(tmp_path: pathli
 
     functions: Any = {"loss_fn": loss_fn, "predict_fn": predict_fn, "metric_fn": metric_fn, "output_fn": words}
     common: Any = {"collate_fn": collate, "batch_size": 8, "predictions_directory": tmp_path}
-    share = rx.Evaluation(range(11), **functions, **common)(STATES["mixed"])["eval/more"]
+    share = rx.Evaluation(range(11), **functions, **common)(STATES["2x2x2"])["eval/more"]
     assert share == np.mean([output.endswith("more") for output in expected])
     assert seen == [expected]
     lines = (tmp_path / "step-0.jsonl").read_text().splitlines()
@@ -288,10 +288,10 @@ def test_evaluation_changes_nothing_in_training_and_each_step_is_compiled_once()
         return jax.vmap(model)(batch["x"])
 
     evaluation = rx.Evaluation(EXAMPLES[:8], every_steps=2, predict_fn=fresh_predict)
-    with Compilations() as compilations:
+    with compilations() as compiled:
         found = tiny.fit(loss_fn=fresh_loss, num_epochs=3, evaluation=evaluation)
-    assert compilations.names.count(tiny.STEP) == 2
-    assert compilations.names.count(tiny.BODY) == 1
+    assert compiled.count(tiny.STEP) == 2
+    assert compiled.count(tiny.BODY) == 1
     assert_same(found, tiny.state_after(15, loss_fn=fresh_loss))
 
 
@@ -349,8 +349,8 @@ def test_what_is_broken_fails_before_training() -> None:
     for name in ("predict_fn", "metric_fn", "loss_fn"):
         right = {"predict_fn": tiny.predict_fn, "metric_fn": Metric(), "loss_fn": tiny.loss_fn}
         evaluation: Any = rx.Evaluation(EXAMPLES, **{**right, name: lambda *_: tiny.fail()})
-        with Compilations() as compilations, pytest.raises(LookupError, match="mine") as caught:
+        with compilations() as compiled, pytest.raises(LookupError, match="mine") as caught:
             tiny.fit(state, num_epochs=1, evaluation=evaluation)
-        assert tiny.BODY not in compilations.names
+        assert tiny.BODY not in compiled
         assert any("the evaluation" in note for note in caught.value.__notes__)
     assert_same(state, linear_state())  # and the state is still there

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import EXAMPLES, Collate, Compilations, Rows, assert_same, counted, fit, linear_state
+from fit_helpers import EXAMPLES, Collate, Rows, assert_same, compilations, counted, fit, linear_state
 from jax._src.array import ArrayImpl
 from stream_sources import KINDS, Unlike, generate, order
 
@@ -43,10 +43,10 @@ def test_fit_is_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = {path: x.sharding for path, x in state.params.items()}
     expected = tiny.state_after(6, state, examples, **arguments)
     monkeypatch.setattr("redco_eqx._training.run.train_step", spying)
-    with Compilations() as compilations:
+    with compilations() as compiled:
         found = fit(state, examples, num_epochs=3, **arguments)
     assert_same(found, expected)
-    assert compilations.names.count(tiny.BODY) == 1
+    assert compiled.count(tiny.BODY) == 1
     # The compiler is told the layout (which the numbers do not show), and it is kept.
     assert told
     assert all(shardings == layout for shardings in told)
@@ -167,10 +167,10 @@ def test_a_new_shape_compiles_once_more_and_is_told_once() -> None:
         length = next(lengths)
         return {"pad": np.zeros((len(examples), length), np.float32), **tiny.collate(examples)}
 
-    with Compilations() as compilations, warnings.catch_warnings(record=True) as caught:
+    with compilations() as compiled, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         counted(num_steps=6, collate_fn=ragged)
-    assert compilations.names.count(tiny.BODY) == 3
+    assert compiled.count(tiny.BODY) == 3
     (message,) = [str(w.message) for w in caught]
     assert "pad is float32[4,5], but was float32[4,3] in the first batch" in message
 
@@ -237,9 +237,9 @@ def test_errors_of_collate_fn_loss_fn_and_of_a_logger_arrive() -> None:
             counted(collate_fn=Collate(7, tiny.fail), prefetch=prefetch)
         assert any("batch 1 of epoch 1" in note for note in caught.value.__notes__)
     state = linear_state()
-    with Compilations() as compilations, pytest.raises(LookupError, match="mine"):
+    with compilations() as compiled, pytest.raises(LookupError, match="mine"):
         fit(state, loss_fn=lambda model, batch, key: tiny.fail(), num_epochs=3)
-    assert tiny.BODY not in compilations.names
+    assert tiny.BODY not in compiled
     assert_same(state, linear_state())
     with pytest.raises(LookupError, match="mine"):
         counted(loggers=[lambda step, row: tiny.fail()])
