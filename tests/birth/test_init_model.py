@@ -145,13 +145,6 @@ def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh(
     assert born["shared"]()[1].weight is born["shared"]()[0].weight
 
 
-def test_a_model_with_state():
-    make = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(2048, "batch", mode="ema"))
-    born, model = init_model(make, helpers.mesh_of("tensor8"), key=KEY), make(KEY)
-    for x, y in zip(born, model):
-        helpers.assert_identical(to_arrays(x), to_arrays(y))
-
-
 def test_effects_keep_their_order():
     said: list[int] = []
 

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 import redco_eqx as rx
 from redco_eqx._base.tree import is_trainable, to_arrays
 from redco_eqx._checkpoint.arrays import digests, to_names
-from redco_eqx._training.identity import identify, what_differs
 
 ADAM = optax.adamw(1e-2)
 
@@ -270,34 +269,6 @@ def test_what_is_not_read_must_have_a_value(saved: Any) -> None:
     assert bits(rx.restore(directory, like)) == bits(state)
     with pytest.raises(ValueError, match="in `like` it has been deleted"):
         rx.restore(directory, like, only="model")
-
-
-# The identity of a run
-
-
-def begun_by(state: Any) -> Any:
-    """The identity of a run that begins with a state."""
-    unused: Any = {"collate_fn": lambda examples: None, "loss_fn": lambda model, batch, key: 0.0}
-    return identify(state, None, {}, optimizer=optax.sgd(0.1), **unused)
-
-
-def test_an_identity_is_that_of_the_state_on_any_mesh() -> None:
-    expected = begun_by(odd_state())
-    state = odd_state(mesh=rx.make_mesh(tensor=2, fsdp=2))
-    found = begun_by(state)
-    assert what_differs(expected, found) == []
-    np.testing.assert_allclose(found["parameters"], expected["parameters"], atol=1e-5)
-
-    def scaled(factor: float, paths: Any = state.params) -> Any:
-        params = {path: x * factor if path in paths else x for path, x in state.params.items()}
-        return begun_by(dataclasses.replace(state, params=params))
-
-    assert what_differs(expected, scaled(1 + 1e-6)) == []  # another compiler's last bits
-    for factor in (0.5, 3.0, 1.01, -1.0):
-        assert what_differs(expected, scaled(factor)) == ["other initial parameters"]
-        assert what_differs(expected, scaled(factor, ["up.weight"])) == ["other initial parameters"]
-    other = odd_state(seed=1, mesh=rx.make_mesh(tensor=2, fsdp=2))
-    assert what_differs(expected, begun_by(other)) == ["another key", "other initial parameters"]
 
 
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: pathlib.Path, monkeypatch: Any) -> None:

@@ -246,26 +246,6 @@ def test_one_who_knows_the_clean_sample_is_led_to_it(scheduler):
     np.testing.assert_allclose(run(normal(2)), clean, atol=5e-3)
 
 
-@pytest.mark.parametrize("scheduler", [ALL[0], ALL[2], ALL[4]], ids=lambda x: type(x).__name__)
-def test_a_scan_equals_a_loop_and_schedulers_are_static_arguments(scheduler):
-    key, noise, clean = jax.random.key(1), normal(2), 0.3 * normal(0)
-    run: Any = jax.jit(
-        lambda noise, scheduler: denoise(scheduler, oracle(scheduler, clean), noise, num_steps=6, key=key),
-        static_argnums=1,
-    )
-    found = run(noise, scheduler)
-    steps, trajectory = scheduler.steps(6), scheduler.start(noise)
-    keys = jax.random.split(key, len(steps.timestep))
-    for i, timestep in enumerate(steps.timestep):
-        step = jax.tree.map(lambda x, i=i: x[i], steps)
-        output = oracle(scheduler, clean)(trajectory.sample, timestep)
-        drawn = jax.random.normal(keys[i], SHAPE) if scheduler.is_random else None
-        trajectory = scheduler.step(step, output, trajectory, drawn)
-    np.testing.assert_allclose(found, trajectory.sample, atol=2e-5)
-    run(noise, dataclasses.replace(scheduler))
-    assert run._cache_size() == 1
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
 def test_noise_has_the_variance_of_its_timestep_and_targets_give_back_what_was_mixed(prediction_type):
     scheduler = DDIMScheduler(prediction_type=prediction_type)

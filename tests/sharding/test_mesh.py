@@ -106,6 +106,7 @@ def test_some_of_the_axes_are_enough():
         (("tensor",), P(None), 1),
         (("fsdp", "other"), P(("fsdp",)), 4),
         (("tensor", "data"), P(("data",)), 2),
+        (("data", "fsdp"), P(("data", "fsdp")), 8),
     ):
         mesh = AbstractMesh((4, 2)[: len(axes)], axes, axis_types=(AxisType.Auto,) * len(axes))
         check_mesh(mesh)
@@ -121,19 +122,6 @@ def test_a_missing_axis_is_of_size_one():
     sizes = {None: 1, (): 1, "tensor": 1, "data": 2, ("data", "fsdp"): 2, ("data", "other", "tensor"): 8}
     assert {axes: axis_size(mesh, axes) for axes in sizes} == sizes
     assert {axes: axis_size(mesh.abstract_mesh, axes) for axes in sizes} == sizes
-
-
-# How a batch lies.
-
-
-def test_a_batch_is_split_over_data_and_fsdp_only():
-    for name in ("one", "fsdp8", "2x2x2", "data2xtensor4"):
-        mesh = helpers.mesh_of(name)
-        shards = num_batch_shards(mesh)
-        assert shards * mesh.shape["tensor"] == mesh.size, name
-        x = jax.device_put(np.arange(16 * 3).reshape(16, 3), batch_sharding(mesh))
-        assert {shard.data.shape for shard in x.addressable_shards} == {(16 // shards, 3)}, name
-        assert len({shard.index[0].start for shard in x.addressable_shards}) == shards, name
 
 
 # Placing.

@@ -340,24 +340,6 @@ def test_no_two_streams_or_steps_share_a_key():
 # Sharded birth; more in tests/birth.
 
 
-@pytest.mark.filterwarnings("error::DeprecationWarning")
-def test_a_model_is_born_with_the_same_values_in_the_layout_of_the_rules(mesh):
-    override = P("fsdp", "tensor")
-    born = init_model(Mixed, mesh, key=KEY, overrides=[("layers.1.weight", override)])
-    helpers.assert_identical(to_arrays(born), to_arrays(MIXED))
-    wanted = by_path(shard_rules(MIXED, mesh))
-    wanted["layers.1.weight"] = NamedSharding(mesh, override)
-    arrays = to_arrays(born)
-    assert isinstance(arrays.pop("table"), np.ndarray)  # a constant stays one
-    for path, x in arrays.items():
-        assert x.sharding.is_equivalent_to(wanted[path], x.ndim), path
-        assert x.sharding.mesh == mesh, path
-    assert not born.layers[0].weight.is_fully_replicated
-    state = donate(init_state(born, key=jax.random.key(1)))
-    expected = np.asarray(MIXED.layers[0].bias) + 1
-    np.testing.assert_allclose(state.params["layers.0.bias"], expected, rtol=1e-6)
-
-
 def test_a_bad_layout_is_refused_before_anything_is_computed(mesh):
     """Then each leaf is made by a callback, which looks how many others are whole on one device."""
     shape = (64, 256)

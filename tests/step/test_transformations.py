@@ -15,12 +15,11 @@ import optax
 import pytest
 from by_hand import KEY
 from fit_helpers import compilations
-from helpers import mlp_batch, squared_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
-from redco_eqx import Mean, batch_sharding, eval_step, init_state, make_mesh, models, train_step
+from redco_eqx import Mean, eval_step, init_state, models, train_step
 
 
 class Odd(eqx.Module):
@@ -119,27 +118,6 @@ def test_gradient_through_steps_by_the_learning_rate(how, num_microbatches):
 
         slope = jax.jit(jax.grad(after))(0.05)
         assert_slope(jax.jit(after), 0.05, slope, step=1e-5, rtol=1e-6)
-
-
-def test_gradient_through_steps_by_the_parameters():
-    mesh = make_mesh(tensor=2, fsdp=2)
-    with jax.enable_x64(True):
-        optimizer = optax.sgd(0.5, momentum=0.9)
-        model, shardings = helpers.place(helpers.make_mlp(jnp.float64), mesh)
-        state = init_state(model, optimizer, key=KEY)
-        data = [jax.device_put(mlp_batch(seed, dtype=np.float64), batch_sharding(mesh)) for seed in range(2)]
-        rng = np.random.default_rng(0)
-        direction = {path: rng.normal(size=x.shape) for path, x in state.params.items()}
-
-        def along(distance):
-            params = {path: x + distance * direction[path] for path, x in state.params.items()}
-            now = dataclasses.replace(state, params=params)
-            common: Any = {"loss_fn": squared_error, "shardings": shardings}
-            now, _ = train_step(now, data[0], optimizer=optimizer, **common)
-            return eval_step(now, data[1], **common)["loss"].value
-
-        slope = jax.jit(jax.grad(along))(0.0)
-        assert_slope(jax.jit(along), 0.0, slope, step=1e-6, rtol=1e-5)
 
 
 # Every public function gives the same under each mesh that `jax.set_mesh` may have set.

@@ -16,7 +16,6 @@ import pytest
 from fit_helpers import BODY, SGD, STEP, assert_same, collate, compilations, fit, linear_state, make_examples
 
 import redco_eqx as rx
-from redco_eqx._training.evaluation import _number
 
 EXAMPLES = make_examples(12)
 ADAM = optax.adam(1e-2)
@@ -189,19 +188,6 @@ def test_refused_before_compilation(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_metric_may_be_any_number() -> None:
-    for number in (1, 2.5, True, np.float32(2), np.int64(3), np.array(1.0)):
-        assert _number("score", number) == float(number)
-        assert type(_number("score", jnp.asarray(number))) is float
-
-
-def test_a_sharded_state_is_refused_and_kept() -> None:
-    state = linear_state(ADAM, mesh=rx.make_mesh(tensor=2, fsdp=2), dim=8)
-    with pytest.raises(ValueError, match="the optimizer does not fit the state"):
-        run(state, make_examples(8, dim=8))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
 def test_evaluate_and_predict_refuse() -> None:
     state = linear_state(mesh=rx.make_mesh())
     for call, function, message in (
@@ -218,7 +204,8 @@ def test_evaluate_and_predict_refuse() -> None:
                 "batch_size": size,
                 function: lambda model, batch, key: batch["x"][:3],
             }
-            with compilations() as compiled, pytest.raises(ValueError, match=words):
+            with compilations() as compiled, pytest.raises(ValueError, match=words) as caught:
                 call(state, examples, **arguments)
             assert STEP not in compiled, words
-            assert tiny.no_threads_left(), words
+            assert tiny.no_threads_left(), words  # though the error holds the frames
+            del caught

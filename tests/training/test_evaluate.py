@@ -100,29 +100,6 @@ def test_any_number_of_batches_may_wait_and_a_mean_of_nothing_is_zero() -> None:
         assert tiny.no_threads_left()
 
 
-def test_an_error_leaves_no_thread() -> None:
-    # `errors` holds the frames, as an interactive session does with the last error.
-    errors = []
-    for run in (evaluated, predicted):
-        with pytest.raises(LookupError, match="mine") as caught:
-            run(range(40), lambda model, batch, key: tiny.fail(), 1)
-        errors.append(caught)
-    assert tiny.no_threads_left()
-
-
-def test_a_sharded_model_gives_what_numpy_gives() -> None:
-    def real_loss(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
-
-    examples = tiny.make_examples(13, dim=8)
-    state = linear_state(mesh=rx.make_mesh(**MESHES["2x2x2"]), dim=8)
-    weight, bias = (np.float64(state.params[name]) for name in ("weight", "bias"))
-    errors = [np.mean((weight @ e["x"] + bias - e["y"]) ** 2) for e in examples]
-    found = rx.evaluate(state, examples, collate_fn=tiny.collate, loss_fn=real_loss, batch_size=8)
-    # float32 against float64.
-    np.testing.assert_allclose(found["loss"], np.mean(errors), rtol=1e-5)
-
-
 def test_noise_differs_between_batches_and_not_between_calls() -> None:
     def noise_fn(model: Any, batch: Any, key: Any) -> jax.Array:
         return jnp.full(batch["id"].shape, jax.random.normal(key))
@@ -141,48 +118,6 @@ def test_noise_differs_between_batches_and_not_between_calls() -> None:
     training = float(jax.random.normal(stream(STATES["one"], TRAIN)))
     # Two batches, and evaluation, prediction and training: all have their own.
     assert len({*drawn(), training}) == 5
-
-
-class Both(eqx.Module):
-    norm: eqx.nn.BatchNorm
-    dropout: eqx.nn.Dropout
-
-    def __call__(self, x: Any, state: Any, key: Any) -> Any:
-        out, state = self.norm(x, state)
-        return self.dropout(out, key=key), state
-
-
-def test_the_model_is_in_inference_mode_and_its_state_stays() -> None:
-    norm, dropout = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch"), eqx.nn.Dropout(0.9)
-    pair = eqx.nn.make_with_state(Both)(norm, dropout)
-    examples = tiny.make_examples(6)
-    x = jnp.stack([e["x"] for e in examples])
-    # Running statistics that are not those of `x`.
-    _, moved = jax.vmap(pair[0].norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
-        3 * x + 1, pair[1]
-    )
-    state = rx.init_state((pair[0], moved), key=jax.random.key(1))
-    before = jax.tree.map(jnp.copy, state)
-
-    def outputs(model: Any, batch: Any, key: Any) -> Any:
-        model, model_state = model
-        apply = jax.vmap(model, axis_name="batch", in_axes=(0, None, None), out_axes=(0, None))
-        return apply(batch["x"], model_state, key)
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        out, model_state = outputs(model, batch, key)
-        return jnp.mean(out**2), {"largest": jnp.max(out)}, model_state
-
-    # Each example by itself, in inference mode: what others are in its batch does not matter.
-    alone = eqx.nn.inference_mode(pair[0].norm)
-    expected = np.stack([np.asarray(alone(row, moved)[0]) for row in x])
-    common: Any = {"collate_fn": tiny.collate, "batch_size": 4}
-    predictions = rx.predict(state, examples, predict_fn=lambda *a: outputs(*a)[0], **common)
-    np.testing.assert_allclose(np.stack(predictions), expected, rtol=1e-5)
-    found = rx.evaluate(state, examples, loss_fn=loss_fn, **common)
-    np.testing.assert_allclose(found["loss"], (expected**2).mean(), rtol=1e-5)
-    assert set(found) == {"loss", "largest"}
-    assert_same(state, before)
 
 
 def test_a_state_that_was_never_placed() -> None:
