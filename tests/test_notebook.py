@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import SGD, mlp_state
+from fit_helpers import SGD, assert_identical, mlp_state
 
 import redco_eqx as rx
 
@@ -127,7 +126,7 @@ def test_masks_and_labels_over_the_model_are_those_by_path() -> None:
         states = [jax.jit(tx.init)(params) for tx in optimizers]
         assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
         updates = [jax.jit(tx.update)(params, x, params)[0] for tx, x in zip(optimizers, states)]
-        helpers.assert_identical(updates[0], updates[1])
+        assert_identical(updates[0], updates[1])
     for mask in (matrices(model), {"layers": [{"weight": True}]}):
         with pytest.raises((TypeError, ValueError)) as caught:
             rx.init_state(model, optax.masked(optax.sgd(1.0), mask), key=jax.random.key(1))

@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fit_helpers import assert_identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def test_entries_of_a_state_are_named_after_the_layer_that_owns_them_and_can_be_
     new_model, new_state = from_arrays((model, state), changed)
     np.testing.assert_array_equal(new_model["stem"].weight, 2)  # which begins as ones
     assert isinstance(new_state, eqx.nn.State)
-    helpers.assert_identical(jax.tree.leaves(new_state), [x for path, x in changed.items() if path[0] == "1"])
+    assert_identical(jax.tree.leaves(new_state), [x for path, x in changed.items() if path[0] == "1"])
 
 
 def test_children_are_direct():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import compilations
+from fit_helpers import assert_identical, compilations, host
 from hosts import harness
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -43,7 +43,7 @@ def largest(compiled: Any) -> int:
 def to_rounding(x: Any, y: Any, path: Any = "") -> None:
     """Equal up to last bits of the largest: of a product and a sum rounded once, or another order of a sum."""
     assert (x.shape, x.dtype) == (y.shape, y.dtype), path
-    x, y = helpers.host(x), helpers.host(y)
+    x, y = host(x), host(y)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         np.testing.assert_array_equal(x, y, err_msg=path)
     elif x.size:
@@ -107,7 +107,7 @@ def test_values_are_those_of_make_model_on_every_mesh(make):
         to_rounding(born[path], x, path)
     mesh = helpers.mesh_of("2x2x2")
     again = init_model(make, mesh, key=KEY)
-    helpers.assert_identical(to_arrays(again), born)
+    assert_identical(to_arrays(again), born)
     layout = dict(leaves_with_paths(shard_rules(again, mesh)))
     for path, x in to_arrays(again).items():
         assert x.sharding.is_equivalent_to(layout[path], x.ndim), path
@@ -139,7 +139,7 @@ def test_leaves_of_other_origins_and_keys_that_are_not_typed_or_lie_on_the_mesh(
     there = jax.device_put(KEY, NamedSharding(mesh, P()))
     for key, typed in ((KEY, KEY), (there, KEY), (jax.random.PRNGKey(0), jax.random.key(0))):
         born, model = init_model(odd, mesh, key=key), odd(typed)
-        helpers.assert_identical(to_arrays(born), to_arrays(model))
+        assert_identical(to_arrays(born), to_arrays(model))
     assert isinstance(born["table"], np.ndarray)
     assert len(jax.tree.leaves(born["shared"])) == len(jax.tree.leaves(model["shared"]))
     assert born["shared"]()[1].weight is born["shared"]()[0].weight

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from cases import MESH
+from fit_helpers import assert_identical
 from helpers import abstract, decide
 from jax.sharding import PartitionSpec as P
 
@@ -127,7 +128,7 @@ def test_a_program_that_cannot_be_read_gets_the_layout_by_paths_and_trains(monke
         with warnings.catch_warnings(record=True) as caught:
             states.append(jax.jit(step)(state, batch)[0])
         assert any("left to the compiler" in str(x.message) for x in caught) == (loss_fn is split)
-    helpers.assert_identical(states[0].params, states[1].params)
+    assert_identical(states[0].params, states[1].params)
 
 
 def test_concrete_and_abstract_arguments_are_alike():

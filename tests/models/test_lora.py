@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import edit_json
-from helpers import assert_identical, assert_same_layout
+from fit_helpers import assert_identical
+from helpers import assert_same_layout
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from tiny_models import make

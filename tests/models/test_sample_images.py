@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import edit_json
-from helpers import assert_identical
+from fit_helpers import assert_identical
 from tiny_models import LENGTH, abstract, make
 
 import redco_eqx as rx

@@ -28,7 +28,8 @@ from checkpoint_files import (
     shapes_of,
     write,
 )
-from helpers import assert_identical, in_long
+from fit_helpers import assert_identical
+from helpers import in_long
 from hosts import harness
 from huggingface_hub import ModelCard
 from safetensors import safe_open

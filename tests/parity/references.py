@@ -4,46 +4,32 @@ import dataclasses
 from typing import Any
 
 import diffusers
+import tiny_models
 import torch
 import transformers
 
 TEXT = 24  # tokens a row
 VOCABULARY = 96
 
-_GPT = {
-    "vocab_size": VOCABULARY,
-    "n_positions": 48,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "layer_norm_epsilon": 1e-2,  # large enough to matter
-}
-_OPT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "ffn_dim": 48,
-    "max_position_embeddings": 48,
-    "word_embed_proj_dim": 32,
-}
-_LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-2,
-}
-_GQA = {**_LLAMA, "num_key_value_heads": 2}
-_GEMMA = {
-    **_GQA,
-    "head_dim": 12,
-    "query_pre_attn_scalar": 20,
-    "sliding_window": 7,
-}
+# Entries of `tiny_models` that differ here: longer texts, more layers, widths that are no multiples.
+LARGER = {
+    "vocab_size": VOCABULARY, "n_positions": 48, "max_position_embeddings": 48, "image_size": 16,
+    "n_layer": 3, "num_hidden_layers": 3, "num_layers": 3, "encoder_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "decoder_attention_heads": 8,
+    "intermediate_size": 48, "ffn_dim": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "d_ff": 48,
+    "d_kv": 6,  # times the heads, not the width of the stream
+    "relative_attention_max_distance": 12, "num_experts": 6,
+}  # fmt: skip
+EPSILONS = ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps")
+"""Of norms: 0.01, which is large enough to matter."""
+
+
+def larger(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration, with heads of the usual size."""
+    entries = {k: x for k, x in raw.items() if k != "head_dim"}
+    return {k: larger(x) if isinstance(x, dict) else LARGER.get(k, x) for k, x in entries.items()}
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,42 +47,29 @@ _RIGHT, _BOTH_SIDES = ("right",), ("left", "right")
 class Reference:
     """A model of transformers.
 
-    - `family`, `config`: prefix of its classes there, and of that of its configuration, if it is another.
-    - `options`: of its configuration.
-    - `head`: what the name of its class ends in.
+    - `options`: the entries of its configuration.
+    - `kind`: the name of a class of models.
     - `reads`: its inputs: `text`, `segments` besides, `image`; and `decoder` tokens.
     - `padding`: on which sides of a text its reference is right: BART counts padding as positions, and a
         classifier reads the first token, even where that is padding.
     """
 
-    family: str
     options: dict[str, Any]
-    head: str = "ForCausalLM"
+    kind: str = "AutoModelForCausalLM"
     reads: tuple[str, ...] = ("text",)
     padding: tuple[str, ...] = _BOTH_SIDES
-    config: str | None = None
 
     def make(self) -> Any:
         """The model in float32, in evaluation mode; equal at each call."""
-        config = getattr(transformers, f"{self.config or self.family}Config")(**self.options)
-        model = getattr(transformers, f"{self.family}{self.head}")(config)
-        if model.config.model_type == "t5" and self.options.get("tie_word_embeddings") is False:
+        config = transformers.AutoConfig.for_model(**self.options)
+        for part in (config, *(getattr(config, name, None) for name in ("encoder", "decoder"))):
+            for name in EPSILONS:
+                if hasattr(part, name):
+                    setattr(part, name, 1e-2)
+        kind = getattr(transformers, self.kind)
+        model = kind.from_config(config) if self.kind.startswith("Auto") else kind(config)
+        if config.model_type == "t5" and self.options.get("tie_word_embeddings") is False:
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-        randomise(model)
-        return model.eval()
-
-
-class Captioner(Reference):
-    """A ViT that is read by a GPT-2; `options` are those of the GPT-2."""
-
-    def make(self) -> Any:
-        config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-            transformers.ViTConfig(**_VIT),
-            transformers.GPT2Config(**self.options, bos_token_id=1, eos_token_id=2),
-            decoder_start_token_id=1,
-            pad_token_id=0,
-        )
-        model = transformers.VisionEncoderDecoderModel(config)
         randomise(model)
         return model.eval()
 
@@ -127,154 +100,104 @@ def randomise(model: Any) -> None:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
-_HIDDEN = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "layer_norm_eps": 1e-2,
-}
-_NEOX = {
-    **_HIDDEN,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
-_T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "d_kv": 6,  # times the heads, not the width of the stream
-    "d_ff": 48,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-    "layer_norm_epsilon": 1e-2,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
-_BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 40,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 8,
-    "max_position_embeddings": 48,
-}
-_BERT = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48}
-_CLIP = {**_HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 48, "eos_token_id": 2}
-_VIT = {**_HIDDEN, "image_size": 16, "patch_size": 4}
+def _of(name: str, *arguments: Any, **changes: Any) -> Reference:
+    """A model of `tiny_models`, enlarged and changed."""
+    return Reference({**larger(tiny_models.CONFIGS[name]), **changes}, *arguments)
 
 
-def _decoder(family: str, options: dict[str, Any], config: str | None = None) -> Reference:
-    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return Reference(family, {**options, **tokens}, head, config=config)
+def _decoder(name: str, **changes: Any) -> Reference:
+    return _of(name, **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **changes})
 
 
-def _llama(options: dict[str, Any], **rope: Any) -> Reference:
-    return _decoder("Llama", {**options, "rope_parameters": {"rope_theta": 10000.0, **rope}})
+def _llama(changes: dict[str, Any], **rope: Any) -> Reference:
+    return _decoder("llama", **changes, rope_parameters={"rope_theta": 10000.0, **rope})
 
 
-def _encoder_decoder(family: str, options: dict[str, Any], padding: tuple[str, ...] = _BOTH_SIDES) -> Reference:
-    return Reference(family, options, "ForConditionalGeneration", ("text", "decoder"), padding)
-
-
-_GELU = {"activation_function": "gelu"}
+_OPT = {"word_embed_proj_dim": 32}
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 7}
 DECODERS = {
-    "gpt2": _decoder("GPT2", _GPT),
+    "gpt2": _decoder("gpt2"),
     "gpt2_unscaled_untied": _decoder(
-        "GPT2",
-        {**_GPT, "scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 40, **_GELU},
+        "gpt2", scale_attn_weights=False, tie_word_embeddings=False, n_inner=40, activation_function="gelu"
     ),
-    "gptj": _decoder("GPTJ", {**_GPT, "rotary_dim": 4}),
-    "gpt_neox": _decoder("GPTNeoX", {**_NEOX, "rope_parameters": {"rope_theta": 500.0}}),
+    "gptj": _decoder("gptj"),
+    "gpt_neox": _decoder("gpt_neox", rope_parameters={"rope_theta": 500.0}),
     "gpt_neox_in_turn": _decoder(
-        "GPTNeoX",
-        {
-            **_NEOX,
-            "use_parallel_residual": False,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
-        },
+        "gpt_neox",
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters={"partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0},
     ),
-    "gemma2": _decoder("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2": _decoder("gemma2", **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
     "gemma3": _decoder(
-        "Gemma3",
-        {
-            **_GEMMA,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
-            },
+        "gemma3",
+        **_GEMMA,
+        final_logit_softcapping=None,
+        sliding_window_pattern=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
         },
-        "Gemma3Text",
     ),
-    "mixtral": _decoder("Mixtral", {**_GQA, "num_local_experts": 4, "sliding_window": 7}),
-    "qwen3_moe": _decoder(
-        "Qwen3Moe",
-        {**_GQA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 12},
-    ),
-    "opt_125m": _decoder("OPT", _OPT),
-    "opt_350m": Reference("OPT", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "mixtral": _decoder("mixtral", sliding_window=7),
+    "qwen3_moe": _decoder("qwen3_moe", head_dim=12),
+    "opt_125m": _decoder("opt_125m", **_OPT),
+    "opt_350m": _of("opt_350m"),
     "opt_bare": _decoder(
-        "OPT",
-        {
-            **_OPT,
-            "enable_bias": False,
-            "layer_norm_elementwise_affine": False,
-            "tie_word_embeddings": False,
-            **_GELU,
-        },
+        "opt_125m",
+        **_OPT,
+        enable_bias=False,
+        layer_norm_elementwise_affine=False,
+        tie_word_embeddings=False,
+        activation_function="gelu",
     ),
-    "llama": _llama(_LLAMA, rope_type="default", rope_theta=500.0),
+    "llama": _llama({"num_key_value_heads": 4}, rope_type="default", rope_theta=500.0),
     "llama_linear": _llama(  # with all that a LLaMA may have besides
-        {**_GQA, "head_dim": 12, "attention_bias": True, "mlp_bias": True}, rope_type="linear", factor=2.0
+        {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, rope_type="linear", factor=2.0
     ),
-    "llama_llama3": _llama({**_GQA, "tie_word_embeddings": True}, **_LLAMA3, rope_theta=500.0),
-    "llama_yarn": _llama(_GQA, **_YARN, rope_theta=500.0),
+    "llama_llama3": _llama({"tie_word_embeddings": True}, **_LLAMA3, rope_theta=500.0),
+    "llama_yarn": _llama({}, **_YARN, rope_theta=500.0),
     "llama_yarn_scaled": _llama(
-        _GQA, **_YARN, rope_theta=500.0, mscale=2.0, mscale_all_dim=0.5, beta_fast=0.5, beta_slow=0.05
+        {}, **_YARN, rope_theta=500.0, mscale=2.0, mscale_all_dim=0.5, beta_fast=0.5, beta_slow=0.05
     ),
-    "mistral": _decoder("Mistral", {**_GQA, "sliding_window": 7}),
-    "qwen2": _decoder("Qwen2", {**_GQA, "tie_word_embeddings": True}),
-    "qwen3": _decoder("Qwen3", {**_GQA, "head_dim": 16}),
-    "olmo2": _decoder("Olmo2", _GQA),
-    "phi3": _decoder("Phi3", {**_GQA, "sliding_window": 7}),
-    "phi3_partial": _decoder("Phi3", {**_GQA, "rope_parameters": {"partial_rotary_factor": 0.75}}),
-    "smollm3": _decoder("SmolLM3", {**_GQA, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "mistral": _decoder("mistral", sliding_window=7),
+    "qwen2": _decoder("qwen2"),
+    "qwen3": _decoder("qwen3", head_dim=16),
+    "olmo2": _decoder("olmo2"),
+    "phi3": _decoder("phi3", attention_bias=False, sliding_window=7),
+    "phi3_partial": _decoder("phi3", attention_bias=False, rope_parameters={"partial_rotary_factor": 0.75}),
+    "smollm3": _decoder("smollm3"),
 }
 
+_TO_TEXT = "AutoModelForSeq2SeqLM", ("text", "decoder")
+_TO_CAPTION = "VisionEncoderDecoderModel", ("image", "decoder"), ()
+_T5 = {"num_decoder_layers": 2, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+_CAPTIONER = {"decoder_start_token_id": 1, "pad_token_id": 0}
+_READER = {**larger(tiny_models.CONFIGS["gpt2"]), "bos_token_id": 1, "eos_token_id": 2}
+_READER |= {"is_decoder": True, "add_cross_attention": True}
 ENCODER_DECODERS = {
-    "t5": _encoder_decoder("T5", _T5),
-    "t5_gated_untied": _encoder_decoder(
-        "T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    ),
-    "bart": _encoder_decoder("Bart", _BART, padding=_RIGHT),
-    "bart_scaled": _encoder_decoder("Bart", {**_BART, "scale_embedding": True}, padding=_RIGHT),
-    "vit_gpt2": Captioner("", _GPT, "", ("image", "decoder"), ()),
-    "vit_gpt2_wider": Captioner("", {**_GPT, "n_embd": 48}, "", ("image", "decoder"), ()),
+    "t5": _of("t5", *_TO_TEXT, **_T5),
+    "t5_gated_untied": _of("t5", *_TO_TEXT, **_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "bart": _of("bart", *_TO_TEXT, _RIGHT),
+    "bart_scaled": _of("bart", *_TO_TEXT, _RIGHT, scale_embedding=True),
+    "vit_gpt2": _of("vit_gpt2", *_TO_CAPTION, **_CAPTIONER, decoder=_READER),
+    "vit_gpt2_wider": _of("vit_gpt2", *_TO_CAPTION, **_CAPTIONER, decoder={**_READER, "n_embd": 48}),
 }
-_LABELS, _BOTH = "ForSequenceClassification", ("text", "segments")
+_MASKED, _LABELS = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+_BOTH, _IMAGE = ("text", "segments"), (("image",), ())
 ENCODERS = {
-    "bert": Reference("Bert", _BERT, "Model", _BOTH),
-    "bert_masked": Reference("Bert", _BERT, "ForMaskedLM", _BOTH),
-    "bert_labels": Reference("Bert", {**_BERT, "num_labels": 5}, _LABELS, _BOTH, _RIGHT),
-    "roberta": Reference("Roberta", _BERT, "Model"),
-    "roberta_masked": Reference("Roberta", _BERT, "ForMaskedLM"),
-    "roberta_regression": Reference("Roberta", {**_BERT, "num_labels": 1}, _LABELS, padding=_RIGHT),
-    "clip_text": Reference("CLIPText", _CLIP, "Model"),
-    "clip_text_gelu": Reference("CLIPText", {**_CLIP, "hidden_act": "gelu", "eos_token_id": 95}, "Model"),
-    "vit": Reference("ViT", _VIT, "Model", ("image",), ()),
-    "vit_labels": Reference(
-        "ViT", {**_VIT, "num_labels": 5, "qkv_bias": False}, "ForImageClassification", ("image",), ()
-    ),
+    "bert": _of("bert", "AutoModel", _BOTH),
+    "bert_masked": _of("bert", _MASKED, _BOTH),
+    "bert_labels": _of("bert", _LABELS, _BOTH, _RIGHT, num_labels=5),
+    "roberta": _of("bert", "AutoModel", model_type="roberta"),
+    "roberta_masked": _of("bert", _MASKED, model_type="roberta"),
+    "roberta_regression": _of("bert", _LABELS, ("text",), _RIGHT, model_type="roberta", num_labels=1),
+    "clip_text": _of("clip", "CLIPTextModel", eos_token_id=2),
+    "clip_text_gelu": _of("clip", "CLIPTextModel", hidden_act="gelu", eos_token_id=95),
+    "vit": _of("vit_labels", "AutoModel", *_IMAGE),
+    "vit_labels": _of("vit_labels", "AutoModelForImageClassification", *_IMAGE, num_labels=5, qkv_bias=False),
 }
 REFERENCES: dict[str, Reference] = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}
 
@@ -283,7 +206,7 @@ class ImageModel(Reference):
     """A part of Stable Diffusion, by diffusers."""
 
     def make(self) -> Any:
-        model = getattr(diffusers, self.family)(**self.options)
+        model = getattr(diffusers, self.kind)(**self.options)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for key, p in sorted(model.named_parameters()):
@@ -295,25 +218,13 @@ class ImageModel(Reference):
         return model.eval()
 
 
-_UNET: dict[str, Any] = {
-    "sample_size": 8,
-    "block_out_channels": (16, 32),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "norm_eps": 1e-2,  # large enough to matter
-    "cross_attention_dim": 24,
-    "attention_head_dim": 2,
-}
-_VAE: dict[str, Any] = {
-    "block_out_channels": (16, 32),
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "sample_size": 16,
-}
+def _image(name: str, **changes: Any) -> ImageModel:
+    raw = {k: tuple(x) if isinstance(x, list) else x for k, x in tiny_models.IMAGES[name].items()}
+    kind = raw.pop("_class_name")
+    return ImageModel({**raw, "norm_num_groups": 4, **changes}, kind)
+
+
+_UNET = {"sample_size": 8, "norm_eps": 1e-2}
 _OTHER = {  # what neither Stable Diffusion 1 nor 2 has
     "layers_per_block": 2,
     "transformer_layers_per_block": 2,
@@ -322,11 +233,10 @@ _OTHER = {  # what neither Stable Diffusion 1 nor 2 has
 }
 _BARE = {"use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False}
 IMAGE_MODELS = {
-    "sd1": ImageModel("UNet2DConditionModel", _UNET),  # one number of heads, projections that are convolutions
-    "sd2": ImageModel(
-        "UNet2DConditionModel", {**_UNET, "attention_head_dim": (4, 8), "use_linear_projection": True}
-    ),
-    "other": ImageModel("UNet2DConditionModel", {**_UNET, **_OTHER}),
-    "vae": ImageModel("AutoencoderKL", _VAE),
-    "vae_bare": ImageModel("AutoencoderKL", {**_VAE, **_BARE}),
+    # One number of heads, projections that are convolutions.
+    "sd1": _image("unet", **_UNET, attention_head_dim=2),
+    "sd2": _image("unet_linear", **_UNET, attention_head_dim=(4, 8)),
+    "other": _image("unet", **{**_UNET, **_OTHER}, attention_head_dim=2),
+    "vae": _image("vae", sample_size=16),
+    "vae_bare": _image("vae", sample_size=16, **_BARE),
 }

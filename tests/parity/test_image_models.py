@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from comparison import assert_bit_equal, assert_same_gradients, by_key, opened
-from helpers import assert_identical
+from fit_helpers import assert_identical
 from references import IMAGE_MODELS
 from safetensors.numpy import load_file, save_file
 
@@ -112,7 +112,7 @@ def test_files_come_back_bit_for_bit_with_their_configuration(name, directory, t
 
 @pytest.mark.parametrize("name", ["sd1", "vae"])
 def test_models_made_here_open_there(name, tmp_path):
-    family = IMAGE_MODELS[name].family
+    family = IMAGE_MODELS[name].kind
     config, kind = PARTS[family]
     config = config(**IMAGE_MODELS[name].options)
     model = eqx.filter_jit(lambda key: kind(config, key=key))(jax.random.key(0))

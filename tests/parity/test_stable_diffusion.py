@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from comparison import assert_bit_equal, assert_same_gradients
-from helpers import assert_identical
+from fit_helpers import assert_identical
 from references import IMAGE_MODELS, REFERENCES, TEXT
 
 from redco_eqx import models, to_arrays

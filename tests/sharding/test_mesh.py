@@ -4,11 +4,11 @@ import itertools
 import math
 from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit_helpers import assert_identical
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -137,7 +137,7 @@ def test_put_keeps_values_and_takes_keys():
             np.testing.assert_array_equal(result, x)
     result = put_global(key, replicated(mesh))
     assert len(result.devices()) == 8
-    helpers.assert_identical(result, key)
+    assert_identical(result, key)
 
 
 # A mesh of the user's own.

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path, compiled_step, ratio
-from fit_helpers import compilations
+from fit_helpers import assert_identical, compilations
 from helpers import mlp_batch, squared_error
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +67,7 @@ def noises(key: Any) -> list[float]:
         assert state.step == i + 1
         assert state.model.dropout.inference is False
     assert len(losses) > 1  # dropout is on
-    helpers.assert_identical(state.key, begin.key)  # never consumed
+    assert_identical(state.key, begin.key)  # never consumed
     return drawn
 
 

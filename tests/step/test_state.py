@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path
-from fit_helpers import compilations
+from fit_helpers import assert_identical, compilations, host
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -83,16 +83,16 @@ def test_the_arrays_of_the_model_are_shared_out_by_path_and_come_back():
     assert sorted(state.params) == FLOATING
     assert sorted(state.frozen) == ["count", "seed", "table"]
     assert state.model_state == {}
-    helpers.assert_identical({**state.params, **state.frozen}, to_arrays(MIXED))
-    helpers.assert_identical(state.key, KEY)
+    assert_identical({**state.params, **state.frozen}, to_arrays(MIXED))
+    assert_identical(state.key, KEY)
     assert (state.step, state.step.dtype) == (0, jnp.int32)
 
     assert jax.tree.structure(state.model) == jax.tree.structure(MIXED)
-    helpers.assert_identical(to_arrays(state.model), to_arrays(MIXED))
+    assert_identical(to_arrays(state.model), to_arrays(MIXED))
     assert (state.model.activation, state.model.rate) == (MIXED.activation, 0.5)
 
     plain = ADAM.init({path: x for path, x in to_arrays(MIXED).items() if path in FLOATING})
-    helpers.assert_identical(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain))
+    assert_identical(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain))
     without = init_state(MIXED, key=KEY)
     assert (without.opt_state, sorted(without.params)) == ((), FLOATING)
     # A weak type would be gone after the first update, and the step would compile again for it.
@@ -137,7 +137,7 @@ def test_everything_lies_on_the_mesh_of_the_model(mesh):
         assert x.devices() == set(mesh.devices.flat)
     for of_params in (moments.mu, moments.nu):
         helpers.assert_same_layout(of_params, state.params)
-    helpers.assert_identical(state.key, KEY)
+    assert_identical(state.key, KEY)
 
 
 def test_a_model_that_was_never_placed_stays_on_its_device():
@@ -196,7 +196,7 @@ def test_init_state_under_transformations():
     # A concrete model, with a traced key.
     model = alone[0].model
     found = jax.jit(lambda key: init_state(model, ADAM, key=key))(jax.random.key(3))
-    helpers.assert_identical(found, init_state(model, ADAM, key=jax.random.key(3)))
+    assert_identical(found, init_state(model, ADAM, key=jax.random.key(3)))
 
 
 def build_odd(seed: int) -> Any:
@@ -229,11 +229,11 @@ def test_a_pair_of_model_and_state(mesh):
     model, model_state = make(KEY)
     values = to_arrays(model_state)
     pair: Any = init_model(make, mesh, key=KEY)
-    helpers.assert_identical(to_arrays(pair), to_arrays((model, model_state)))
+    assert_identical(to_arrays(pair), to_arrays((model, model_state)))
     state = init_state(pair, ADAM, key=KEY)
     names = ["norm.ema_first_time_index", "norm.ema_state_index.0", "norm.ema_state_index.1"]
     assert list(state.model_state) == names
-    helpers.assert_identical(state.model_state, values)
+    assert_identical(state.model_state, values)
     assert "norm.weight" in state.params
     # Running statistics are floating, and yet are not trained.
     assert not set(state.model_state) & {*state.params, *state.frozen}
@@ -242,7 +242,7 @@ def test_a_pair_of_model_and_state(mesh):
         assert x.devices() == set(mesh.devices.flat)
         assert x.is_fully_replicated
     assert isinstance(state.model[1], eqx.nn.State)
-    helpers.assert_identical(to_arrays(state.model), to_arrays((model, model_state)))
+    assert_identical(to_arrays(state.model), to_arrays((model, model_state)))
 
     shared = eqx.tree_at(lambda m: m.linear.bias, model, values[names[1]])
     with pytest.raises(ValueError, match=r"linear\.bias and norm\.ema_state_index\.0"):
@@ -302,7 +302,7 @@ def test_the_state_takes_the_arrays_of_the_model_and_not_the_key():
     for num_devices in (1, 8):
         model = jax.device_put({"a": jnp.ones(8)}, replicated(make_mesh(data=num_devices)))
         state = donate(init_state(model, ADAM, key=key))
-        helpers.assert_identical(jax.random.fold_in(key, 0), jax.random.fold_in(state.key, 0))
+        assert_identical(jax.random.fold_in(key, 0), jax.random.fold_in(state.key, 0))
         with pytest.raises(ValueError, match=r"a has been deleted\. It was donated"):
             init_state(model, ADAM, key=KEY)
 
@@ -310,7 +310,7 @@ def test_the_state_takes_the_arrays_of_the_model_and_not_the_key():
 def test_keys():
     state = init_state({"a": jnp.ones(1)}, key=jax.random.PRNGKey(7))
     assert state.key.dtype == KEY.dtype
-    helpers.assert_identical(state.key, jax.random.key(7))
+    assert_identical(state.key, jax.random.key(7))
     wrong: list[Any] = [jnp.ones(2), np.zeros(2, np.uint32), jax.random.split(KEY), np.zeros((2, 2), np.uint32)]
     for key in wrong:
         with pytest.raises(Exception, match="key"):
@@ -329,11 +329,11 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_path():
 
 def test_no_two_streams_or_steps_share_a_key():
     state = init_state({"a": jnp.ones(1)}, key=KEY)
-    seen = {helpers.host(KEY).tobytes()}
+    seen = {host(KEY).tobytes()}
     for tag in (TRAIN, EVALUATE, PREDICT, ORDER):
         for step in range(20):
             at = dataclasses.replace(state, step=jnp.int32(step))
-            seen.add(helpers.host(stream(at, tag)).tobytes())
+            seen.add(host(stream(at, tag)).tobytes())
     assert len(seen) == 81
 
 

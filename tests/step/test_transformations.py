@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY
-from fit_helpers import compilations
+from fit_helpers import assert_identical, compilations, host
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -208,7 +208,7 @@ def test_a_mesh_that_is_set_changes_nothing(tmp_path):
         for function in found:
             what = f"{function} under {name}"
             for x, y in zip(jax.tree.leaves(found[function]), jax.tree.leaves(expected[function]), strict=True):
-                pair = [helpers.host(z) if isinstance(z, jax.Array) else z for z in (x, y)]
+                pair = [host(z) if isinstance(z, jax.Array) else z for z in (x, y)]
                 np.testing.assert_array_equal(*pair, err_msg=what)
 
 
@@ -231,7 +231,7 @@ def test_steps_under_a_jit_of_ones_own_work_or_say_what_to_do():
             model = rx.init_model(make_model, mesh, key=KEY)
             expected = under_own_jit(mesh, model)
             with jax.set_mesh(outer):
-                helpers.assert_identical(under_own_jit(mesh, model), expected)
+                assert_identical(under_own_jit(mesh, model), expected)
             continue
         state, step = begin(mesh), jax.jit(partial(rx.eval_step, loss_fn=loss_fn))
         with jax.set_mesh(outer), compilations() as compiled:
