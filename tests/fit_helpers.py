@@ -284,13 +284,24 @@ def full_disk(num_bytes: int = 16) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def python(script: str, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
-    """Starts a program that can import the modules of the tests."""
+def python(
+    script: str, *arguments: object, without: tuple[str, ...] = (), **options: Any
+) -> "subprocess.Popen[str]":
+    """Starts a program that can import the modules of the tests, and has no variables `without`."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, **options.pop("env", {})}
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment |= {"PYTHONPATH": path, **options.pop("env", {})}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **options})
+
+
+def printed(script: str, *arguments: object, without: tuple[str, ...] = (), **environment: str) -> str:
+    """The output of a program; fails with its errors."""
+    child = python(script, *arguments, without=without, env={"JAX_PLATFORMS": "cpu", **environment})
+    out, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors[-2000:]
+    return out
 
 
 def no_threads_left(seconds: float = 5.0) -> bool:

@@ -1,10 +1,7 @@
 """Code that the tests of the core share: meshes, two small models, losses, and a counter of compilations."""
 
-import os
 import pathlib
 import struct
-import subprocess
-import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 from fit_helpers import MESHES, host
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from jaxtyping import Array
+from quickstart import Transformer
 
 from redco_eqx import Mean, batch_sharding, explain, init_state, make_mesh, shard_rules, train_step
 from redco_eqx.types import Decision
@@ -90,33 +87,6 @@ def assert_close(tree: Any, other: Any, *, rtol: float, atol: float = 0.0) -> No
         np.testing.assert_allclose(host(x), host(y), rtol=rtol, atol=atol, err_msg=str(path))
 
 
-class Transformer(eqx.Module):
-    """One attention layer and one MLP between an embedding and a head."""
-
-    embedding: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-    head: eqx.nn.Linear
-
-    def __init__(self, vocabulary: int, width: int, *, key: Array):
-        keys = jax.random.split(key, 5)
-        self.embedding = eqx.nn.Embedding(vocabulary, width, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(8, width, key=keys[1])
-        self.norm = eqx.nn.LayerNorm(width)
-        self.up = eqx.nn.Linear(width, 2 * width, key=keys[2])
-        self.down = eqx.nn.Linear(2 * width, width, key=keys[3])
-        self.head = eqx.nn.Linear(width, vocabulary, key=keys[4])
-
-    def __call__(self, tokens: Array) -> Array:
-        x = jax.vmap(self.embedding)(tokens)
-        x = x + self.attention(x, x, x)
-        hidden = jax.vmap(self.norm)(x)
-        x = x + jax.vmap(lambda row: self.down(jax.nn.gelu(self.up(row))))(hidden)
-        return jax.vmap(self.head)(x)
-
-
 def filled(model: Any, dtype: Any, seed: int) -> Any:
     """An abstract model with random numbers for its arrays: compiles nothing, unlike an initialisation."""
     rng = np.random.default_rng(seed)
@@ -135,7 +105,7 @@ def make_mlp(dtype: Any = jnp.float32, seed: int = 0) -> eqx.nn.MLP:
 
 
 def make_transformer(dtype: Any = jnp.float32, seed: int = 0) -> Transformer:
-    return filled(abstract(lambda key: Transformer(64, 64, key=key)), dtype, seed)
+    return filled(abstract(lambda key: Transformer(dim=64, num_heads=8, num_layers=1, key=key)), dtype, seed)
 
 
 def mlp_batch(seed: int, size: int = 16, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -189,18 +159,3 @@ def events(directory: pathlib.Path) -> list[Any]:
             found.append(Event.FromString(data[at + 12 : at + 12 + length]))
             at += 16 + length
     return found
-
-
-def printed(program: str, *arguments: str, without: tuple[str, ...] = (), **environment: str) -> str:
-    """The output of a program in another process, which has no variables `without`; fails with its errors."""
-    variables = {name: value for name, value in os.environ.items() if name not in without}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**variables, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout

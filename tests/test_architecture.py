@@ -9,7 +9,7 @@ import re
 import tokenize
 from collections import defaultdict
 
-from helpers import printed
+from fit_helpers import printed
 from house import rooms
 
 import redco_eqx as rx

@@ -3,8 +3,8 @@
 import os
 from functools import partial
 
-import helpers
 import pytest
+from fit_helpers import printed
 
 START = """
 import pathlib
@@ -41,12 +41,12 @@ print("trained")
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted as Linux lists them")
 def test_three_threads_for_each_device_unless_the_environment_says_how_many():
-    started = partial(helpers.printed, START + THREADS, without=("PJRT_NPROC", "XLA_FLAGS"))
+    started = partial(printed, START + THREADS, without=("PJRT_NPROC", "XLA_FLAGS"))
     assert int(started()) - int(started(PJRT_NPROC="8")) >= 16
 
 
 @pytest.mark.long
 def test_collectives_that_do_not_wait_for_one_another_do_not_hang():
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds=10"
-    found = helpers.printed(START + TRAINING, without=("PJRT_NPROC",), XLA_FLAGS=flag)
+    found = printed(START + TRAINING, without=("PJRT_NPROC",), XLA_FLAGS=flag)
     assert found.strip() == "trained"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_same, bits, full_disk
+from fit_helpers import assert_same, bits, full_disk, printed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -470,4 +470,4 @@ def test_it_opens_by_tensorstore_alone(saved: Any) -> None:
     state, directory = saved
     arrays = {name: x for name, x in to_names(state).items() if x.size > 0}
     expected = {name: hashlib.sha256(bits(x)[0]).hexdigest() for name, x in arrays.items()}
-    assert json.loads(helpers.printed(READ, str(directory / "7"))) == expected
+    assert json.loads(printed(READ, str(directory / "7"))) == expected

@@ -6,18 +6,12 @@ import optax
 import optax.contrib
 import pages
 import pytest
+import workloads
 
 import redco_eqx as rx
-from redco_eqx import models
 
-NUM_LAYERS, DIM, WIDTH = 3, 64, 96
-CONFIG = models.LlamaConfig(
-    vocab_size=32,
-    hidden_size=DIM,
-    intermediate_size=WIDTH,
-    num_hidden_layers=NUM_LAYERS,
-    num_attention_heads=4,
-)
+NUM_LAYERS, DIM, WIDTH = 3, 64, 176
+SIZES = workloads.Sizes(dim=DIM, num_layers=NUM_LAYERS, num_heads=4, vocabulary=32)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +20,8 @@ def recipe():
 
 
 def make_model(mesh, stacked, seed):
-    return rx.init_model(
-        lambda key: models.LlamaForCausalLM(CONFIG, key=key, stacked=stacked), mesh, key=jax.random.key(seed)
-    )
+    make = workloads.make_model("LLaMA", SIZES, stacked=stacked)
+    return rx.init_model(make, mesh, key=jax.random.key(seed))
 
 
 def two_updates(model, mesh, stacked, optimizer):

@@ -7,11 +7,11 @@ knows what is written on the page above it, and not what another example has mad
 import functools
 import re
 
-import helpers
 import jax
 import jax.numpy as jnp
 import pages
 import pytest
+from fit_helpers import printed
 
 WITH_CODE = sorted(
     str(page.relative_to(pages.PAGES))
@@ -89,7 +89,7 @@ def test_an_exported_program_needs_only_jax(tmp_path, monkeypatch, capfd):
     for code in blocks[: blocks.index(reader)]:
         exec(compile(code, "page", "exec"), namespace)
     capfd.readouterr()
-    there = helpers.printed(f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())")
+    there = printed(f"{BLOCKED}{reader}\nprint(predict.call(rows[None].astype(np.float32)).item())")
     np = namespace["np"]
     row = np.frombuffer(b"ArgumentParser(description=text)"[:32], np.uint8) / 128 - 1
     here = namespace["predict"](row[None].astype(np.float32))

@@ -4,15 +4,14 @@ import functools
 import types
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import workloads
 
 import redco_eqx as rx
-from redco_eqx import models
 from redco_eqx._base.jaxprs import Program, trace
 from redco_eqx._planning.memory import num_flops
 from redco_eqx._training.run import peak_seconds
@@ -57,31 +56,16 @@ def test_products_are_counted_in_loops_too_and_else_as_the_compiler_counts() -> 
             assert expected <= (analysis or {})["flops"] <= expected + elementwise + 4 * 8 * 32, name
 
 
-ROWS, LENGTH, LAYERS, WIDTH, HEADS = 8, 16, 2, 32, 4
-CONFIG = models.LlamaConfig(
-    vocab_size=64, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS, num_key_value_heads=HEADS,
-)  # fmt: skip
+SIZES = workloads.Sizes(dim=32, num_layers=2, num_heads=4, vocabulary=64, length=16, batch_size=8)
 
 
-def step_of_llama(remat: Any, **sizes: Any) -> tuple[Program, Any]:
+def step_of_llama(remat: Any, **axes: Any) -> tuple[Program, Any]:
     """The traced step on a mesh, and its state."""
-    mesh, optimizer = rx.make_mesh(**sizes), optax.sgd(0.1)
-    make = functools.partial(models.LlamaForCausalLM, CONFIG, remat=remat)
-    model = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
-    shardings = rx.shard_rules(model, mesh)
-
-    def placed(x: Any, sharding: Any) -> Any:
-        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    state = rx.init_state(jax.tree.map(placed, model, shardings), optimizer, key=jax.random.key(0))
-    step = functools.partial(
-        rx.train_step,
-        loss_fn=lambda model, ids, key: jnp.mean(model(ids) ** 2),
-        optimizer=optimizer,
-        shardings=shardings,
-    )
-    return trace(step, state, jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)), state
+    case, optimizer = workloads.family_case("LLaMA", SIZES, remat=remat), optax.sgd(0.1)
+    model, shardings = workloads.abstract_model(case, rx.make_mesh(**axes))
+    state = rx.init_state(model, optimizer, key=jax.random.key(0))
+    step = functools.partial(rx.train_step, loss_fn=case.loss_fn, optimizer=optimizer, shardings=shardings)
+    return trace(step, state, case.batch), state
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -90,7 +74,8 @@ def test_a_step_has_the_operations_of_the_closed_form_on_every_mesh(remat: str) 
     for sizes in ({"data": 1}, {"tensor": 4}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}):
         program, state = step_of_llama(remat, **sizes)
         num = sum(x.size for path, x in state.params.items() if x.ndim == 2 and "embed" not in path)
-        expected = ROWS * LENGTH * (6 * num + 12 * LAYERS * WIDTH * LENGTH)
+        by_attention = 12 * SIZES.num_layers * SIZES.dim * SIZES.length
+        expected = SIZES.batch_size * SIZES.length * (6 * num + by_attention)
         assert num_flops(program.closed.jaxpr, recomputed=False) == expected, sizes
         chips = np.array([types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")] * 8)
         assert peak_seconds(program, chips) == pytest.approx(expected / 8 / 197e12, rel=1e-12)
