@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
-from redco_eqx._dataflow.choice import Values, scatters
+from redco_eqx._base.compiler import GPU, compiler_of
+from redco_eqx._dataflow.choice import Values
 from redco_eqx._dataflow.engine import Analysis, RoleOf, factors
 from redco_eqx._dataflow.prediction import OVER_FSDP, Prediction, Stored, lines_of, opaque_of, over_fsdp
 from redco_eqx._dataflow.solution import Solution, solve
@@ -44,7 +45,7 @@ class ActivationLayout(Analysis):
 
     def prediction(self, stored: Mapping[str, Stored]) -> Prediction:
         """The bytes that a device sends."""
-        sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, merged=True)}
+        sizes = {**self.solution.sent, OVER_FSDP: over_fsdp(self, stored, GPU)}
         total = sum(sizes.values())
         return Prediction(total, total, 0.0, lines_of(sizes), (), opaque_of(self))
 
@@ -68,7 +69,7 @@ def choose_with_activations(
     Raises `ValueError` if no layout fits.
     """
     costs = analysis.costs
-    values = Values(analysis.walk, costs.tensor, costs.num_shards, scatters(mesh))
+    values = Values(analysis.walk, costs.tensor, costs.num_shards, compiler_of(mesh).merges)
     dims = {leaf: costs.splits[number].leaves[leaf] for leaf, number in analysis.layout.items()}
     held = [costs.held(leaf, dims.get(leaf)) for leaf in range(len(analysis.traced.paths))]
     decided = analysis.traced.by_leaf(fixed)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from redco_eqx._base.tree import ring_bytes
 from redco_eqx._dataflow.values import Atom, Dim, Leads, Step, Value, leading_atoms, new_dims, resolve, size_of
@@ -69,15 +69,6 @@ class Groups(dict[Any, Any]):
 
     def join(self, a: Any, b: Any) -> None:
         self[self.find(a)] = self.find(b)
-
-
-def scatters(mesh: Mesh | AbstractMesh) -> bool:
-    """True if the compiler for these devices makes reduce-scatters, and adds pending sums before it sums them.
-
-    The compiler for CPU does neither. For a mesh without devices neither is expected.
-    """
-    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
-    return any(x.platform != "cpu" for x in devices)
 
 
 class Values:

@@ -6,6 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.lax import Precision
+
+from redco_eqx._base.compiler import CPU, GPU, Compiler
+from redco_eqx._base.jaxprs import dtype_of
 from redco_eqx._base.tree import ring_bytes, size_text
 from redco_eqx._dataflow.engine import Analysis, factors, largest_sends
 from redco_eqx._dataflow.search import best_set
@@ -117,22 +123,23 @@ class Stored(NamedTuple):
     num_parts: int
 
 
-def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, kept: bool = False) -> float:
+def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler) -> float:
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
     An array is gathered for the loss, and again for the gradient if that uses it. To scatter a gradient instead
     of summing it whole saves as much as a gather sends. The blocks in `ENDS` gather once, several of them the
-    same, and scatter with every compiler. `merged` is that of [`total_bytes`][]; `kept` is true if arrays that
-    are used outside of loops are gathered only once, as `train_step` does on CPUs.
+    same, and scatter with every compiler. Where a compiler keeps whole gradients, `train_step` gathers arrays
+    only once that are used outside of loops.
     """
     uses = defaultdict[int, list[tuple[str, float]]](list)
-    in_loops = set[int]()
+    in_loops, read_wide = set[int](), set[int]()
     for step in analysis.walk.steps:
         if any(x.is_data for x in step.results):
             for x in step.operands:
                 for leaf in x.weights:
                     uses[leaf].append((step.block, float(x.num_bytes * step.times)))
                     in_loops |= {leaf} if step.times > 1 else set()
+                    read_wide |= set() if _reads_narrow(step.equation) else {leaf}
     total = 0.0
     for leaf, path in enumerate(analysis.traced.paths):
         if path not in stored or not uses[leaf]:
@@ -143,23 +150,31 @@ def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool,
         size = min(whole, largest / (analysis.costs.tensor if leaf in analysis.layout else 1))
         is_trained = analysis.walk.gradients[leaf] is not None
         blocks = {block for block, _ in uses[leaf]}
-        most = 1 if kept and leaf not in in_loops else 2
-        num_gathers = min(most, len(uses[leaf])) - (merged and is_trained)
+        most = 1 if compiler.keeps_whole and leaf not in in_loops else 2
+        num_gathers, num_scatters = min(most, len(uses[leaf])), compiler.merges and is_trained
         if blocks.issubset(ENDS):
             others = len(blocks) - 1
-            num_gathers = (others if merged else -others) if is_trained else 1
-        total += num_gathers * ring_bytes("all-gather", size, num_parts)
+            num_gathers, num_scatters = 1, (1 - others if compiler.merges else 1 + others) * is_trained
+        gathered = num_gathers * (0.5 if compiler.narrows and leaf not in read_wide else 1.0)
+        total += (gathered - num_scatters) * ring_bytes("all-gather", size, num_parts)
     return total
 
 
+def _reads_narrow(equation: JaxprEqn) -> bool:
+    """True for a product of float32 numbers that a TPU computes in bfloat16."""
+    if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return False
+    precisions = equation.params["precision"] or ()
+    return set(precisions) <= {Precision.DEFAULT} and dtype_of(equation.invars[0]) == jnp.float32
+
+
 def sent_by_axes(
-    analysis: Analysis, stored: Mapping[str, Stored], *, merged: bool, kept: bool = False
+    analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler
 ) -> tuple[float, float, float]:
     """Bytes that a layout sends over `tensor`, for sums over the batch axes, and for arrays stored split."""
     sent, over_batch = analysis.simulated, analysis.costs.leads.over_batch
-    batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=merged)
-    gathered = over_fsdp(analysis, stored, merged=merged, kept=kept)
-    return sent.num_bytes(merged=merged) - batch, batch, gathered
+    batch = total_bytes([pair for pair in sent.events if over_batch(pair[0])], merged=compiler.merges)
+    return sent.num_bytes(merged=compiler.merges) - batch, batch, over_fsdp(analysis, stored, compiler)
 
 
 def opaque_of(analysis: Analysis) -> tuple[str, ...]:
@@ -174,7 +189,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     """Predict the bytes that the layout of `analysis` sends, with those that gather the `stored` arrays."""
     costs, paths = analysis.costs, analysis.traced.paths
     least = lower_bound(analysis, merged=True)
-    of_tensor, of_batch, gathered = sent_by_axes(analysis, stored, merged=True)
+    of_tensor, of_batch, gathered = sent_by_axes(analysis, stored, GPU)
     numbers = dict.fromkeys(analysis.layout.values())
     splits = [costs.splits[number] for number in numbers]
     groups: dict[str, list[Split]] = {}
@@ -186,7 +201,7 @@ def predict_communication(analysis: Analysis, stored: Mapping[str, Stored]) -> P
     total = of_tensor + of_batch + gathered
     return Prediction(
         num_bytes=total,
-        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, merged=False, kept=True)),
+        num_bytes_unmerged=sum(sent_by_axes(analysis, stored, CPU)),
         at_least=min(least + gathered, total) if least > 0 else 0.0,
         lines=lines_of(sizes),
         advice=tuple(_advice(group, analysis) for group in groups.values() if group[0].crossed),

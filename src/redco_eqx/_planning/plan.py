@@ -13,9 +13,9 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
+from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.protocols import Batch, LossFn, check_positive
 from redco_eqx._base.tree import is_array, is_trainable, table
-from redco_eqx._dataflow.choice import scatters
 from redco_eqx._dataflow.engine import Analysis
 from redco_eqx._dataflow.prediction import sent_by_axes
 from redco_eqx._dataflow.tracing import trace_step
@@ -230,10 +230,10 @@ def plan(
             memory, work = memory_of(state, local), found.costs.work
             share = sum(work[leaf] for leaf in found.layout) / max(1.0, sum(work))
             own = flops / num_shards * (share / tensor + 1 - share)
-            merged = scatters(mesh)
-            once, *for_batch = sent_by_axes(found, explained.stored, merged=merged, kept=not merged)
+            compiler = compiler_of(mesh)
+            once, *for_batch = sent_by_axes(found, explained.stored, compiler)
             # If no weight is stored split, compilers for TPU and GPU sum gradients once for all microbatches.
-            is_for_each = mesh.shape["fsdp"] > 1 or not merged
+            is_for_each = mesh.shape["fsdp"] > 1 or not compiler.merges
             for count in counts:
                 if num_rows % (num_shards * count) == 0:
                     sent = once + sum(for_batch) * (count if is_for_each else 1)

@@ -11,8 +11,9 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.jaxprs import Operand, abstract, body, dtype_of, shape_of, type_of
-from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values, scatters
+from redco_eqx._dataflow.choice import PENDING, WHOLE, State, Values
 from redco_eqx._dataflow.engine import walk_through
 from redco_eqx._dataflow.solution import Solution, solve
 from redco_eqx._dataflow.tracing import TracedStep
@@ -25,7 +26,7 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
     """Lay out each value in the program of a step. `tensor` splits the `dims` of parameters, by path."""
     try:
         walk = walk_through(traced)
-        values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), scatters(mesh))
+        values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), compiler_of(mesh).merges)
         solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
     except Exception as error:  # no solution, or a program of a newer JAX: it runs as it is
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from redco_eqx._base.compiler import compiler_of
 from redco_eqx._base.jaxprs import (
     CHECKPOINTS,
     ELEMENTWISE,
@@ -99,9 +100,8 @@ def gather_where_used(
         return program, None
     # If a weight needs no gather, it only matters that it is a weight.
     weights = [s if s is None or is_split(s) else NamedSharding(s.mesh, PartitionSpec()) for s in layout]
-    # The compiler for CPU needs as much memory for the whole gradients of a list of layers, which it keeps.
-    on_cpu = isinstance(mesh, Mesh) and {x.platform for x in mesh.devices.flat} == {"cpu"}
-    walk = _Walk(keep=on_cpu if reshard is None else not reshard, keep_in_scans=reshard is False)
+    keep = compiler_of(mesh).keeps_whole if reshard is None else not reshard
+    walk = _Walk(keep=keep, keep_in_scans=reshard is False)
     jaxpr, _ = walk.program(program.closed.jaxpr, weights)
     needs_none = walk.has_checkpoint or reshard is False
     return program.replace(jaxpr), None if needs_none else _and_kept(keep_products)
