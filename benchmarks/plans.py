@@ -103,7 +103,7 @@ def main() -> None:
             " x ".join(map(str, found.mesh.values())),
             min(compiled, key=lambda m: compiled[m].seconds),
         )
-        tries = sum(trial.compile_seconds > 0 for trial in found.trials)
+        tries = sum(trial.communication is not None for trial in found.trials)
         over = compiled[chosen].seconds / compiled[fastest].seconds
         choices.append([name, chosen, str(tries), fastest, f"{over:.3f}"])
     print(f"\n{table(rows, num_left=2)}\n\n{table(choices, num_left=2)}")

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import redco_eqx as rx
+from redco_eqx._base.compiler import GPU, TPU
 from redco_eqx._planning.targets import GPUS, TPUS, find_target
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -113,9 +114,13 @@ def test_predicted_bytes_follow_the_dtype_the_microbatches_and_the_compiler(
     assert shards() == (2, 3)
     assert shards(loss_fn=in_bfloat16) == (1, 1.5)
     assert shards(num_microbatches=2) == (4, 6)
-    monkeypatch.setattr("redco_eqx._planning.plan.scatters", lambda mesh: True)  # as for TPU
+    monkeypatch.setattr("redco_eqx._planning.plan.compiler_of", lambda mesh: GPU)
     assert shards() == (2, 2)
     assert shards(num_microbatches=2) == (2, 4)
+    monkeypatch.setattr("redco_eqx._planning.plan.compiler_of", lambda mesh: TPU)
+    assert shards() == (2, 1.5)  # the weight is gathered in bfloat16
+    with jax.default_matmul_precision("float32"):
+        assert shards() == (2, 2)
 
 
 def test_all_meshes_and_options_are_ranked_by_what_they_send_and_compute() -> None:
