@@ -176,9 +176,9 @@ def as_data(examples: Examples | Callable[[int], Examples] | Data | Stream) -> D
 
 
 def check_examples(where: str, examples: Any) -> None:
-    """Raise `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of
-    the epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and the like, because their items are not
-    examples."""
+    """Raise `TypeError`, naming the argument as `where`, unless it is a sequence of examples, a function of the
+    epoch, a [`Data`][] or a [`Stream`][]. Also raises for columns and similar objects, because their items are
+    not examples."""
     if isinstance(examples, Stream):
         return
     examples = examples.examples if isinstance(examples, Data) else examples

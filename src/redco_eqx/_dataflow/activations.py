@@ -63,7 +63,7 @@ def choose_with_activations(
 
     - `analysis`: an analysis with a layout of only the parameters. In the new layout, the parameters take no
         more memory.
-    - `fixed`: decisions that stand for some arrays, by path: the dim that is split, or `None`.
+    - `fixed`: decisions that are fixed for some arrays, by path: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device, instead of the bytes in `analysis`.
 
     Raises `ValueError` if no layout fits.

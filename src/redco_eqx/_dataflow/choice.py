@@ -1,9 +1,9 @@
 """A layout for each value of a program: whole, split along one dim over `tensor`, or a sum still pending.
 
 Each operation has strategies. A strategy splits a factor of the operation's dims in all operands and results
-that have it; a result that is summed over this factor is pending. If one operation gives a value in another
-layout than the next one takes, the change sends bytes. The least sum of these bytes is the solution of an
-integer program, whose relaxation by flows is almost exact.
+that have it; a result that is summed over this factor is pending. If an operation returns a value in a layout
+that the next operation does not take, the change of layout sends bytes. An integer program finds the smallest
+sum of these bytes; its relaxation by flows is almost exact.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LINEAR = ("neg", "convert_element_type", "copy", "transpose", "squeeze", "reshap
 
 
 class Strategy(NamedTuple):
-    """One way to do an operation: the states that it takes and gives, and the work of one device.
+    """One way to run an operation: the states that it takes and returns, and the work of one device.
 
     `is_late`: true if a result is pending over `tensor` along another dim than the one that the batch is summed
     along.
@@ -60,7 +60,7 @@ class Operation:
 
 
 class Groups(dict[Any, Any]):
-    """Sets of things that are joined. One member stands for each set."""
+    """Disjoint sets. One member represents each set."""
 
     def find(self, x: Any) -> Any:
         while self.setdefault(x, x) != x:
@@ -126,11 +126,11 @@ class Values:
     # Groups.
 
     def group(self, value: Value) -> int:
-        """The member of a value's group that stands for it."""
+        """The member that represents a value's group."""
         return self.groups.find(id(value))
 
     def _join(self, one: Value, other: Value, dims: Sequence[tuple[int, int]]) -> bool:
-        """Join two values with these pairs of dims into one group; False if it pairs their dims otherwise."""
+        """Join two values into one group by these pairs of dims; False if it already pairs them differently."""
         self._know(one, other)
         pairs = [((id(one), i), (id(other), j)) for i, j in dims if one.dims[i]]
         find = self.slots.find
@@ -198,7 +198,7 @@ class Values:
     # Operations.
 
     def _hand_on(self, step: Step) -> None:
-        """Add a value that is handed into a loop or out of it. A stack of layers has one more dim outside."""
+        """Add a value that is passed into a loop or out of it. A stack of layers has one more dim outside."""
         (one,), (other,) = step.operands, step.results
         shift = len(other.dims) - len(one.dims)
         common = [i for i in self.splits(one) if i + shift in self.splits(other)]
@@ -208,7 +208,7 @@ class Values:
             self.operations.append(Operation(step, [one], [other], step.handed or (1, 1), [whole, *options]))
 
     def _constraint(self, step: Step) -> None:
-        """Add a constraint of the program, which stands. Each dim that it leaves open may be split."""
+        """Add a constraint of the program, which is kept. Each dim that it leaves open may be split."""
         value, result = step.operands[0], step.results[0]
         spec = [*step.equation.params["sharding"].spec, *[None] * len(value.dims)][: len(value.dims)]
         stands = [i for i in self.splits(value) if spec[i] == "tensor"]

@@ -193,7 +193,7 @@ class Analysis:
         return name, reason, None, stack
 
     def name_of(self, leaf: int, dim: Dim) -> str:
-        """Name the split of `dim` after the first operation that applies the parameter to data."""
+        """Name the split of `dim` by the first operation that applies the parameter to data."""
         lead = set(resolve(dim))
         for use in self.walk.uses:
             if use.weight == leaf:
@@ -261,8 +261,8 @@ def choose_layout(
     **Arguments:**
 
     - `given`: a layout to compare with, as the dim that is split, by path.
-    - `fixed`: decisions that stand for some arrays: the dim that is split, or `None`. The others are chosen to
-        fit these.
+    - `fixed`: decisions that are fixed for some arrays: the dim that is split, or `None`. The others are chosen
+        to match.
     - `max_bytes`: a limit on the bytes of parameters on one device.
 
     Raises `ValueError` if no layout fits into `max_bytes`.

@@ -71,7 +71,7 @@ def _product(
 
 
 def convolution(walk: Walk, operands: list[Value]) -> Results:
-    """A convolution. Channels are like a product's features; a split along the window is not understood."""
+    """A convolution. Channels are like the features of a product; splits along the window are not supported."""
     lhs, rhs = operands
     params = walk.params
     numbers = params["dimension_numbers"]
@@ -81,7 +81,7 @@ def convolution(walk: Walk, operands: list[Value]) -> Results:
     dims[numbers.out_spec[1]] = rhs.dims[outputs]
     counts = params["feature_group_count"], params["batch_group_count"]
     sums = rhs.dims[inputs]
-    of_channels, of_batch = map(new_dim, counts)  # there are groups of one kind at most
+    of_channels, of_batch = map(new_dim, counts)  # there is at most one kind of groups
     each = new_dim(walk.before[1][outputs] // math.prod(counts))
     walk.same([(*of_channels, *sums)], [lhs.dims[channels]], lhs)
     walk.same([(*of_batch, *dims[numbers.out_spec[0]])], [lhs.dims[batch]], lhs)
@@ -149,7 +149,7 @@ def while_(walk: Walk, operands: list[Value]) -> Results:
 
 
 def cond(walk: Walk, operands: list[Value]) -> Results:
-    """Walk all branches, and add up the bytes that they send; of branches for platforms, only the first."""
+    """Walk all branches, and add up their bytes; for branches by platform, only the first counts."""
     branches = walk.params["branches"]
     if walk.params.get("branches_platforms"):
         branches = branches[:1]

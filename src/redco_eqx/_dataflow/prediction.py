@@ -22,14 +22,15 @@ from redco_eqx._dataflow.walk import Costs
 
 
 def lower_bound(analysis: Analysis, *, merged: bool) -> float:
-    """Bytes that a device sends at least in a step, in a layout that frees as much memory as the chosen one.
+    """A lower bound on the bytes that a device sends in a step, for layouts that free as much memory as the
+    chosen one.
 
     The bound holds for all layouts that split each parameter along at most one dim, split arrays that share an
     index alike, and split the batch over the other axes. Only unavoidable bytes count: sums over devices of
-    products over a split dim, lookups in a split table, and gradients. Changes of layout are assumed to be
-    free, and split weights to be used as they are split. `merged` is that of [`total_bytes`][]. If the chosen
-    layout is not of this kind, only gradients count: in any layout a device is sent the gradient of the part of
-    a parameter that it has.
+    products over a split dim, lookups in a split table, and gradients. The bound assumes that changes of layout
+    are free, and that split weights are used in their split. `merged` is that of [`total_bytes`][]. If the
+    chosen layout is not of this kind, only gradients count: in any layout, a device receives the gradient of
+    its part of a parameter.
     """
     costs, layout = analysis.costs, analysis.layout
     numbers = set(layout.values())
@@ -70,8 +71,8 @@ def unavoidable(costs: Costs, split: Split, shares: Mapping[Event, float]) -> fl
         weights = [x for x in event.arrays if is_split(x)]
         if event.kind in ("sum", "lookup") and weights:
             if not all(x.is_learned for x in event.arrays):
-                # Nothing splits a value that depends on no parameter. A compiler may cut it, and sum; or gather
-                # the weight.
+                # No split applies to a value that depends on no parameter. A compiler may cut the value, and
+                # sum; or gather the weight.
                 size = min(size, *(costs.gathered(x.num_bytes * event.times) for x in weights))
             total += size * shares[event]
     return total
@@ -126,7 +127,7 @@ class Stored(NamedTuple):
 def over_fsdp(analysis: Analysis, stored: Mapping[str, Stored], compiler: Compiler) -> float:
     """Bytes that are sent because arrays are stored split, beside the all-reduces of their gradients.
 
-    An array is gathered for the loss, and again for the gradient if that uses it. To scatter a gradient instead
+    An array is gathered for the loss, and again for the gradient if that uses it. Scattering a gradient instead
     of summing it whole saves as much as a gather sends. The blocks in `ENDS` gather once, several of them the
     same, and scatter with every compiler. Where a compiler keeps whole gradients, `train_step` gathers arrays
     only once that are used outside of loops.

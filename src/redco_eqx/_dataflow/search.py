@@ -10,7 +10,7 @@ import numpy as np
 from redco_eqx._dataflow.values import STREAM, Event, Split, Step, Value, size_of, total_bytes
 from redco_eqx._dataflow.walk import Costs, Walk
 
-# The exact choice: of all splits that do not clash, those that are worth the most together.
+# The exact choice: among all splits that do not clash, the set that is worth the most.
 
 
 MEMORY = 0.01
@@ -103,15 +103,15 @@ def cheapest(
 # The bytes that any layout sends: one pass through the program, with each result split as the operands are.
 
 
-# Operations that hand a gradient on as it is.
+# Operations that pass a gradient on unchanged.
 _PASSING = ("add", "add_any", "convert_element_type", "reshape", "scan", "squeeze", "stack", "transpose")
 
 
 def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
     """Simulate the bytes that are sent if parameters are split by `layout`: by leaf, the number of a split.
 
-    Where splits meet, each operation keeps the cheapest, and operands that are split otherwise are gathered. An
-    operation with no split operand is done in the split that a gradient needs.
+    Where splits meet, each operation keeps the cheapest, and operands that are split differently are gathered.
+    An operation with no split operand runs in the split that a gradient needs.
     """
     wanted = {id(x): number for leaf, number in layout.items() if (x := walk.gradients[leaf]) is not None}
     for step in reversed(walk.steps):
@@ -128,7 +128,7 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
         return sent
 
     sent = run(dict(splits))
-    # A loop takes a value as split as its last trip gave it.
+    # A loop takes a value in the split in which its last trip returned it.
     carried = {id(x): number for x, y in walk.carried if (number := sent.split_of(y)) is not None}
     if carried.keys() - splits.keys():
         sent = run(splits | carried)
@@ -139,10 +139,11 @@ def simulate(costs: Costs, walk: Walk, layout: Mapping[int, int]) -> "Sent":
 
 
 def _cut(costs: Costs, walk: Walk, wanted: Mapping[int, int]) -> set[tuple[int, int]]:
-    """The arrays of which the gradient of a weight takes parts, with the split. Other products take these too.
+    """The arrays that the gradient of a weight takes in parts, with the split. Other products take these parts
+    too.
 
-    Arrays that come with the batch are left out, and so are parameters that are handed on: they keep the layout
-    in which they come.
+    Arrays that come with the batch are left out, and so are parameters that are passed on: they keep their
+    layout.
     """
     inputs, cut = {id(x) for x in walk.parameters}, set[tuple[int, int]]()
     for step in walk.steps:
@@ -158,7 +159,7 @@ class Sent:
     """Bytes that a device sends in a step, by the ring algorithm.
 
     - `events`: the events that send, with bytes, over `tensor` or over the batch axes.
-    - `moved`: bytes of arrays that are sent because they are used in another split than they have.
+    - `moved`: bytes of arrays that are sent because they are used in a split other than their own.
     """
 
     def __init__(self, costs: Costs, splits: dict[int, int], wanted: dict[int, int], cut: set[tuple[int, int]]):
@@ -180,7 +181,7 @@ class Sent:
         return 1.0 if self.split_of(value) is None else 1 / self._costs.tensor
 
     def step(self, step: Step) -> None:
-        """Do an operation in the split that sends least, of the splits that its operands have."""
+        """Run an operation in the split that sends least, among the splits of its operands."""
         if step.block == STREAM:
             self._gather(step)
             return
@@ -334,9 +335,9 @@ def improve(
 ) -> SplitOfEach:
     """Take parameters out of `layout` that are better left whole, such as routers beside split experts.
 
-    Then it takes in the splits of `other` that are better: `other` may be right in one place, or in all.
-    Parameters that differ only in the numbers of their paths are tried together, and those of one split. Those
-    in `fixed` stay.
+    Then adopt the splits of `other` that are better: `other` may be right in one place, or in all. Parameters
+    that differ only in the numbers in their paths are tried together, and so are those of one split. Those in
+    `fixed` stay.
     """
     left: dict[str, dict[int, int | None]] = {}
     for leaf in (leaf for leaf in layout if leaf not in fixed):

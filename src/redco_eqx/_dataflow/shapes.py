@@ -1,4 +1,4 @@
-"""Rules for operations that act number by number or along one dim, for lookups, and for moving dims."""
+"""Rules for elementwise operations, operations along one dim, lookups, and operations that move dims."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from redco_eqx._base.jaxprs import NOT_ELEMENTWISE
 from redco_eqx._dataflow.values import ADDING, STREAM, Dim, Value, new_dim, new_dims, unify
 from redco_eqx._dataflow.walk import Results, Rule, Walk, unknown
 
-# Operations that act number by number or along one dim, or are of unknown kind.
+# Operations that are elementwise, act along one dim, or are of unknown kind.
 
 
 def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
-    """An operation without a rule. If the shapes agree, it is assumed to act number by number."""
+    """An operation without a rule. If the shapes agree, it is assumed to be elementwise."""
     name = walk.equation.primitive.name
     shapes = [shape for shape in (*walk.before, *walk.after) if shape]
     if not shapes:
@@ -35,7 +35,7 @@ def unlisted(walk: Walk, operands: list[Value]) -> Sequence[Sequence[Dim]]:
 
 
 def add(walk: Walk, operands: list[Value]) -> Results:
-    """Make one sum of several sums over devices, also in another dtype; a bias may be added after it."""
+    """Combine several sums over devices into one, also in another dtype; a bias may be added after it."""
     (dims,) = unlisted(walk, operands)
     out = walk.result(dims, operands)
     if all(operand.sums or not operand.is_data for operand in operands):
@@ -69,7 +69,7 @@ def along_one_dim(walk: Walk, operands: list[Value]) -> Results:
         walk.event("whole", [operand.dims[i] for i in along], operand)
         walk.same(first.dims, operand.dims, operand)
     dims = list(first.dims)
-    if walk.equation.primitive.name == "sort":  # it moves numbers to other places
+    if walk.equation.primitive.name == "sort":  # it moves elements to other places
         for i in along:
             dims[i] = new_dim(walk.before[0][i])
     return [dims for _ in walk.after]
@@ -167,7 +167,7 @@ def scatter(walk: Walk, operands: list[Value]) -> Results:
     return [out]
 
 
-# Operations that move dims, cut them, or put them together.
+# Operations that move, cut or concatenate dims.
 
 
 def transpose(walk: Walk, operands: list[Value]) -> Results:
@@ -176,14 +176,14 @@ def transpose(walk: Walk, operands: list[Value]) -> Results:
 
 
 def _moved(walk: Walk, dims: Sequence[Dim], operand: Value) -> Value:
-    """A value with the same numbers, whose pending sum over devices can be handled as before."""
+    """A value with the same elements, whose pending sum over devices can be handled as before."""
     out = walk.result(dims, [operand])
     out.sums = operand.sums
     return out
 
 
 def reshape(walk: Walk, operands: list[Value]) -> Results:
-    """A reshape. Numbers keep their order, so the runs of factors before and after are the same."""
+    """A reshape. Elements keep their order, so the runs of factors before and after are the same."""
     operand = operands[0]
     before, after = walk.before[0], walk.after[0]
     if [n for n in before if n > 1] == [n for n in after if n > 1]:
@@ -191,7 +191,7 @@ def reshape(walk: Walk, operands: list[Value]) -> Results:
         return [_moved(walk, [next(left) if n > 1 else () for n in after], operand)]
     dims = new_dims(after)
     unify(sum(operand.dims, ()), sum(dims, ()))
-    # A factor that no longer leads a dim cannot be split there.
+    # A factor that no longer comes first in a dim cannot be split there.
     walk.event("merge", operand.dims, operand, unless=dims)
     return [_moved(walk, dims, operand)]
 
@@ -293,7 +293,7 @@ def tile(walk: Walk, operands: list[Value]) -> Results:
 
 
 def reduce(walk: Walk, operands: list[Value]) -> Results:
-    """Sums, maxima and the like, including `psum` over a dim that `vmap` named."""
+    """Reductions (sums, maxima and others), including `psum` over a dim that `vmap` named."""
     params = walk.params
     axes = [int(x) for x in params.get("axes", params.get("dimensions", ())) if not isinstance(x, str)]
     results = []

@@ -14,8 +14,8 @@ from redco_eqx._dataflow.values import Value
 from redco_eqx._dataflow.walk import WORK, depth_of
 
 MADE = 0.003
-"""A byte that a device computes costs this many bytes sent. So among choices that send the same, the one that
-computes less is chosen. Work is weighed as it is for layouts of only the parameters."""
+"""The cost of a byte that a device computes, in bytes sent. So among choices that send the same, the one that
+computes less wins. Work is weighed as for layouts of only the parameters."""
 
 
 class Solution(NamedTuple):
@@ -45,7 +45,7 @@ def solve(
 
     - `fixed`: decisions for some parameters, by number: the dim that is split, or `None`.
     - `max_bytes`: a limit on the bytes of parameters on one device.
-    - `held`: bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
+    - `held`: the bytes of a parameter on one device, if `tensor` splits this dim of the parameter, or none.
 
     Raises `ValueError` if there is no choice.
     """

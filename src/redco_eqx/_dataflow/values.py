@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from redco_eqx._base.jaxprs import source_line
 
-# Find the place in the user's code that an operation comes from.
+# The place in the user's code that an operation comes from.
 
 
 ADDING = ("redco_eqx.column", "redco_eqx.row")
@@ -120,7 +120,7 @@ def _next(stack: list[Atom]) -> Atom | None:
         if not atom.parts:
             return atom
         if len(atom.parts) == 1 and atom.parts[0].parts:
-            atom.parts = atom.parts[0].parts  # halves the way for the next time
+            atom.parts = atom.parts[0].parts  # shortens the path for the next time
         stack.extend(atom.parts[::-1])
     return None
 
@@ -155,7 +155,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Event:
-    """A cost: the array that is sent if the split of a dim reaches an operation that needs the dim whole.
+    """A cost: the array that is sent if a split of a dim reaches an operation that needs the dim whole.
 
     - `kind`: `sum`, `lookup`, `whole`, `reshard`, `merge`.
     - `dims`: the event happens if the leading atom of any of these dims is split ...
@@ -168,7 +168,7 @@ class Event:
         sum over devices, once; the compiler for CPU does not.
     - `joined`: the first of several events whose results the library's blocks add, before the sum over devices,
         on every backend.
-    - `times`: how often the operation is done, in loops.
+    - `times`: how often the operation runs, in loops.
     """
 
     kind: str
@@ -204,7 +204,7 @@ class Use:
     - `roles`: for each dim of the weight in this place, the name of a split along it: `row`, `column`, ...
     - `dims`: these dims.
     - `num_bytes`: bytes of the results, in all loops.
-    - `work`: these times the number of products that each number in the results is the sum of, which are the
+    - `work`: these times the number of products that are summed in each element of the results. This equals the
         bytes of the weight times the number of their uses.
     """
 
@@ -245,7 +245,7 @@ class Body(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Split:
-    """One way to split: some leading atoms, in all dims that they lead.
+    """A split: some leading atoms, in all dims that they lead.
 
     - `number`: the position of the split, in the order in which it first appears in the parameters.
     - `leaves`: for each parameter that is split, the dim.
@@ -331,7 +331,8 @@ def find_splits(parameters: Sequence[Sequence[Dim]], tensor: int) -> list[Split]
 
 
 class Leads:
-    """The splits, and the batch, that lead a dim. An array can be split only along a dim that is led so."""
+    """The splits, and the batch, that lead a dim. An array can be split only along a dim that a split or the
+    batch leads."""
 
     def __init__(self, splits: Sequence[Split], rows: Sequence[Value], num_shards: int):
         self.splits = splits

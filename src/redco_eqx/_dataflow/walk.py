@@ -35,7 +35,7 @@ Results: TypeAlias = Sequence[Value | Sequence[Dim]]
 """The results of an operation: each as a value, or only its dims."""
 
 Rule: TypeAlias = Callable[["Walk", list[Value]], Results]
-"""The effect of the operation that a walk is at on the dims of its operands: `(walk, operands) -> results`."""
+"""The effect of the current operation on the dims of its operands: `(walk, operands) -> results`."""
 
 
 class Walk:
@@ -44,7 +44,7 @@ class Walk:
     - `parameters`, `rows`: the inputs of the program: parameters, and arrays of the batch.
     - `gradients`: for each parameter, the result that is its gradient, or `None`.
     - `events`, `uses`, `steps`: in the order of the program.
-    - `opaque`: the operations of which nothing is known, by name.
+    - `opaque`: operations about which nothing is known, by name.
     - `equation`: the operation that the walk is at; `block`: the building block that it is in.
     """
 
@@ -93,7 +93,7 @@ class Walk:
         return found
 
     def _sum_later(self, operands: Sequence[Value], results: Sequence[Value]) -> None:
-        """Record that a block of the library sums over devices only what it makes of a sum."""
+        """Record that a block of the library sums over devices only after more operations."""
         sums = [event for x in operands for event in x.sums]
         for out in results:
             out.sums = tuple(dict.fromkeys((*out.sums, *sums)))
@@ -162,7 +162,7 @@ class Walk:
                 sent.sums = (*sent.sums, found)
 
     def hand_on(self, before: Sequence[Value], after: Sequence[Value], trips: tuple[int, int] = (1, 1)) -> None:
-        """Record that values are handed into a body, or out of it, as they are.
+        """Record that values are passed unchanged into a body, or out of it.
 
         `trips`: how often the values `before` are there, and how often the values `after` are.
         """
@@ -177,7 +177,7 @@ class Walk:
                 self.event("reshard", (one, other), value)
 
     def carry(self, before: Sequence[Value], after: Sequence[Value]) -> None:
-        """Record that a loop hands the values `after` one trip to the next, as the values `before`."""
+        """Record that a loop passes the values `after` one trip to the next, as the values `before`."""
         for one, other in zip(before, after):
             self.same(one.dims, other.dims, other)
             self.carried.append((one, other))
@@ -190,7 +190,7 @@ class Walk:
 
 
 def unknown(aval: AbstractValue) -> Value:
-    """A value of whose dims nothing is known."""
+    """A value about whose dims nothing is known."""
     return Value(new_dims(getattr(aval, "shape", ())), num_bytes(aval))
 
 
@@ -279,7 +279,7 @@ class Costs:
         if (before or after) and event.kind == "merge":
             return self.gathered(size)  # a reshape across borders needs the whole array
         if before and self.leads.cover(split, event.unless):
-            if before % self.tensor == 0:  # the device that has a piece deals it out, ...
+            if before % self.tensor == 0:  # the device that has a piece sends out its parts, ...
                 return self.gathered(size / before)
             return (1 + 1 / before**2) * size / self.tensor  # ... or it comes by permutes of neighbours, ...
         if after:  # ... and go back by two all-to-alls, as compilers do it

@@ -159,8 +159,8 @@ def plan(
     - `model`: a function `(key, **options) -> model`, as for `init_model`, or an abstract model.
     - `loss_fn`, `optimizer`: those of the run.
     - `batch`: the batch for `loss_fn`, over all devices. Its arrays may be abstract.
-    - `target`: `"v4:2x2x4"`, `"v5e:4x4"` or the like for TPUs; `"a100-40g:4"`, `"h100:8"` or the like for the
-        GPUs of one server; a sequence of devices; or `None` for the devices of this machine.
+    - `target`: for TPUs, for example `"v4:2x2x4"` or `"v5e:4x4"`; for the GPUs of one server, for example
+        `"a100-40g:4"` or `"h100:8"`; a sequence of devices; or `None` for the devices of this machine.
 
     **Other arguments:**
 

@@ -300,7 +300,7 @@ def in_own_context(function: Callable[A, R]) -> Callable[A, R]:
 
 
 def _mesh_on(x: Any) -> Any:
-    """The mesh that an array lies on. This also works under a trace."""
+    """The mesh of an array. This also works under a trace."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else getattr(x, "sharding", None)
     return getattr(sharding, "mesh", None)
 
@@ -309,8 +309,8 @@ def _mesh_on(x: Any) -> Any:
 def context_of(*trees: Any) -> Iterator[None]:
     """Unset the current mesh while the context lasts.
 
-    The mesh stays set if it is the first mesh among `trees`, or else the first mesh that their arrays lie on.
-    It also stays set if they lie on no mesh.
+    The mesh stays set if it is the first mesh among `trees`, or else the mesh of the first array that has one.
+    It also stays set if the arrays are on no mesh.
 
     Raises `ValueError` if `trees` contain no mesh, under a `jit` for other devices or for the same devices in
     another order.
@@ -325,7 +325,7 @@ def context_of(*trees: Any) -> Iterator[None]:
         return
     try:
         own: Any = jax.set_mesh(None)
-    except ValueError:  # a trace already has its devices, in the order of the mesh that is set
+    except ValueError:  # the devices of a trace are already decided, in the order of the mesh that is set
         if not given and not (_products(mesh) <= _products(found) and mesh.size == found.size):
             raise ValueError(
                 f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "

@@ -28,7 +28,7 @@ def lay_out(traced: TracedStep, mesh: Mesh | AbstractMesh, dims: Mapping[str, in
         walk = walk_through(traced)
         values = Values(walk, axis_size(mesh, "tensor"), num_batch_shards(mesh), compiler_of(mesh).merges)
         solution = solve(values, fixed={i: dims.get(path) for i, path in enumerate(traced.paths)})
-    except Exception as error:  # no solution, or a program of a newer JAX: it runs as it is
+    except Exception as error:  # no solution, or a program of a newer JAX: it runs unchanged
         warnings.warn(f"the activations are left to the compiler: {error}.", ShardingWarning, stacklevel=2)
         return traced.jaxpr
     return _Constraints(solution, mesh).program(traced.jaxpr, walk.bodies[-1])
@@ -163,8 +163,8 @@ class _Constraints:
     def _apart(self, visit: Step) -> list[int]:
         """Return the padded dims that the batch splits either before or after, but not both.
 
-        With padding between elements, or negative padding, XLA's partitioner computes wrong numbers there (as
-        in plain JAX 0.10.2 under the same constraints), so these dims stay whole on both sides.
+        With padding between elements, or negative padding, XLA's partitioner computes wrong values there (as in
+        plain JAX 0.10.2 under the same constraints), so these dims stay whole on both sides.
         """
         if visit.equation.primitive.name != "pad":
             return []

@@ -83,10 +83,9 @@ Shardings: TypeAlias = Sequence[NamedSharding | None]
 def gather_where_used(
     program: Program, layout: Shardings, *, reshard: bool | None = True
 ) -> tuple[Program, Policy | None]:
-    """Gather the inputs of `program` that are stored split by `layout`. No number changes.
+    """Gather the inputs of `program` that are stored split by `layout`. No value changes.
 
-    An operation that reads a weight number by number, such as a cast, reads it split, and so does a sum to a
-    scalar.
+    An elementwise operation on a weight, such as a cast, reads it split, and so does a sum to a scalar.
 
     - `reshard`: the `reshard_after_forward` of `train_step`.
 

@@ -62,7 +62,7 @@ def init_state(
     **Raises:**
 
     `ValueError` that names the leaf: two leaves share a buffer, a static field has an array or an unhashable
-    value, arrays lie on different meshes, an array is deleted, or no leaf is trainable although you passed an
+    value, arrays are on different meshes, an array is deleted, or no leaf is trainable although you passed an
     optimizer.
     """
     if isinstance(model, TrainState):

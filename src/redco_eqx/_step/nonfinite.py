@@ -94,7 +94,7 @@ def find_nonfinite(state: TrainState, batch: Batch, *, loss_fn: LossFn) -> str:
     """Describe the first metric that is not finite, or else the first parameter with such a gradient.
 
     Operations run one at a time, and are not compiled as a whole. So under `jax_debug_nans` or
-    `jax_debug_infs`, the operation that makes the first such number raises `FloatingPointError` from its line
+    `jax_debug_infs`, the operation that produces the first such value raises `FloatingPointError` from its line
     of `loss_fn`. Microbatches are treated as one batch.
     """
     key = stream(state, TRAIN)

@@ -193,7 +193,7 @@ def layout_of(state: TrainState) -> dict[str, NamedSharding] | None:
 
 
 def state_mesh(state: TrainState) -> Mesh:
-    """The mesh that a state lies on.
+    """The mesh of a state.
 
     Raises `ValueError` if the state was donated or deleted, or if this kind of mesh cannot be used.
     """

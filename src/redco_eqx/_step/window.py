@@ -1,4 +1,4 @@
-"""Steps that guard against numbers that are not finite, and metrics that are added up on the devices."""
+"""Steps that guard against values that are not finite, and metrics that are added up on the devices."""
 
 import dataclasses
 from collections.abc import Callable

@@ -97,7 +97,7 @@ def fit(
         evaluation or the end comes first.
     - `loggers`: functions that are called on process 0 with `(step, row)`. By default, a [`ConsoleLogger`][],
         which also shows a progress bar on a terminal. `()` prints nothing at all. Names in a row are
-        `train/loss`, `eval/loss` and the like.
+        `train/loss`, `eval/loss` and others.
     - `step_timeout_seconds`: if no step of training or evaluation finishes within this time, prints the stack
         of each thread and ends all processes. The time to compile a step counts, and so does the time to return
         to a place in a stream, which may have to be read again.

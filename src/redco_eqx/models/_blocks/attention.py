@@ -103,7 +103,7 @@ def flash_attention(
 
     It needs a GPU of compute capability 8.0 (Ampere) or later, bfloat16 or float16, and a head size that cuDNN
     supports. Rows must divide over `data` and `fsdp`, and heads over `tensor`. The mesh of the arrays says
-    which devices the program is for, so the arrays must lie on a mesh.
+    which devices the program is for, so the arrays must be on a mesh.
 
     It can be differentiated once, in reverse mode, but not with `jax.jvp` or a second time.
 

@@ -130,7 +130,7 @@ class Context:
         unit: int = 1,
     ) -> Hidden:
         """Add branches to the stream: pairs of an input and the projection that closes it. They share one sum
-        over `tensor`. If dropout is active, each has its own dropout, and is summed by itself.
+        over `tensor`. If dropout is active, each has its own dropout, and is summed separately.
         """
         if any(drops(layer, key) for key in keys):
             for (hidden, close), key in zip(branches, keys, strict=True):

@@ -52,9 +52,9 @@ def load_pretrained(
     folder of one part of a diffusers pipeline.
 
     Loading computes nothing. No array is ever whole on the host unless a device has it whole: each process
-    reads each slice once, directly for the devices that need it. Weights lie in `model.safetensors`, or in the
+    reads each slice once, directly for the devices that need it. Weights are in `model.safetensors`, or in the
     files that `model.safetensors.index.json` names. For a part of a pipeline, whose `config.json` has a
-    `_class_name` instead of a `model_type`, they lie in `diffusion_pytorch_model.safetensors`.
+    `_class_name` instead of a `model_type`, they are in `diffusion_pytorch_model.safetensors`.
 
     It also accepts files of the bare model, norms with `gamma` and `beta`, and the attention of an autoencoder
     under its old names, even as convolutions of one pixel. It ignores masks and frequencies among the keys.
