@@ -140,7 +140,7 @@ def test_what_is_not_supported_is_refused_by_name(saved):
             model = models.load_stable_diffusion(saved, scheduler=models.DDIMScheduler())
             assert model.scheduler == models.DDIMScheduler()
         (saved / file).write_text(text)
-    with pytest.raises(FileNotFoundError, match=r"model_index\.json is not there"):
+    with pytest.raises(FileNotFoundError, match=r"model_index\.json does not exist"):
         models.load_stable_diffusion(saved / "unet")
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_began_otherwise_is_refused(mesh: Any, tmp_path: pathlib.Path
     ]
     for other, what in cases:
         begin = state(**other)
-        with pytest.raises(ValueError, match=rf"is another one: it has {what}\. To begin a new run"):
+        with pytest.raises(ValueError, match=rf"is a different one: it has {what}\. To begin a new run"):
             run(begin, tmp_path)
         assert_same(begin, state(**other))  # nothing was taken over
     assert_same(run(state(factor=1 + 1e-6), tmp_path), expected)  # another compiler's last bits
@@ -134,7 +134,7 @@ def test_functions_that_compute_something_else_are_named_once(
     begun(tmp_path)
     for _ in range(2):  # then they are those of the run
         fit(checkpoints=tmp_path, **changed)
-    said = [str(w.message) for w in recwarn if "something else than in the run so far" in str(w.message)]
+    said = [str(w.message) for w in recwarn if "something different from the run so far" in str(w.message)]
     verb = "computes" if names == "optimizer" else "compute"
     assert [text.partition(" something")[0] for text in said] == (
         [f"fit: {names} of this call {verb}"] if names else []

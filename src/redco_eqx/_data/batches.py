@@ -167,7 +167,7 @@ class Epochs:
         if not 0 <= start <= num_batches:
             raise ValueError(
                 f"batches: start={start}, but the epoch has {num_batches} batches ({num_examples} examples, "
-                f"batch_size={self.batch_size}). It must lie in 0..{num_batches}."
+                f"batch_size={self.batch_size}). It must be in 0..{num_batches}."
             )
 
         def job(index: int) -> Job:

@@ -108,7 +108,7 @@ def why_whole(
 
 def _why_not(split: Split, leaf: int, costs: Costs, layout: Mapping[int, int], paths: Sequence[str]) -> str:
     if split.number in layout.values():
-        return "is split elsewhere, but this array is better whole"
+        return "is split elsewhere, but this array is better left whole"
     if worth(costs, split) > 0:
         clashing = {n for group in costs.clashes if split.number in group for n in group}
         others = [(paths[other], number) for other, number in layout.items() if number in clashing]

@@ -109,7 +109,7 @@ class Prediction:
         if self.at_least > 0:
             gap = f"{self.num_bytes / self.at_least:.2f} times that"
             total += f"; at least {size_text(self.at_least)} with as little memory, this is {gap}"
-        unknown = [f"not understood, and taken to need operands whole: {', '.join(self.opaque)}"]
+        unknown = [f"operations without a rule, assumed to need whole operands: {', '.join(self.opaque)}"]
         lines = [total, *(f"  {line}" for line in self.lines), *self.advice, *(unknown if self.opaque else [])]
         return "\n".join(lines)
 

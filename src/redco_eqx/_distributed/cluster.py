@@ -63,7 +63,7 @@ def find_launch(
             return None
     if number is not None and process is not None and not 0 <= process < number:
         raise ValueError(
-            f"initialize_distributed: process_id={process}, but with num_processes={number} it must lie in "
+            f"initialize_distributed: process_id={process}, but with num_processes={number} it must be in "
             f"0..{number - 1}. Each process has its own."
         )
     if number == 1:

@@ -87,7 +87,7 @@ class MeshPlan:
 
 
 _FOR_STATE = "to hold the state: more devices for fsdp or tensor, or larger ones"
-_FOR_STEP = "to need less: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
+_FOR_STEP = "to use less memory: microbatches (see the table), recomputed layers, more fsdp, or larger devices"
 
 
 def _of_memory(memory: Memory, capacity: int) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ def attempt(trial: Trial, step: Callable[..., tuple[TrainState, Metrics]], capac
         if "RESOURCE_EXHAUSTED" not in message:
             failure = f"does not compile: {message.strip().splitlines()[0][:200]}"
     fits = found is not None and peak is not None and peak <= capacity
-    needed = "more than there is" if peak is None else f"{gib(peak)} GiB"
+    needed = "more than a device has" if peak is None else f"{gib(peak)} GiB"
     return dataclasses.replace(
         trial,
         memory=dataclasses.replace(trial.memory, peak=peak),

@@ -106,7 +106,7 @@ def make_mesh(
     if mesh is not None:
         if (tensor, fsdp, data, devices) != (1, 1, -1, None):
             raise ValueError(
-                "make_mesh: mesh= has its sizes and devices. Leave out tensor, fsdp, data, devices."
+                "make_mesh: mesh= already has sizes and devices. Leave out tensor, fsdp, data, devices."
             )
         return _renamed(mesh, tuple(mesh.axis_names if names is None else names))
     if names is not None:

@@ -146,7 +146,7 @@ def _placement(
         if other != mesh and (other.size > 1 or _described(other) != _described(mesh)):
             raise ValueError(
                 f"init_state: {source} lies on {_described(mesh)}, but {path} on {_described(other)}. Place "
-                "the whole model by eqx.filter_shard(model, shard_rules(model, mesh))."
+                "the whole model with eqx.filter_shard(model, shard_rules(model, mesh))."
             )
     whole = replicated(mesh)
     layout = {path: layout.get(path, whole) for path in arrays}

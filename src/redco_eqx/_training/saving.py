@@ -103,7 +103,7 @@ class Saver:
         if info is not None and changed and info.versions == versions():  # other versions may trace differently
             warnings.warn(
                 f"fit: {' and '.join(changed)} of this call compute{'s' * (len(changed) == 1)} something "
-                f"else than in the run so far, which continues from {info.path}.",
+                f"different from the run so far, which continues from {info.path}.",
                 stacklevel=7,
             )
         return dataclasses.replace(run, identity={**(run.identity or {}), **programs})
@@ -232,7 +232,7 @@ def _check_same(path: pathlib.Path, before: RunRecord, run: RunRecord, *, allow_
         others = [what for what in others if "example" in what]
     if others:
         raise ValueError(
-            f"fit: the run in {path.parent} is another one: it has {' and '.join(others)}. To begin a new run, "
-            "pass another directory. To continue that run, pass the model, the key and the examples that it "
-            "began with. To continue it anyway, pass Checkpoints(..., allow_changes=True)."
+            f"fit: the run in {path.parent} is a different one: it has {' and '.join(others)}. To begin a new "
+            "run, pass another directory. To continue that run, pass the model, the key and the examples that "
+            "it began with. To continue it anyway, pass Checkpoints(..., allow_changes=True)."
         )

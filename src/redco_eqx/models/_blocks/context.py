@@ -218,7 +218,7 @@ def check_tokens(
     if max_positions is not None and shape[1] > max_positions and not is_branching:
         raise ValueError(
             f"input_ids has {shape[1]} tokens a row, but the model has a table of {max_positions} "
-            "positions. Cut the texts, or pass them in parts."
+            "positions. Truncate the texts, or pass them in parts."
         )
 
 

@@ -128,12 +128,12 @@ class Scheduler(abc.ABC):
         if timesteps[0] >= num:
             raise ValueError(
                 f"{type(self).__name__}: steps_offset={self.steps_offset} leads {num_steps} steps to timestep "
-                f"{timesteps[0]}, but the last of num_train_timesteps={num} is {num - 1}. Take fewer steps."
+                f"{timesteps[0]}, but the last of num_train_timesteps={num} is {num - 1}. Use fewer steps."
             )
         if self.prediction_type == "epsilon" and self.alphas_cumprod[timesteps[0]] == 0:
             raise ValueError(
                 f"{type(self).__name__}: timestep {timesteps[0]} is pure noise, from which "
-                "prediction_type='epsilon' tells nothing. Take 'v_prediction' with rescale_betas_zero_snr."
+                "prediction_type='epsilon' says nothing. Use 'v_prediction' with rescale_betas_zero_snr."
             )
         return timesteps
 

@@ -222,7 +222,7 @@ class BertModel(Model):
     def pool(self, hidden: Hidden) -> Float[Array, "b size"]:
         """Return a vector for the whole text."""
         if self.pooler is None:
-            raise ValueError("pool: this model has no pooler, because its head does without one.")
+            raise ValueError("pool: this model has no pooler, because its head does not use one.")
         return jnp.tanh(self.pooler.dense(hidden[:, 0]))
 
 

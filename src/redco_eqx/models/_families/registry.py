@@ -122,7 +122,7 @@ def read_family(raw: Mapping[str, Json], family: Family | None = None) -> tuple[
         )
     if raw.get("quantization_config") is not None:
         raise ValueError(
-            "config.json: quantization_config is not supported. Take the checkpoint that was not quantized."
+            "config.json: quantization_config is not supported. Use a checkpoint that is not quantized."
         )
     config_class, model_class = families[model_type]
     if family is None:

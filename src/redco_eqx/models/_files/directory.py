@@ -231,7 +231,7 @@ def check_links(source: Path, directory: Path, folders: Iterable[Path] = ()) -> 
         if not is_inside or (file.is_symlink() and file.is_dir()):
             raise ValueError(
                 f"{file} is a link to {real}, but only links to files of the same checkpoint, or of the hub's "
-                "cache, are copied with it. If it is meant, put a copy of what it leads to in its place."
+                "cache, are copied with it. If it is intended, replace it with a copy of its target."
             )
 
 

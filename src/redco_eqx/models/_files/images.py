@@ -70,8 +70,8 @@ class ImageProcessor:
             height, width = _target(self.size, image.height, image.width)
             if height * width > MAX_SIDE**2:
                 raise ValueError(
-                    f"ImageProcessor: size={self.size} makes {height} x {width} of an image {image.height} x "
-                    f"{image.width}, but {MAX_SIDE**2} pixels is the limit. Crop it, or leave it out."
+                    f"ImageProcessor: size={self.size} resizes an image of {image.height} x {image.width} to "
+                    f"{height} x {width}, but the limit is {MAX_SIDE**2} pixels. Crop it, or leave it out."
                 )
             image = image.resize((width, height), resample=self.resample)
         x = np.asarray(image)
@@ -94,7 +94,7 @@ def load_image_processor(directory: str | os.PathLike[str]) -> ImageProcessor:
     file = Path(directory) / PREPROCESSOR
     if not file.is_file():
         raise FileNotFoundError(
-            f"load_image_processor: {file} is not there, which says how images are prepared."
+            f"load_image_processor: {file} does not exist, but it says how to prepare images."
         )
     raw = read_json(file)
     try:

@@ -173,9 +173,7 @@ def _read_config(directory: Path, family: Family | None, entries: Mapping[str, J
         )
     file = config_file(directory)
     if not file.is_file():
-        raise FileNotFoundError(
-            f"load_pretrained: {directory} has no config.json, which says what the model is."
-        )
+        raise FileNotFoundError(f"load_pretrained: {directory} has no config.json, which describes the model.")
     generation = directory / GENERATION
     try:
         config, make_model = read_family({**read_json(file), **entries}, family)
@@ -202,7 +200,7 @@ def _check_layers(
         value = getattr(config, name, 1)
         most = 1 + max((int(i) for key in stored for i in re.findall(r"\.(\d+)\.", key)), default=0)
         if max(value if isinstance(value, tuple) else (value,)) > most:
-            problems.append(f"{name}={value}, the files have at most {most} alike in a row")
+            problems.append(f"{name}={value}, the files have at most {most} in a row")
     if problems:
         raise ValueError(
             f"load_pretrained: config.json in {directory} does not belong to the weights beside it: "

@@ -85,7 +85,7 @@ def save_lora(model: Model, directory: str | os.PathLike[str], *, base: str | No
     if alone:
         raise ValueError(
             f"save_lora: {first_few(alone, most=3)} have no place in peft's format, because elsewhere they are "
-            f"parts of {parts[alone[0].rpartition('.')[2]]}. Save them with the model, by merge_lora."
+            f"parts of {parts[alone[0].rpartition('.')[2]]}. Use merge_lora to save them with the model."
         )
     entries = [entry for entry in entries_of(model) if _FACTOR.search(entry.path)]
     arrays = {entry.path: to_arrays(model)[entry.path] for entry in entries}
@@ -188,7 +188,7 @@ def _read_config(file: Path) -> tuple[int, float]:
             only = f", only {' or '.join(map(repr, _ONLY[name]))}" if name in _ONLY else ""
             raise ValueError(
                 f"load_lora: {file}: {name}={value!r} is not supported{only}. The logits would be wrong. "
-                "Merge it in peft by model.merge_and_unload().save_pretrained(new), and open that instead."
+                "Merge it in peft with model.merge_and_unload().save_pretrained(new), and open that instead."
             )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

@@ -73,7 +73,7 @@ def load_stable_diffusion(
     file = directory / INDEX
     if not file.is_file():
         raise FileNotFoundError(
-            f"load_stable_diffusion: {file} is not there, which names the parts of the model."
+            f"load_stable_diffusion: {file} does not exist, but it names the parts of the model."
         )
     index = read_json(file)
     if index.get("_class_name") != PIPELINE:
@@ -99,12 +99,12 @@ def _read_scheduler(directory: Path, entry: Json) -> Scheduler:
     if name not in SCHEDULERS:
         raise ValueError(
             f"{directory.parent / INDEX}: scheduler={name!r} is not supported, only {', '.join(SCHEDULERS)}. "
-            "Pass one of these by scheduler=, made with the betas and prediction_type of "
+            "Pass one of these as scheduler=, created with the betas and prediction_type of "
             f"{directory.name}/{SCHEDULER}."
         )
     file = directory / SCHEDULER
     if not file.is_file():
-        raise FileNotFoundError(f"load_stable_diffusion: {file} is not there, which says how noise is added.")
+        raise FileNotFoundError(f"load_stable_diffusion: {file} does not exist, but it says how to add noise.")
     try:
         scheduler: Scheduler = SCHEDULERS[name].from_json(read_json(file))
     except ValueError as error:

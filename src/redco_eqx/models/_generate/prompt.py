@@ -115,7 +115,7 @@ def _check_tokens(name: str, argument: str, model: Decoder, ids: Tokens, mask: T
         row, place = map(int, outside[0])
         raise ValueError(
             f"{name}: {argument}[{row}, {place}] is {ids[row, place]}, but the model's tokens are 0 to "
-            f"{size - 1}. Use the model's own tokenizer, or mask what is padding by attention_mask."
+            f"{size - 1}. Use the model's own tokenizer, or mask the padding with attention_mask."
         )
 
 
