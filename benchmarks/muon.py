@@ -51,7 +51,8 @@ def row(mesh: Mesh, optimizer: optax.GradientTransformation) -> tuple[float, int
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    head = ["mesh", "optimizer", "MiB sent", "of AdamW's", "collectives", "GFLOP", "of optax's, same matrices"]
+    ratios = "MiB, ratio to AdamW", "GFLOP, ratio to optax with the same matrices"
+    head = ["mesh", "optimizer", "MiB sent", ratios[0], "collectives", "GFLOP", ratios[1]]
     rows = [head]
     meshes = {
         "data 8": rx.make_mesh(),

@@ -162,7 +162,7 @@ EXAMPLES = {
         },
         upstream=(161,),
         official="cbfinn/maml@a7f45f1: 639 + 40 to prepare images",
-        more="reads images from three sources, and trains a second model for comparison",
+        more="reads images from three sources and trains a second model for comparison",
         along=("inner steps", 0),
     ),
 }
