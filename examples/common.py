@@ -14,19 +14,17 @@ import redco_eqx as rx
 def flags(doc: str | None, *, batch_size: int, epochs: int | None, trains: bool = True) -> ArgumentParser:
     """Return a parser with the flags that all examples share. Each example adds its own."""
     parser = ArgumentParser(description=doc, formatter_class=RawTextHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=2, help="devices that share each layer's matrices (2)")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest (1)")
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8); 0: the machine's own")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (0)")
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="over all devices (%(default)s)")
-    parser.add_argument("--output", type=pathlib.Path, help="a directory for predictions or models")
+    parser.add_argument("--tensor", type=int, default=2, help="devices that split each layer's matrices (2)")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the stored parameters (1)")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8); 0: real devices")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (0)")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="total, all devices (%(default)s)")
+    parser.add_argument("--output", type=pathlib.Path, help="directory for predictions or models")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     if trains:
         parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data (%(default)s)")
-        parser.add_argument("--quick", action="store_true", help="a short run, to check that the example works")
-        parser.add_argument(
-            "--checkpoints", type=pathlib.Path, help="a directory to save in and to resume from"
-        )
+        parser.add_argument("--quick", action="store_true", help="short run, to check that the example works")
+        parser.add_argument("--checkpoints", type=pathlib.Path, help="directory to save in and to resume from")
     return parser
 
 

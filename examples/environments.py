@@ -84,10 +84,10 @@ def start(
 ) -> tuple[argparse.Namespace, Mesh]:
     """Call `common.start` with more flags: the environments, how many of each run at a time, and the steps."""
     parser = common.flags(doc, **defaults)
-    parser.add_argument("--env", nargs="+", default=env, help="names of gymnasium (%(default)s)")
-    parser.add_argument("--num-envs", type=int, default=num_envs, help="at a time (%(default)s)")
-    parser.add_argument("--steps", type=int, default=steps, help="of all at a time together (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="so many, from --seed on (3)")
+    parser.add_argument("--env", nargs="+", default=env, help="gymnasium environments (%(default)s)")
+    parser.add_argument("--num-envs", type=int, default=num_envs, help="environments at a time (%(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, help="total over the environments (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from --seed (3)")
     args, mesh = common.start(parser, argv)
     if args.checkpoints:
         raise ValueError(

@@ -154,12 +154,12 @@ def bigram_bits_per_byte(train: UInt8[np.ndarray, "n length"], test: UInt8[np.nd
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, evaluate and generate. Return the numbers and the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, help="of training; 800, or 100 if quick")
+    parser.add_argument("--steps", type=int, help="number of training steps (800; quick: 100)")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--tensor", type=int, default=4, help="devices that share each layer's matrices")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the machine's own")
-    parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--tensor", type=int, default=4, help="devices that split each layer's matrices")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the stored parameters")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: real devices")
+    parser.add_argument("--quick", action="store_true", help="short run, to check that it works")
     args = parser.parse_args(argv)
     if args.devices:
         jax.config.update("jax_platforms", "cpu")

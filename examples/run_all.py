@@ -307,7 +307,7 @@ def main(names: Sequence[str]) -> None:
     """Run the examples one after the other, each in a separate process, and replace their rows."""
     unknown = sorted(set(names) - set(EXAMPLES))
     if unknown:
-        sys.exit(f"error: there is no example {unknown[0]!r}, but {', '.join(EXAMPLES)}.")
+        sys.exit(f"error: no example is called {unknown[0]!r}; there are {', '.join(EXAMPLES)}.")
     page = HERE / "README.md"
     lines = {name: lines_of(name) for name in EXAMPLES}
     short: list[str] = []

@@ -18,7 +18,7 @@ KINDS: dict[Any, int] = {ast.Module: 0, ast.ClassDef: 1, ast.FunctionDef: 2, ast
 
 def add_flags(parser: Any) -> None:
     """Add the flags for the directory of a table, and for its columns."""
-    parser.add_argument("--data", help="a directory with your own data")
+    parser.add_argument("--data", help="directory with your own data")
     parser.add_argument("--text", nargs="+", default=["sentence"], help="columns of the text")
     parser.add_argument("--label", default="label", help="column of the class or number")
     parser.add_argument("--columns", nargs="+", help="names of all columns, if the first line has none")

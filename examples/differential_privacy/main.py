@@ -101,10 +101,10 @@ def poisson_sample(step: int, *, examples: Any, rate: float, places: int, seed: 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Return the accuracy over time, with privacy and without, and the final accuracy without it."""
     parser = common.flags(__doc__, batch_size=256, epochs=40)
-    parser.add_argument("--data", help="a directory with the files of MNIST")
-    parser.add_argument("--epsilon", type=float, default=3.0, help="of the guarantee (epsilon, delta)")
-    parser.add_argument("--delta", type=float, default=1e-4, help="less than one in the number of examples")
-    parser.add_argument("--clip", type=float, default=1.0, help="bound of the norm of an example's gradient")
+    parser.add_argument("--data", help="directory with the files of MNIST")
+    parser.add_argument("--epsilon", type=float, default=3.0, help="epsilon of the guarantee (3)")
+    parser.add_argument("--delta", type=float, default=1e-4, help="delta: below 1 / number of examples")
+    parser.add_argument("--clip", type=float, default=1.0, help="limit on the norm of each gradient")
     args, mesh = common.start(parser, argv)
     train, held_out = ([(x, y, 1.0) for x, y in split] for split in digits_data.digits(args.data))
     rate = args.batch_size / len(train)

@@ -125,15 +125,15 @@ def round_by_fit(state: rx.TrainState, train: list[Any], rows: np.ndarray, **arg
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     """Return the accuracy over time for each case, beside that of central training on the same data."""
     parser = common.flags(__doc__, batch_size=4, epochs=40)
-    parser.add_argument("--data", help="a directory with the files of MNIST")
-    parser.add_argument("--clients", type=int, default=100, help="among whom the examples are dealt (100)")
-    parser.add_argument("--clients-per-round", type=int, default=20, help="who take part in a round (20)")
-    parser.add_argument("--local-epochs", type=int, default=5, help="of a client in a round (5)")
-    parser.add_argument("--rounds", type=int, default=100, help="averages (%(default)s)")
+    parser.add_argument("--data", help="directory with the files of MNIST")
+    parser.add_argument("--clients", type=int, default=100, help="total number of clients (100)")
+    parser.add_argument("--clients-per-round", type=int, default=20, help="clients in each round (20)")
+    parser.add_argument("--local-epochs", type=int, default=5, help="epochs per client and round (5)")
+    parser.add_argument("--rounds", type=int, default=100, help="number of rounds (%(default)s)")
     parser.add_argument(
-        "--fit-rounds", type=int, default=2, help="of them, done again with a fit per client (2)"
+        "--fit-rounds", type=int, default=2, help="rounds to repeat with one fit per client (2)"
     )
-    parser.add_argument("--learning-rate", type=float, default=0.3, help="of each client's SGD (0.3)")
+    parser.add_argument("--learning-rate", type=float, default=0.3, help="SGD's, on each client (0.3)")
     args, mesh = common.start(parser, argv)
     if args.quick:
         args.rounds, args.fit_rounds, args.epochs = 8, 1, 5

@@ -168,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     parser = common.flags(__doc__, batch_size=32, epochs=4)
     table_data.add_flags(parser)
     parser.add_argument("--task", choices=PROBLEMS, nargs="+", default=PROBLEMS, help="tasks to train (both)")
-    parser.add_argument("--model", help="directory of a BERT or RoBERTa; by default a new one is made")
-    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 3e-4 for a new model")
-    parser.add_argument("--length", type=int, default=64, help="of a text or of a pair, in tokens")
+    parser.add_argument("--model", help="directory of a BERT or RoBERTa; by default, a new one")
+    parser.add_argument("--rate", type=float, help="learning rate (checkpoint: 2e-5, new model: 3e-4)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per text or pair")
     args, mesh = common.start(parser, argv)
     args.rate = args.rate or (2e-5 if args.model else 3e-4)
     with tempfile.TemporaryDirectory() as directory:

@@ -141,11 +141,11 @@ def load_or_make(args: Any, mesh: Any, train: Sequence[Any]) -> tuple[Any, Any, 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Return the scores of the captions after each epoch, and those of the most frequent caption."""
     parser = common.flags(__doc__, batch_size=32, epochs=5)
-    parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
-    parser.add_argument("--data", help="directory in COCO's form, in place of digits")
-    parser.add_argument("--length", type=int, default=16, help="of a caption, in tokens (16)")
-    parser.add_argument("--beams", type=int, default=4, help="number of beams of the search (4)")
-    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, 3e-3 for a new model")
+    parser.add_argument("--model", help="directory of a checkpoint; by default, a new model")
+    parser.add_argument("--data", help="directory in COCO's format, instead of digits")
+    parser.add_argument("--length", type=int, default=16, help="tokens per caption (16)")
+    parser.add_argument("--beams", type=int, default=4, help="number of beams (4)")
+    parser.add_argument("--rate", type=float, help="learning rate (checkpoint: 2e-5, new model: 3e-3)")
     args, mesh = common.start(parser, argv)
     if args.data:
         train, held_out = coco(args.data, "train2017"), coco(args.data, "val2017")

@@ -65,18 +65,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the texts, the tokens per second, and the perplexity of the file."""
     parser = common.flags(__doc__, batch_size=8, epochs=None, trains=False)
     parser.add_argument("--model", required=True, help="directory of a checkpoint")
-    parser.add_argument("--prompts", required=True, type=pathlib.Path, help="a text, or a JSON list")
-    parser.add_argument("--length", type=int, default=128, help="of prompts and what is measured, in tokens")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="of each text that is written")
-    parser.add_argument("--num-beams", type=int, default=1, help="texts that are followed; 1: none is searched")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of what is drawn; 0: the most probable")
-    parser.add_argument("--dtype", help="of the model, as bfloat16; by default that of the file")
+    parser.add_argument("--prompts", required=True, type=pathlib.Path, help="text file or JSON list")
+    parser.add_argument("--length", type=int, default=128, help="tokens per prompt or measured text")
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="tokens to write for each prompt")
+    parser.add_argument("--num-beams", type=int, default=1, help="number of beams; 1: no search")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--dtype", help="such as bfloat16; by default, that of the file")
     args, mesh = common.start(parser, argv)
     text = args.prompts.read_text("utf-8")
     rows = json.loads(text) if args.prompts.suffix == ".json" else text.splitlines()
     for i, row in enumerate(rows or [{}]):
         if not isinstance(row, str) and "instruction" not in row:
-            raise ValueError(f"--prompts {args.prompts}: row {i} is no text, nor has it an instruction.")
+            raise ValueError(f"--prompts {args.prompts}: row {i} is neither a text nor an instruction.")
     prompts = [row if isinstance(row, str) else code_data.prompt(row) for row in rows]
     tokenizer = code_data.load_tokenizer(args.model)
     model = models.load_pretrained(args.model, mesh, dtype=args.dtype, stacked=True)

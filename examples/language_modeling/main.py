@@ -99,12 +99,12 @@ def infer(args: Any, task: str, model: Any, tokenizer: Any, rows: list[Any]) -> 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], float]]:
     """Return each task's bits per byte of held-out text: before, during and after, and by a bigram."""
     parser = common.flags(__doc__, batch_size=8, epochs=1)
-    parser.add_argument("--model", help="directory of a checkpoint; by default a new model is made")
-    parser.add_argument("--data", help="JSON list of objects with instruction, output and perhaps input")
-    parser.add_argument("--text", help="directory in WikiText's form: its articles instead of code")
-    parser.add_argument("--tasks", nargs="+", choices=RATES, help="all that there is data for, by default")
-    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint, else 5e-3, then 1e-3")
-    parser.add_argument("--length", type=int, default=128, help="of an example, in tokens")
+    parser.add_argument("--model", help="directory of a checkpoint; by default, a new model")
+    parser.add_argument("--data", help="JSON list of objects with instruction, output and optionally input")
+    parser.add_argument("--text", help="directory in WikiText's format, instead of code")
+    parser.add_argument("--tasks", nargs="+", choices=RATES, help="by default, all tasks that have data")
+    parser.add_argument("--rate", type=float, help="learning rate (checkpoint: 2e-5; else 5e-3, then 1e-3)")
+    parser.add_argument("--length", type=int, default=128, help="tokens per example")
     args, mesh = common.start(parser, argv)
     rates = dict.fromkeys(RATES, args.rate or 2e-5) if args.rate or args.model else RATES
     records = args.data and code_data.read_records(args.data)

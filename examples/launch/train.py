@@ -44,8 +44,8 @@ def main():
     """Train, evaluate, and print one line."""
     rx.initialize_distributed()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer's matrices")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters at rest")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that split each layer's matrices")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the stored parameters")
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
 

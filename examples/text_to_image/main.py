@@ -138,7 +138,7 @@ def read_folder(args: Any) -> list[tuple[Any, str, float]]:
     files, kinds = sorted(pathlib.Path(args.data).glob("*")), Image.registered_extensions()
     examples = [(Image.open(x).convert("RGB"), args.prompt, 1.0) for x in files if x.suffix.lower() in kinds]
     if not examples:
-        raise ValueError(f"--data {args.data}: there is no picture in it.")
+        raise ValueError(f"--data {args.data}: it contains no picture.")
     return examples
 
 
@@ -233,17 +233,17 @@ def fine_tune(args: Any, mesh: Any, predict: Any) -> tuple[Any, Any, dict[str, A
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[Any, float]]:
     """Return the results, each with its baseline, of `learn_digits` or `fine_tune`."""
     parser = common.flags(__doc__, batch_size=64, epochs=16)
-    parser.add_argument("--model", help="directory of Stable Diffusion; by default a model of digits is made")
-    parser.add_argument("--data", default=".", help="a folder of pictures to fine-tune on")
-    parser.add_argument("--prompt", default="a photo of sks dog", help="the text of these pictures")
-    parser.add_argument("--class-prompt", help="the text of the model's own pictures, to train on besides")
-    parser.add_argument("--class-images", type=int, default=100, help="how many of these (%(default)s)")
-    parser.add_argument("--prior-weight", type=float, default=1.0, help="of their loss (%(default)s)")
-    parser.add_argument("--rate", type=float, default=5e-6, help="of fine-tuning (%(default)s)")
-    parser.add_argument("--sample", nargs="+", help="texts of which to draw a picture; --prompt by default")
-    parser.add_argument("--steps", type=int, default=20, help="of drawing (%(default)s)")
-    parser.add_argument("--guidance", type=float, help="how strictly by the text (7.5; 2 for digits)")
-    parser.add_argument("--picture", default="samples.png", help="where pictures are shown (%(default)s)")
+    parser.add_argument("--model", help="directory of Stable Diffusion; by default, a model of digits")
+    parser.add_argument("--data", default=".", help="folder of pictures to fine-tune on")
+    parser.add_argument("--prompt", default="a photo of sks dog", help="text for these pictures")
+    parser.add_argument("--class-prompt", help="text for pictures by the model itself, also for training")
+    parser.add_argument("--class-images", type=int, default=100, help="number of such pictures (%(default)s)")
+    parser.add_argument("--prior-weight", type=float, default=1.0, help="weight of their loss (%(default)s)")
+    parser.add_argument("--rate", type=float, default=5e-6, help="for fine-tuning (%(default)s)")
+    parser.add_argument("--sample", nargs="+", help="texts to draw pictures for (--prompt)")
+    parser.add_argument("--steps", type=int, default=20, help="sampling steps (%(default)s)")
+    parser.add_argument("--guidance", type=float, help="guidance scale (7.5; digits: 2)")
+    parser.add_argument("--picture", default="samples.png", help="file for the pictures (%(default)s)")
     args, mesh = common.start(parser, argv)
     guidance = args.guidance or (7.5 if args.model else 2.0)
     predict = partial(predict_fn, num_steps=args.steps, guidance_scale=guidance)

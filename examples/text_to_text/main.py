@@ -185,12 +185,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[list[float], floa
     """Return the ROUGE scores of each model's summaries after each epoch, and those of the lead."""
     rx.initialize_distributed()
     parser = common.flags(__doc__, batch_size=32, epochs=8)
-    parser.add_argument("--family", nargs="+", choices=RATES, default=RATES, help="of new models (both)")
-    parser.add_argument("--model", type=pathlib.Path, help="directory of a checkpoint, in place of new models")
-    parser.add_argument("--data", help="a directory with your own data")
-    parser.add_argument("--lengths", nargs=2, type=int, default=[32, 16], help="of both, in tokens (32 16)")
-    parser.add_argument("--beams", type=int, default=4, help="number of beams of the search (4)")
-    parser.add_argument("--rate", type=float, help="of learning; 2e-5 for a checkpoint")
+    parser.add_argument(
+        "--family", nargs="+", choices=RATES, default=RATES, help="families of new models (both)"
+    )
+    parser.add_argument("--model", type=pathlib.Path, help="directory of a checkpoint, instead of new models")
+    parser.add_argument("--data", help="directory with your own data")
+    parser.add_argument("--lengths", nargs=2, type=int, default=[32, 16], help="tokens per text, per summary")
+    parser.add_argument("--beams", type=int, default=4, help="number of beams (4)")
+    parser.add_argument("--rate", type=float, help="learning rate (checkpoint: 2e-5)")
     args, mesh = common.start(parser, argv)
     train, held_out = docstrings(10 if args.quick else 1)
     if args.data:

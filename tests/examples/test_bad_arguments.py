@@ -44,7 +44,7 @@ REFUSED = [
     ("reinforcement_learning.ddpg", "--steps 1000", "--steps 1000"),
     ("reinforcement_learning.ddpg", "--batch-size 1024", "--batch-size 1024 --epochs 64"),
     ("reinforcement_learning.ddpg", "--checkpoints somewhere", "--checkpoints"),
-    ("text_to_image.main", f"--model /nowhere {NOWHERE}", "--data /nowhere: there is no picture in it"),
+    ("text_to_image.main", f"--model /nowhere {NOWHERE}", "--data /nowhere: it contains no picture"),
     ("text_to_text.main", NOWHERE, "--data /nowhere: there is no train as .parquet, .jsonl, .csv in it"),
     ("text_to_text.main", "--quick --model /nowhere", "/nowhere"),
 ]

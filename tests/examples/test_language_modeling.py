@@ -245,7 +245,7 @@ def test_data_that_cannot_be_used_are_named(run, tmp_path):
         assert_ends_with_one_line(example.main, [*TINY, "--data", str(rows)], words)
     for content in ("[]", '["import", {"output": "x"}]', "[{}]"):
         prompts.write_text(content)
-        with pytest.raises(ValueError, match=r"prompts\.json: row \d is no text, nor has it an instruction"):
+        with pytest.raises(ValueError, match=r"prompts\.json: row \d is neither a text nor an instruction"):
             infer(run, "--prompts", str(prompts))
     tokenizer = transformers.AutoTokenizer.from_pretrained(run[0] / "code")
     tokenizer.pad_token = None
