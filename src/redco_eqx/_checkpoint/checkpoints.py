@@ -231,7 +231,8 @@ def _run_of(info: CheckpointInfo) -> tuple[int, str | None] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Says where and when [`fit`][] saves, and which checkpoints to keep. In your own loop, call `open`.
+    """Settings for checkpoints: where and when [`fit`][] saves, and which it keeps. In your own loop, call
+    `open`.
 
     `fit` saves in the background every `every_steps` steps, at its end, and when a signal ends it. Without
     `every_steps`, it saves after each epoch. An evaluation at the same step comes before the save, and its
