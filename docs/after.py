@@ -1,4 +1,4 @@
-"""Says at the top of a page which page's code its own continues from: `after:` in its front matter."""
+"""Add a note to the top of a page that continues the code of another page (`after:` in its front matter)."""
 
 import posixpath
 import re

@@ -94,8 +94,8 @@ def scan_layers(
         Pass `False` under a `vmap` over examples, and `None` for parts with an open layout:
         `scan_layers(fn, layers, (x, cache), batched=(True, None))`.
     - `sequence_parallel`: also splits `x` between layers over `tensor` along dim 1 of
-        `(batch, length, features)`, so that kept activations take proportionally less memory. Pass it to
-        `column` and `row`, too.
+        `(batch, length, features)`, so that kept activations take proportionally less memory. Also pass it to
+        `column` and `row`.
 
     **Returns:**
 

@@ -111,7 +111,7 @@ def cross_entropy(
     number of chunks.
 
     ```python
-    loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])    # the table is the head, too
+    loss = rx.layers.cross_entropy(x[:, :-1], table, tokens[:, 1:])    # the table is also the head
     ```
 
     **Arguments:**

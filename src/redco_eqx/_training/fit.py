@@ -92,7 +92,7 @@ def fit(
     - `checkpoints`: a directory, or [`Checkpoints`][], which also says when to save and which checkpoints to
         keep. If a run that began with `state` has left checkpoints there, that run continues exactly: `fit`
         reads its state, and drops the rows of later steps from `loggers` (with their method `rewind`, if they
-        have one). If a run ended before its first checkpoint, it begins again, and its rows are dropped, too.
+        have one). If a run ended before its first checkpoint, it begins again, and its rows are also dropped.
     - `log_every`: the number of steps that a row of training metrics covers. A row covers fewer if an
         evaluation or the end comes first.
     - `loggers`: functions that are called on process 0 with `(step, row)`. By default, a [`ConsoleLogger`][],
