@@ -49,9 +49,9 @@ def attend(
     - `cap`: bounds the scores smoothly, see `capped`.
     - `implementation`: as for `jax.nn.dot_product_attention`. By default, `flash_attention` on GPUs if there is
         no mask, bias, cap or dropout, and `"xla"` otherwise.
+    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
 
     Raises `ValueError` for a cap with `"cudnn"`, which has none.
-    - `dropout`, `dropout_key`: applied to the probabilities in training mode, if there is a key.
     """
     if cap is not None and implementation == "cudnn":
         raise ValueError("attention='cudnn' cannot bound scores, which this model needs. Leave it out.")
@@ -109,8 +109,8 @@ def flash_attention(
 
     **Arguments:**
 
-    - `causal`: true if a token sees only the tokens up to itself. - `scale`: the factor on the scores;
-        `1 / sqrt(d)` by default.
+    - `causal`: true if a token sees only the tokens up to itself.
+    - `scale`: the factor on the scores; `1 / sqrt(d)` by default.
     """
     mesh = traced_mesh(query, key, value)
     if mesh is None or query.dtype not in (jnp.bfloat16, jnp.float16) or query.shape[1] != key.shape[1]:
