@@ -209,8 +209,8 @@ def test_docstrings_begin_with_a_verb_or_the_thing():
 
 def test_pages_and_docstrings_are_in_plain_words():
     strange = re.compile(
-        r"one's own|belongs? into|all that is yours|whoever (likes|wants)|number by number|order of sums|in vain"
-        r"|the other way round|of other people|beside others|is none of|hand(s|ed)? on\b|, say\)",
+        r"one's own|belongs? into|all that is yours|whoever (likes|wants)|number by number|order of sums"
+        r"|in vain|the other way round|of other people|beside others|is none of|hand(s|ed)? on\b|, say\)",
         re.IGNORECASE,
     )
     pages = [path for place in ("*.md", "docs/**/*.md", "examples/**/*.md") for path in ROOT.glob(place)]
