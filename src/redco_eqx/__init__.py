@@ -1,6 +1,8 @@
 """Distributed training of any Equinox model: two sharding rules, three functions, pure steps."""
 
 import importlib
+import pathlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,42 +47,20 @@ if TYPE_CHECKING:
     from redco_eqx._training.loggers import JSONLLogger as JSONLLogger
     from redco_eqx._training.loggers import TensorBoardLogger as TensorBoardLogger
 
-_NAMES = {
-    "_birth": "init_model",
-    "_checkpoint.checkpoints": "Checkpoints save",
-    "_checkpoint.record": "list_checkpoints",
-    "_checkpoint.restore": "restore",
-    "_compiled.communication": "communication",
-    "_data.batches": "batches",
-    "_data.data": "Data Stream",
-    "_distributed.initialize": "initialize_distributed",
-    "_planning.plan": "plan",
-    "_sharding.mesh": "batch_sharding make_mesh",
-    "_sharding.rules": "explain shard_rules",
-    "_step.init": "init_state",
-    "_step.state": "TrainState",
-    "_step.steps": "eval_step jit_step predict_step train_step",
-    "_step.window": "skip_nonfinite",
-    "_training.course": "Change",
-    "_training.evaluation": "Evaluation evaluate predict",
-    "_training.fit": "fit num_train_steps",
-    "_training.loggers": "ConsoleLogger JSONLLogger TensorBoardLogger",
-    "_base.tree": "by_path cast from_arrays to_arrays",
-    "_base.protocols": "Mean split_activations",
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-_FACES = ("errors", "layers", "types")
+# The imports above are the only list of the public names. A name is imported when it is first used, so that a
+# program loads only the modules that it needs (https://scientific-python.org/specs/spec-0001).
+_IMPORT = re.compile(r"^    from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
+_HOMES = {name: home for home, name in _IMPORT.findall(pathlib.Path(__file__).read_text("utf-8"))}
 
-__all__ = sorted([*_HOMES, *_FACES], key=lambda name: (name[0].islower(), name))  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_HOMES, key=lambda name: (name[0].islower(), name))  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that a program loads only the modules that it needs."""
-    if name in _FACES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if _HOMES[name] == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""`Structure`: equality by definition, and `check_static`."""
+"""`Structure`: equality by definition."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redco_eqx import init_state
 from redco_eqx._base.tree import to_arrays
-from redco_eqx._step.state import Structure, check_static
+from redco_eqx._step.state import Structure
 
 KEY = jax.random.key(0)
 ONES = jnp.ones(2)
@@ -199,7 +197,6 @@ def test_models_built_alike_have_equal_structures_and_come_back():
         built = structure.build({**to_arrays(model), "another": 1})
         assert jax.tree.structure(built) == jax.tree.structure(model), name
         assert all(x is y for x, y in zip(jax.tree.leaves(built), jax.tree.leaves(model), strict=True)), name
-        check_static(model[0] if isinstance(model, tuple) else model)
 
 
 def test_one_compilation_serves_models_built_alike_and_no_others():
@@ -250,15 +247,3 @@ def test_equal_where_python_spells_them_alike(first, second):
     for one, two in zip(hold(first), hold(second)):
         assert (one == two) == (spelled(first) == spelled(second))
         assert one != two or hash(one) == hash(two)
-
-
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-def test_a_static_field_that_is_an_array_or_unhashable_is_refused_by_path():
-    for value in (np.ones(2), (1, np.ones(2)), ONES, eqx.nn.Linear(2, 2, key=KEY)):
-        with pytest.raises(ValueError, match=r"layers\.1\.table is a static field that holds an array"):
-            check_static({"layers": [1, Static(ONES, value)]})
-    for value in ([1, 2], {"a": 1}, (1, [2])):
-        with pytest.raises(ValueError, match=rf"0\.table is a static field of type {type(value).__name__}"):
-            init_state([Static(ONES, value)], key=KEY)
-    for value in (1, "a", (1, (2,)), None, jnp.sin, Config(1), np.dtype("int8")):
-        check_static([Static(ONES, value)])

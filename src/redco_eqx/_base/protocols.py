@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -94,44 +94,25 @@ _OF_GRADIENTS = ("Value and gradient of ", "Gradient of ")
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate")
 
 
-@runtime_checkable
-class CollateFn(Protocol):
-    """Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
+CollateFn: TypeAlias = Callable[[Sequence[PyTree]], Batch]
+"""Turns a list of examples into one batch of NumPy arrays with leading dim `len(examples)`."""
 
-    def __call__(self, examples: Sequence[PyTree], /) -> Batch: ...
+LossFn: TypeAlias = Callable[[PyTree, Batch, Key], PyTree]
+"""The loss of one batch, optionally with further metrics.
 
+`(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with an
+`eqx.nn.State` is passed as the pair `(model, state)`, and the function returns
+`(loss, metrics, new_state)`.
+"""
 
-@runtime_checkable
-class LossFn(Protocol):
-    """The loss of one batch, optionally with further metrics.
+PredictFn: TypeAlias = Callable[[PyTree, Batch, Key], PyTree]
+"""`(model, batch, key) -> PyTree of arrays`, each with the leading dim of the batch."""
 
-    `(model, batch, key) -> loss` or `(loss, {name: metric})`, each a scalar or a [`Mean`][]. A model with an
-    `eqx.nn.State` is passed as the pair `(model, state)`, and the function returns
-    `(loss, metrics, new_state)`.
-    """
+OutputFn: TypeAlias = Callable[[PyTree, PyTree], Any]
+"""`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable."""
 
-    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
-
-
-@runtime_checkable
-class PredictFn(Protocol):
-    """`(model, batch, key) -> PyTree of arrays`, each with the leading dim of the batch."""
-
-    def __call__(self, model: PyTree, batch: Batch, key: Key, /) -> PyTree: ...
-
-
-@runtime_checkable
-class OutputFn(Protocol):
-    """`(example, prediction) -> anything`: makes a prediction of `predict_fn` readable."""
-
-    def __call__(self, example: PyTree, prediction: PyTree, /) -> Any: ...
-
-
-@runtime_checkable
-class Logger(Protocol):
-    """Receives a row of numbers at a step. `fit` calls it only on process 0."""
-
-    def __call__(self, step: int, row: Mapping[str, float], /) -> None: ...
+Logger: TypeAlias = Callable[[int, Mapping[str, float]], None]
+"""Receives a row of numbers at a step. `fit` calls it only on process 0."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import itertools
 import math
-import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -311,31 +309,23 @@ def context_of(*trees: Any) -> Iterator[None]:
     The mesh stays set if it is the first mesh among `trees`, or else the mesh of the first array that has one.
     It also stays set if the arrays are on no mesh.
 
-    Raises `ValueError` if `trees` contain no mesh, under a `jit` for other devices or for the same devices in
-    another order.
+    Raises `ValueError` under a `jit`, because there the mesh cannot be unset.
     """
     found = jax.sharding.get_abstract_mesh()
     leaves = [] if found.empty or AxisType.Manual in found.axis_types else jax.tree.leaves(trees)
-    given = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
-    meshes = (x.abstract_mesh for x in given or map(_mesh_on, leaves) if x is not None and not x.empty)
+    own = [x for x in leaves if isinstance(x, Mesh | AbstractMesh)]
+    meshes = (x.abstract_mesh for x in own or map(_mesh_on, leaves) if x is not None and not x.empty)
     mesh = next(meshes, None)
     if mesh is None or mesh == found:
         yield
         return
     try:
-        own: Any = jax.set_mesh(None)
-    except ValueError:  # the devices of a trace are already decided, in the order of the mesh that is set
-        if not given and not (_products(mesh) <= _products(found) and mesh.size == found.size):
-            raise ValueError(
-                f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies "
-                f"on one with axes {dict(mesh.shape)}, with other devices or another order of them. Call "
-                "jit_step in place of jax.jit, or call the jitted function outside of that jax.set_mesh."
-            ) from None
-        own = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with own:
+        unset: Any = jax.set_mesh(None)
+    except ValueError:
+        raise ValueError(
+            f"this jit is under jax.set_mesh of a mesh with axes {dict(found.shape)}, but the state lies on "
+            f"one with axes {dict(mesh.shape)}. Call jit_step in place of jax.jit, or call the jitted function "
+            "outside of that jax.set_mesh."
+        ) from None
+    with unset:
         yield
-
-
-def _products(mesh: AbstractMesh) -> set[int]:
-    """The numbers of devices after which an axis starts again. Two merged axes have fewer of them."""
-    return set(itertools.accumulate(mesh.axis_sizes, operator.mul))

@@ -133,7 +133,7 @@ def train_step(
 
     `ValueError` while tracing, in these cases: the loss is not a scalar or a `Mean`; a metric has a reserved
     name; the batch does not divide into the microbatches; the state belongs to another optimizer; a `jit` is
-    under `jax.set_mesh` of devices in another order.
+    under `jax.set_mesh` of another mesh.
     """
     check_is_state(state, "train_step: state")
     check_function("train_step", "loss_fn", loss_fn, "model", "batch", "key")
