@@ -80,7 +80,7 @@ def test_what_is_shown_of_a_state_and_of_its_layout_is_short() -> None:
     assert repr(state).startswith("TrainState(deleted, ")
 
     explanation = rx.explain(abstract.model, mesh)
-    assert repr(explanation) == f"Explanation(304 B per device, 4 arrays on {on}; print it for the table)"
+    assert f"304 B per device, 4 arrays on {on}" in repr(explanation)
     for path, d in explanation.decisions.items():
         assert path in str(explanation)
         assert d.reason in str(explanation)

@@ -4,11 +4,8 @@ The layout comes from the program that uses the model, or else from paths, types
 accept abstract models (`eqx.filter_eval_shape`) and an `AbstractMesh`. They place no arrays.
 """
 
-import dataclasses
 import fnmatch
-import functools
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,17 +18,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from redco_eqx._base.protocols import SplitActivations
-from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, size_text, table, to_arrays
+from redco_eqx._base.tree import AnyArray, describe, first_few, is_array, to_arrays
+from redco_eqx._sharding.explanation import Decision, Explanation
 from redco_eqx._sharding.mesh import (
     STORED,
     ShardingWarning,
-    axes_in,
     axes_of,
     axis_size,
     check_mesh,
     in_own_context,
     num_batch_shards,
-    stored_axes,
     tensor_dim,
     trimmed,
 )
@@ -40,7 +36,6 @@ from redco_eqx._sharding.roles import Role, tensor_roles
 if TYPE_CHECKING:  # imported at run time only if there is a program, because most layouts need none
     from redco_eqx._dataflow.activations import ActivationLayout
     from redco_eqx._dataflow.engine import Analysis
-    from redco_eqx._dataflow.prediction import Prediction, Stored
     from redco_eqx._dataflow.tracing import TracedStep
 
 Overrides: TypeAlias = Sequence[tuple[str, PartitionSpec]]
@@ -50,126 +45,6 @@ FSDP_MIN_SIZE = 2**12
 LARGE_BYTES = 2**20
 LARGE_SHARE = 1 / 20
 STORED_BYTES = 2**22
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The layout of one array, and the reason for it.
-
-    - `path`: the name of the array.
-    - `shape`, `dtype`: those of the whole array.
-    - `spec`: the `PartitionSpec`, without trailing `None`s. An entry `("fsdp", "tensor")` splits the array
-        where it is stored, and a step gathers it for use.
-    - `role`: `column`, `row`, `vocabulary`, `expert`, `norm`, ..., or `override`.
-    - `reason`: the reason in words.
-    - `bytes_per_device`: the size of one shard.
-    - `is_guess`: true if the path rules knew only the order of square matrices, which may be wrong.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
-    role: str
-    reason: str
-    bytes_per_device: int
-    is_guess: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The layout of a model and the reasons for it. `str()` and a notebook show it as a table.
-
-    - `decisions`: one decision for each array, by path.
-    - `shardings`: a tree like the model, with a `NamedSharding` for each array, and `None` elsewhere.
-    - `mesh`: the mesh that the layout is for.
-    - `communication`: the bytes that a step sends, if a program decided (and no override makes a split that the
-        analysis of the program cannot follow).
-    """
-
-    decisions: dict[str, Decision]
-    shardings: PyTree[NamedSharding | None] = dataclasses.field(repr=False)
-    mesh: Mesh | AbstractMesh
-    _analysis: "Analysis | ActivationLayout | None" = None
-
-    @functools.cached_property
-    def communication(self) -> "Prediction | None":
-        dims = {path: tensor_dim(d.spec) for path, d in self.decisions.items()}
-        laid_out = None if self._analysis is None else self._analysis.laid_out(dims)  # with the overrides
-        if laid_out is None:
-            return None
-        from redco_eqx._dataflow.activations import ActivationLayout
-        from redco_eqx._dataflow.prediction import predict_communication
-
-        if isinstance(laid_out, ActivationLayout):
-            return laid_out.prediction(self.stored)
-        return predict_communication(laid_out, self.stored)
-
-    @property
-    def stored(self) -> "dict[str, Stored]":
-        """The arrays that are stored split and gathered for use, by path."""
-        from redco_eqx._dataflow.prediction import Stored
-
-        parts = ((d, axis_size(self.mesh, stored_axes(d.spec))) for d in self.decisions.values())
-        return {d.path: Stored(float(d.bytes_per_device * num), num) for d, num in parts if num > 1}
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of all arrays on one device."""
-        return sum(d.bytes_per_device for d in self.decisions.values())
-
-    def __repr__(self) -> str:
-        return f"Explanation({self._total}; print it for the table)"
-
-    def __str__(self) -> str:
-        rows = [("path", "shape", "spec", "role", "per device", "reason")]
-        for path, count, d in _collapse(self.decisions):
-            size = size_text(d.bytes_per_device) + (f" x{count}" if count > 1 else "")
-            entries = ["+".join(axes_in(entry)) or "-" for entry in d.spec]
-            entries += ["-"] * (len(d.shape) - len(d.spec))
-            rows.append((path, describe(d), f"({', '.join(entries)})", d.role, size, d.reason))
-        is_gathered = any("fsdp" in axes_of(d.spec) for d in self.decisions.values())
-        sent = [] if self.communication is None else [str(self.communication)]
-        return "\n".join([*table(rows), self._total, *([_GATHERS] if is_gathered else []), *sent])
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the table in a notebook, and in IPython."""
-        printer.text(str(self))
-
-    @property
-    def _total(self) -> str:
-        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        return f"{size_text(self.bytes_per_device)} per device, {len(self.decisions)} arrays on {mesh}"
-
-
-_GATHERS = (
-    "over fsdp, and over fsdp+tensor: the steps gather a weight where it is used, in a lax.scan or list of "
-    "layers one layer at a time, and again for its gradient"
-)
-
-
-def _collapse(decisions: dict[str, Decision]) -> list[tuple[str, int, Decision]]:
-    """Merge rows that differ only in the numbers of their paths: `(path, number of rows, an example)`."""
-    groups: dict[tuple, list[tuple[list[str], Decision]]] = {}
-    for d in decisions.values():
-        words = re.split(r"(?<![^.])(\d+)(?![^.])", d.path)  # every second word is a number
-        key = (*words[::2], d.shape, str(d.dtype), d.spec, d.role, d.reason)
-        groups.setdefault(key, []).append((words, d))
-    rows = []
-    for members in groups.values():
-        columns = enumerate(zip(*(words for words, _ in members)))
-        path = "".join(_numbers(column) if i % 2 else column[0] for i, column in columns)
-        rows.append((path, len(members), members[0][1]))
-    return rows
-
-
-def _numbers(texts: Sequence[str]) -> str:
-    """`3`, `[0-11]` or `[0,2,4]`."""
-    values = sorted({int(text) for text in texts})
-    if len(values) == 1:
-        return str(values[0])
-    is_run = values[-1] - values[0] == len(values) - 1
-    return f"[{values[0]}-{values[-1]}]" if is_run else f"[{','.join(map(str, values))}]"
 
 
 @in_own_context
