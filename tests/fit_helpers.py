@@ -129,6 +129,11 @@ def fit(*arguments: Any, **options: Any) -> Any:
     return fit_with_history(*arguments, **options)[0]
 
 
+def steps_in(directory: pathlib.Path) -> list[int]:
+    """Those of the checkpoints in a directory."""
+    return [info.step for info in rx.list_checkpoints(directory)]
+
+
 def counted(state: Any = None, checkpoints: Any = None, examples: Any = EXAMPLES, **options: Any) -> Any:
     """`fit` that compiles in no time, makes batches when they are asked for, and saves every second step."""
     if isinstance(checkpoints, pathlib.Path):

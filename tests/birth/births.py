@@ -19,20 +19,14 @@ def stacked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda key: eqx.filter_vmap(make)(jax.random.split(key, LAYERS))
 
 
-class Block(eqx.Module):
+def block(*, dtype: Any = jnp.float32, key: Array) -> dict[str, Any]:
     """Layers of Equinox, with biases, in a dtype."""
-
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, *, dtype: Any = jnp.float32, key: Array):
-        keys = jax.random.split(key, 3)
-        self.attention = eqx.nn.MultiheadAttention(8, 64, use_query_bias=True, dtype=dtype, key=keys[0])
-        self.norm = eqx.nn.LayerNorm(64, dtype=dtype)
-        self.up = eqx.nn.Linear(64, 2048, dtype=dtype, key=keys[1])
-        self.down = eqx.nn.Linear(2048, 64, dtype=dtype, key=keys[2])
+    keys = jax.random.split(key)
+    return {
+        "attention": eqx.nn.MultiheadAttention(8, 64, use_query_bias=True, dtype=dtype, key=keys[0]),
+        "norm": eqx.nn.LayerNorm(64, dtype=dtype),
+        "mlp": eqx.nn.MLP(64, 64, 2048, 1, dtype=dtype, key=keys[1]),
+    }
 
 
 def make_initialised(key: Any) -> dict[str, Array]:
@@ -51,8 +45,8 @@ def make_initialised(key: Any) -> dict[str, Array]:
 
 # Elementwise after their draw.
 SPREAD: dict[str, Callable[[Any], Any]] = {
-    "block": lambda key: Block(key=key),
-    "block bfloat16 stacked": stacked(lambda key: Block(dtype=jnp.bfloat16, key=key)),
+    "block": lambda key: block(key=key),
+    "block bfloat16 stacked": stacked(lambda key: block(dtype=jnp.bfloat16, key=key)),
     "initialisers stacked": stacked(make_initialised),
     "embedding": lambda key: eqx.nn.Embedding(512, 64, key=key),
     "conv stacked": stacked(lambda key: eqx.nn.Conv2d(32, 64, 3, key=key)),
@@ -114,7 +108,7 @@ def everything(key: Any) -> dict[str, Any]:
     }
 
 
-JITTED = eqx.filter_jit(Block)
+JITTED = eqx.filter_jit(block)
 
 
 def make(key: Any) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def test_compilations_do_not_grow_with_depth_or_by_a_jit_nor_is_a_second_model_c
     once = count(lambda key: make_deep(5, key), KEY)
     assert count(lambda key: make_deep(9, key), KEY) == once
     assert count(lambda key: make_deep(5, key), KEY, jax.random.key(1)) == once
-    jitted, plain = (count(lambda key, make=make: make(key=key), KEY) for make in (births.JITTED, births.Block))
+    jitted, plain = (count(lambda key, make=make: make(key=key), KEY) for make in (births.JITTED, births.block))
     assert jitted <= plain
 
 

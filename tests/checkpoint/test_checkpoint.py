@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_helpers import assert_same, bits, full_disk, printed
+from fit_helpers import assert_same, bits, full_disk, printed, steps_in
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,10 +68,6 @@ def tiny(step: int = 0, model: Any = None) -> Any:
     model = {"weight": jnp.ones(2), "bias": jnp.ones(2)} if model is None else model
     state = rx.init_state(model, key=jax.random.key(1))
     return dataclasses.replace(state, step=state.step + step)
-
-
-def steps_in(directory: pathlib.Path) -> list[int]:
-    return [info.step for info in rx.list_checkpoints(directory)]
 
 
 @pytest.fixture(scope="module")

@@ -357,7 +357,6 @@ def test_errors_at_the_call():
         ({"num_workers": -1}, ValueError, r"Data: .* num_workers=-1"),
         ({"num_workers": 2, "prefetch": 0}, ValueError, r"num_workers=2.* work ahead"),
         ({"key": KEY, "epoch": -1}, ValueError, r"epoch=-1"),
-        ({"mesh": jax.make_mesh((8,), ("data",))}, ValueError, r"not of AxisType.Auto"),
         ({"mesh": jax.make_mesh((8,), ("x",))}, ValueError, r"mesh has axes \('x',\)"),
     ):
         arguments = {"examples": range(40), "mesh": make_mesh(tensor=2, fsdp=2), **wrong}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +70,24 @@ def experts_by_example(model: Any, batch: Any) -> Any:
 
     hidden = jax.nn.gelu(product(batch["x"], model["up"]))
     return jnp.mean((product(hidden, model["down"]) - batch["x"]) ** 2)
+
+
+def lstm(size: int, hidden: int) -> Any:
+    def make(key: Any) -> Any:
+        return {"cell": eqx.nn.LSTMCell(size, hidden, key=key), "out": eqx.nn.Linear(hidden, size, key=key)}
+
+    return make
+
+
+def recurrent(model: Any, x: Any) -> Any:
+    """A scan along the row, by the same weights."""
+
+    def step(carry: Any, x: Any) -> Any:
+        carry = model["cell"](x, carry)
+        return carry, carry[0]
+
+    start = jnp.zeros(model["cell"].hidden_size)
+    return jax.vmap(model["out"])(jax.lax.scan(step, (start, start), x)[1])
 
 
 SOLVES_AND_GROUPS = {

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import lstm, recurrent
 from fit_helpers import printed
 from helpers import Stepped, abstract, assert_close, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
@@ -35,16 +36,6 @@ def tokens(model: Any, x: Any) -> Any:
     for layer in model:
         x = x + jax.vmap(layer)(x)
     return x
-
-
-def recurrent(model: Any, x: Any) -> Any:
-    """A scan along the row, by the same weights."""
-
-    def step(carry: Any, x: Any) -> Any:
-        carry = model["cell"](x, carry)
-        return carry, carry[0]
-
-    return jax.vmap(model["out"])(jax.lax.scan(step, (jnp.zeros(32), jnp.zeros(32)), x)[1])
 
 
 def branching(model: Any, x: Any) -> Any:
@@ -124,7 +115,7 @@ CASES: dict[str, Any] = {
         RNG.integers(0, 64, (8, 65)).astype(np.int32),
     ),
     "recurrent": (
-        lambda key: {"cell": eqx.nn.LSTMCell(16, 32, key=key), "out": eqx.nn.Linear(32, 16, key=key)},
+        lstm(16, 32),
         squares(recurrent),
         RNG.normal(size=(8, 12, 16)).astype(np.float32),
     ),

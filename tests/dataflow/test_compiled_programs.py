@@ -10,7 +10,18 @@ import numpy as np
 import optax
 import pytest
 import workloads
-from cases import MESH, PROGRAMS, ROWS, SOLVES_AND_GROUPS, explained, loss_of, sent, specs_of
+from cases import (
+    MESH,
+    PROGRAMS,
+    ROWS,
+    SOLVES_AND_GROUPS,
+    explained,
+    loss_of,
+    lstm,
+    recurrent,
+    sent,
+    specs_of,
+)
 from helpers import abstract, decide, filled, in_long, mesh_of, stepped
 from jax.sharding import PartitionSpec as P
 from layouts import compiled_bytes, family_cases
@@ -115,14 +126,6 @@ def quantised(model: Any, x: Any) -> Any:
     return x + (model["down"].astype(jnp.float32) @ hidden) * model["down_scale"]
 
 
-def recurrent(model: Any, x: Any) -> Any:
-    def step(carry, x):
-        carry = model["cell"](x, carry)
-        return carry, carry[0]
-
-    return jax.vmap(model["out"])(jax.lax.scan(step, (jnp.zeros(64), jnp.zeros(64)), x)[1])
-
-
 def linears(**sizes: Any) -> Any:
     return lambda key: {name: eqx.nn.Linear(*size, key=key) for name, size in sizes.items()}
 
@@ -132,15 +135,17 @@ def int8_weights(key: Any) -> Any:
     return {"up": jnp.zeros((64, 32), jnp.int8), "down": jnp.zeros((32, 64), jnp.int8), **scales}
 
 
-def with_cell(key: Any) -> Any:
-    return {"cell": eqx.nn.LSTMCell(32, 64, key=key), "out": eqx.nn.Linear(64, 32, key=key)}
-
-
 OF_INPUTS, OF_CELL = P(None, "tensor"), ("cell.weight_ih", "cell.weight_hh", "cell.bias")
 STRANGE = [
     (iterated, linears(a=(32, 32), b=(32, 32), out=(32, 1, False)), (16, 32), None, 0.03),
     (quantised, int8_weights, (32,), {"up": COLUMNS, "up_scale": COLUMNS, "down": OF_INPUTS}, 0.02),
-    (recurrent, with_cell, (12, 32), {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS}, 0.02),
+    (
+        recurrent,
+        lstm(32, 64),
+        (12, 32),
+        {**dict.fromkeys(OF_CELL, COLUMNS), "out.weight": OF_INPUTS},
+        0.02,
+    ),
 ]
 
 

@@ -46,7 +46,7 @@ UNLIKE = "should be the same on the devices of all processes, but differ"
         ("shape", "but float32[rows, 5] on process 1 (host"),
         ("fewer", "but 34 on process 1 (host"),
         ("hook", UNLIKE),
-        ("drift", f"head.bias {UNLIKE}. This happened at step"),
+        ("drift", f"{program.LAST_BIAS} {UNLIKE}. This happened at step"),
     ],
 )
 def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
@@ -61,7 +61,7 @@ def test_a_difference_on_one_process_ends_both(tmp_path, fault, message):
         culprit = r"\d" if fault in ("hook", "drift") else "1"
         assert re.search(rf"process {culprit} \(host", processes.text(process)), process
     if saves:
-        saved = [info.step for info in rx.list_checkpoints(tmp_path / "checkpoints")]
+        saved = tiny.steps_in(tmp_path / "checkpoints")
         late = -(-program.FAULT_AT // program.SAVE_EVERY) * program.SAVE_EVERY
         assert f"{message} {late}" in processes.text()
         assert max(saved) == late - program.SAVE_EVERY

@@ -32,26 +32,12 @@ MESHES = {
 }
 NUM_TRAIN, NUM_EVAL, NUM_PREDICT, BATCH_SIZE = 35, 29, 13, 8
 NUM_STEPS, SAVE_EVERY, FAULT_AT = 80, 7, 20
+LAST_BIAS = "layers.1.layers.2.bias"
 
 
-class Model(eqx.Module):
-    embedding: eqx.nn.Embedding
-    up: list[eqx.nn.Linear]
-    down: list[eqx.nn.Linear]
-    head: eqx.nn.Linear
-
-    def __init__(self, *, key):
-        keys = jax.random.split(key, 6)
-        self.embedding = eqx.nn.Embedding(32, 16, key=keys[0])
-        self.up = [eqx.nn.Linear(16, 64, key=k) for k in keys[1:3]]
-        self.down = [eqx.nn.Linear(64, 16, key=k) for k in keys[3:5]]
-        self.head = eqx.nn.Linear(16, 32, key=keys[5])
-
-    def __call__(self, token):
-        x = self.embedding(token)
-        for up, down in zip(self.up, self.down):
-            x = x + down(jax.nn.gelu(up(x)))
-        return self.head(x)
+def make_model(key):
+    keys = jax.random.split(key)
+    return eqx.nn.Sequential([eqx.nn.Embedding(32, 16, key=keys[0]), eqx.nn.MLP(16, 32, 64, 2, key=keys[1])])
 
 
 def collate(examples):
@@ -79,10 +65,10 @@ def begin(mesh_name, differs=""):
     mesh = rx.make_mesh(**MESHES[mesh_name])
     scale = 1.0001 if differs == "weights" else 1.0
 
-    def make_model(key):
-        return jax.tree.map(lambda x: x * scale if eqx.is_array(x) else x, Model(key=key))
+    def make_scaled(key):
+        return jax.tree.map(lambda x: x * scale if eqx.is_array(x) else x, make_model(key))
 
-    model = rx.init_model(make_model, mesh, key=jax.random.key(5 if differs == "model key" else 0))
+    model = rx.init_model(make_scaled, mesh, key=jax.random.key(5 if differs == "model key" else 0))
     optimizer = optax.sgd(0.01 if differs == "learning rate" else 0.05, momentum=0.9)
     return rx.init_state(model, optimizer, key=jax.random.key(5 if differs == "key" else 1)), optimizer
 
@@ -164,7 +150,7 @@ def faulty(out, fault, process, checkpoints, mesh="fsdp2tensor2"):
         if run.step == FAULT_AT:
             say(out, "ready")
             if differs == "drift":  # behind the back of `fit`
-                state.params["head.bias"] = 1.5 * state.params["head.bias"]
+                state.params[LAST_BIAS] = 1.5 * state.params[LAST_BIAS]
             if fault == "hook":
                 factor = 1.5 if differs == "hook" else 1.0
                 params = {path: x * factor for path, x in state.params.items()}

@@ -75,13 +75,6 @@ def in_file_form(model):
     return arrays
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, x in expected.items():
-        assert (found[key].dtype, found[key].shape) == (x.dtype, x.shape), key
-        assert np.asarray(found[key]).tobytes() == np.asarray(x).tobytes(), key
-
-
 def on_all():
     """A mesh that splits everything."""
     return rx.make_mesh(tensor=2, fsdp=2, data=2)

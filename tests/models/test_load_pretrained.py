@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import LAYERS, SINGLE, assert_same, in_file_form, make_arrays, write
+from checkpoint_files import LAYERS, SINGLE, in_file_form, make_arrays, write
+from fit_helpers import assert_same
 from helpers import filled, in_long
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file

@@ -21,14 +21,13 @@ import pytest
 from checkpoint_files import (
     INDEX,
     SINGLE,
-    assert_same,
     in_file_form,
     make_arrays,
     on_all,
     shapes_of,
     write,
 )
-from fit_helpers import assert_identical
+from fit_helpers import assert_identical, assert_same
 from helpers import in_long
 from hosts import harness
 from huggingface_hub import ModelCard

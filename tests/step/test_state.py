@@ -1,7 +1,6 @@
 """`TrainState`, `init_state`, `init_model`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import KEY, Normed, by_path
-from fit_helpers import assert_identical, compilations, host
+from fit_helpers import assert_identical, host
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -197,28 +196,6 @@ def test_init_state_under_transformations():
     model = alone[0].model
     found = jax.jit(lambda key: init_state(model, ADAM, key=key))(jax.random.key(3))
     assert_identical(found, init_state(model, ADAM, key=jax.random.key(3)))
-
-
-def build_odd(seed: int) -> Any:
-    """A model with things in it that Python compares by identity."""
-    pair = (eqx.nn.Embedding(8, 4, key=jax.random.key(seed)), eqx.nn.Linear(4, 8, key=KEY))
-    return {
-        "lambda": eqx.nn.Lambda(lambda x: x**2),
-        "partial": functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
-        "shared": eqx.nn.Shared(pair, where=lambda p: p[1].weight, get=lambda p: p[0].weight),
-    }
-
-
-def test_states_of_models_built_alike_share_a_compiled_function_and_map_together():
-    states = [init_state(build_odd(seed), ADAM, key=KEY) for seed in range(2)]
-    f = jax.jit(lambda state: state.step + 1)
-    with compilations() as compiled:
-        for state in states:
-            f(state)
-    assert len(compiled) == 1
-    total = jax.tree.map(lambda x, y: x if x.dtype == KEY.dtype else x + y, *states)
-    for path, x in total.params.items():
-        np.testing.assert_array_equal(x, np.add(*(np.asarray(state.params[path]) for state in states)))
 
 
 # Models with state.

@@ -85,6 +85,7 @@ def test_vmap_over_an_ensemble_equals_each_alone():
         expected = alone(alone(odd_state(seed), BATCHES[seed])[0], BATCHES[seed])
         found = jax.tree.map(lambda x, seed=seed: x[seed], (ensemble, metrics))
         helpers.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert alone._cache_size() == 1
 
 
 def quadratic_loss(model: Any, batch: Any, key: Any) -> Any:

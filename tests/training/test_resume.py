@@ -25,10 +25,6 @@ import redco_eqx as rx
 from redco_eqx._data import streams
 
 
-def steps_in(directory: pathlib.Path) -> list[int]:
-    return [info.step for info in rx.list_checkpoints(directory)]
-
-
 def interrupted(state: Any, checkpoints: Any, call: Any = counted, **arguments: Any) -> Any:
     """The error of a run that a signal ends."""
     with pytest.raises(rx.errors.TrainingInterrupted) as caught:
@@ -188,7 +184,7 @@ def test_a_killed_run_loses_no_row(tmp_path: pathlib.Path) -> None:
     # The error saved at 13. A kill leaves a checkpoint at 13 that is not whole, and a row that is too late.
     cut(15, {"train/loss": 5.0})
     os.rename(tmp_path / "cut" / "13", tmp_path / "cut" / "13.orbax-checkpoint-tmp")
-    assert steps_in(tmp_path / "cut")[-1] == 12
+    assert tiny.steps_in(tmp_path / "cut")[-1] == 12
     with whole, rx.JSONLLogger(tmp_path / "cut.jsonl") as logger:
         run(tmp_path / "cut", loggers=[logger])
     assert tiny.read_log(tmp_path / "cut.jsonl") == tiny.read_log(tmp_path / "whole.jsonl")
@@ -295,7 +291,7 @@ def test_what_is_not_the_run_is_refused(tmp_path: pathlib.Path) -> None:
             counted(state, directory, examples, prefetch=None)
         assert not state.params["bias"].is_deleted()
     assert_same(begin, linear_state())  # nothing was taken over
-    assert steps_in(tmp_path)[-1] == 8
+    assert tiny.steps_in(tmp_path)[-1] == 8
 
     with pytest.raises(ValueError, match=r"batch_size is 2, but was 4 when .*allow_changes=True"):
         counted(None, tmp_path, batch_size=2, num_epochs=3)
@@ -323,7 +319,7 @@ def test_options_that_cannot_be(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(ValueError, match=rf"keep_best={{'eval/accuracy'.*evaluations give {given}"):
             counted(None, checkpoints, evaluation=evaluation)
-    assert steps_in(tmp_path) == []
+    assert tiny.steps_in(tmp_path) == []
 
 
 # Evaluations and checkpoints at one step
@@ -391,8 +387,8 @@ def test_the_exit_tells_what_it_was(tmp_path: pathlib.Path) -> None:
     children = [tiny.python(CHILD, tmp_path / times, times) for times in ("1", "2")]
     said = [child.communicate()[1] for child in children]
     assert [child.returncode for child in children] == [128 + signal.SIGTERM, -signal.SIGTERM], said
-    assert steps_in(tmp_path / "1")[-1] == 3
-    assert 3 not in steps_in(tmp_path / "2")
+    assert tiny.steps_in(tmp_path / "1")[-1] == 3
+    assert 3 not in tiny.steps_in(tmp_path / "2")
 
 
 # Faults
@@ -400,7 +396,7 @@ def test_the_exit_tells_what_it_was(tmp_path: pathlib.Path) -> None:
 
 def test_a_damaged_newest_is_named_and_the_one_before_it_used(tmp_path: pathlib.Path) -> None:
     interrupted(None, tmp_path, collate_fn=Collate(7))
-    assert steps_in(tmp_path) == [6, 7]
+    assert tiny.steps_in(tmp_path) == [6, 7]
     for path in (tmp_path / "7").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:-20])
     with pytest.warns(UserWarning, match=f"{tmp_path}/7 is damaged.*The checkpoint before it is used"):
@@ -431,7 +427,7 @@ def test_a_full_disk_reaches_the_caller_with_the_state(log_every: int, tmp_path:
     state: Any = caught.value.state  # pyright: ignore[reportAttributeAccessIssue]
     assert_counted(state, int(state.step))
     assert 7 <= int(state.step) <= 10  # told of the save of 6 or of 8, by 10 at the latest
-    assert steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
+    assert tiny.steps_in(tmp_path) in ([2, 4], [4, 6])  # that of 6 may have been on its way
     assert_counted(counted(None, tmp_path), 12)
 
 
@@ -458,7 +454,7 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     spoiling = optax.sgd(lambda step: jnp.where(step == 5, jnp.nan, 0.05))
     with pytest.raises(ValueError, match="step 6 is not saved, because model/bias, and 1 more"):
         counted(linear_state(spoiling), tmp_path, optimizer=spoiling)
-    assert steps_in(tmp_path) == [2, 4]
+    assert tiny.steps_in(tmp_path) == [2, 4]
 
     limit = float(linear_state().params["bias"][0]) + 4.5  # which the sixth step has before it
 
@@ -468,5 +464,5 @@ def test_what_is_not_finite_is_never_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(rx.errors.NonFiniteError) as caught:
         counted(None, tmp_path / "loss", loss_fn=infinite)
     assert caught.value.step == 5
-    assert steps_in(tmp_path / "loss") == [2, 4]
+    assert tiny.steps_in(tmp_path / "loss") == [2, 4]
     assert_counted(caught.value.state, 5)
