@@ -1,10 +1,14 @@
 """Streams of every kind that there is, over the same examples: what tests of streams share."""
 
+import itertools
 from typing import Any
 
+import jax
 import numpy as np
 
 import redco_eqx as rx
+from redco_eqx._data.batches import Epochs
+from redco_eqx._data.data import Place
 
 
 def order(num: int, epoch: int) -> list[int]:
@@ -109,6 +113,17 @@ def in_lists(examples: Any, size: int, epoch: int) -> Any:
     found = [examples[i] for i in order(len(examples), epoch)]
     for i in range(0, len(found) - size + 1, size):
         yield found[i : i + size]
+
+
+BEGIN = Place(0, 0, None)
+
+
+def taken(epochs: Epochs, num: int, place: Place = BEGIN, **options: Any) -> Any:
+    """The first batches from a place on, each with the place after it."""
+    made = epochs.after(place, key=jax.random.key(0), **options)
+    found = [(x.tolist(), place) for x, place in itertools.islice(made, num)]
+    made.close()
+    return found
 
 
 KINDS: dict[str, Any] = {

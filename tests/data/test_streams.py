@@ -1,11 +1,9 @@
 """Streams: every example once and in order, the position of what was consumed, and going on from there."""
 
 import dataclasses
-import itertools
 import json
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from stream_sources import (
     generate,
     in_lists,
     order,
+    taken,
 )
 
 import redco_eqx as rx
@@ -48,19 +47,6 @@ def ids(batch: Any) -> list[int]:
 
 def epochs_of(stream: Any, collate_fn: Any = np.asarray) -> Epochs:
     return Epochs(stream, collate_fn, batch_size=BATCH_SIZE, mesh=rx.make_mesh())
-
-
-def taken(
-    epochs: Epochs, num: int, epoch: int = 0, batch: int = 0, positions: Any = None, **options: Any
-) -> Any:
-    """The first batches from a place on, and the places after them."""
-    made = epochs.after(Place(epoch, batch, None, positions), key=KEY, **options)
-    found = [(ids(x), place) for x, place in itertools.islice(made, num)]
-    made.close()
-    return found
-
-
-KEY = jax.random.key(0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,7 +85,7 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(kind, prefet
     for at in range(1, 7):
         _, place = taken(epochs_of(new()), at)[-1]
         positions, said = json.loads(json.dumps(place.positions)), []  # as a checkpoint has them
-        rest = taken(epochs_of(new()), 8 - at, place.epoch, place.batch, positions, say=said.append)
+        rest = taken(epochs_of(new()), 8 - at, place._replace(positions=positions), say=said.append)
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
         assert [p[:2] for _, p in rest] == [p[:2] for _, p in whole[at:]]
         by_state = kind in WITH_STATE and place.batch > 1  # from the first batch on, with a proof
@@ -112,12 +98,12 @@ def test_epochs_follow_each_other_and_go_on_after_what_was_consumed(kind, prefet
 # States that are wrong, and streams that are others
 
 
-def resumed(make: Any, at: int = 2, **options: Any) -> Any:
+def resumed(make: Any, at: int = 2, positions: Any = None, **options: Any) -> Any:
     """Return a new stream's batches after `at` batches of another, the other's batches, and the messages."""
     whole, said = taken(epochs_of(rx.Stream(make())), 3), []
     _, place = taken(epochs_of(rx.Stream(make())), at)[-1]
-    options = {"positions": place.positions, "say": said.append, **options}
-    rest = taken(epochs_of(rx.Stream(make())), 3 - at, place.epoch, place.batch, **options)
+    place = place._replace(positions=positions or place.positions)
+    rest = taken(epochs_of(rx.Stream(make())), 3 - at, place, say=said.append, **options)
     return [x for x, _ in rest], [x for x, _ in whole[at:]], said
 
 
@@ -167,7 +153,7 @@ def test_one_item_that_is_another_is_refused():
     _, place = taken(epochs_of(rx.Stream(before)), 2)[-1]
     for other in ([*before[:3], 99, *before[4:]], [*before[:3], 4, 3, *before[5:]]):
         with pytest.raises(ValueError, match="differ from those when the run was saved"):
-            taken(epochs_of(rx.Stream(other)), 1, place.epoch, place.batch, place.positions)
+            taken(epochs_of(rx.Stream(other)), 1, place)
 
 
 def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_again():
@@ -180,7 +166,8 @@ def test_a_position_without_a_proof_or_for_a_source_without_a_state_is_read_agai
     _, place = whole[1]
     assert place.positions[0].state is not None
     for positions in (place.positions, None):
-        rest = taken(epochs_of(KINDS["iterable"](range(NUM))), 3, 0, 2, positions, say=said.append)
+        at_two = Place(0, 2, None, positions)
+        rest = taken(epochs_of(KINDS["iterable"](range(NUM))), 3, at_two, say=said.append)
         assert [x for x, _ in rest] == [x for x, _ in whole[2:]]
     assert all("is read again from its beginning: 16 items are skipped" in how for how in said)
     assert len(said) == 2
@@ -198,7 +185,7 @@ def test_a_state_takes_it_there_without_reading_all():
 
     *_, (_, place), (expected, _) = taken(epochs_of(stream()), 11)
     given.clear()
-    ((found, _),) = taken(epochs_of(stream()), 1, 0, 10, place.positions)
+    ((found, _),) = taken(epochs_of(stream()), 1, place)
     assert found == expected
     assert given == order(100, 0)[72:96]  # a batch as the proof, the next, and one ahead
 
@@ -222,7 +209,7 @@ def test_a_state_does_not_stay_in_the_users_iterable():
 
     source = Staying(range(NUM))
     whole = taken(epochs_of(rx.Stream(source)), 2)
-    rest = taken(epochs_of(rx.Stream(source)), 1, 0, 2, whole[-1][1].positions)
+    rest = taken(epochs_of(rx.Stream(source)), 1, whole[-1][1])
     assert rest[0][0] == order(NUM, 0)[16:24]
     assert taken(epochs_of(rx.Stream(source)), 2) == whole
 
@@ -236,16 +223,16 @@ def test_an_iterator_is_read_once(kind):
     assert [x for x, _ in found] == [order(NUM, 0)[i * 8 :][:8] for i in range(3)]
     assert [place.is_end for _, place in found] == [False, False, True]
     _, place = taken(epochs_of(once()), 1)[-1]
-    rest = taken(epochs_of(once()), 10, place.epoch, place.batch, place.positions)
+    rest = taken(epochs_of(once()), 10, place)
     assert [x for x, _ in rest] == [x for x, _ in found[1:]]
-    assert taken(epochs_of(once()), 10, 1, 0, found[-1][1].positions) == []
+    assert taken(epochs_of(once()), 10, Place(1, 0, None, found[-1][1].positions)) == []
 
 
 def test_batches_of_a_stream_go_to_collate_fn_as_they_are():
     stream = rx.Stream(lambda epoch: in_lists(range(NUM), 8, epoch), batched=True)
     found = taken(epochs_of(stream), 5)
     assert [x for x, _ in found] == [order(NUM, i // 3)[i % 3 * 8 :][:8] for i in range(5)]
-    rest = taken(epochs_of(stream), 3, 0, 2, found[1][1].positions)
+    rest = taken(epochs_of(stream), 3, found[1][1])
     assert [x for x, _ in rest] == [x for x, _ in found[2:]]
     with pytest.raises(ValueError, match=r"int64\[5\], but its leading dim must be 8"):
         taken(epochs_of(rx.Stream([np.arange(8), np.arange(5)], batched=True)), 2)
@@ -328,15 +315,16 @@ def int_as_any() -> Any:
 def test_errors():
     by_epoch, batched = rx.Stream(lambda epoch: int_as_any()), rx.Stream([1], batched=True)
     options: Any = {"batch_size": 8, "mesh": rx.make_mesh()}
-    shorter, moved = r"24 items of epoch 0, but the stream now gives only 20", [(0, 2, 4, None)]
+    shorter = r"24 items of epoch 0, but the stream now gives only 20"
+    moved: Any = Place(0, 1, None, [(0, 2, 4, None)])
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: rx.Stream(int_as_any()), TypeError, r"examples"),  # the type checker of the tests comes first
         (lambda: rx.Stream([1], sharded=True), ValueError, r"sharded=True needs a function.*num_shards"),
         (lambda: rx.Stream([1], prefetch=-1), ValueError, r"Stream: prefetch=-1"),
         (lambda: taken(epochs_of(rx.Stream(range(7))), 1), ValueError, r"epoch 0 does not fill one batch"),
         (lambda: taken(epochs_of(by_epoch), 1), TypeError, r"returned a int, but must"),
-        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 3), ValueError, shorter),
-        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, 0, 1, moved), ValueError, r"in 2 shards, .*in 1"),
+        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, Place(0, 3, None)), ValueError, shorter),
+        (lambda: taken(epochs_of(rx.Stream(range(20))), 1, moved), ValueError, r"in 2 shards, .*in 1"),
         (
             lambda: rx.batches(batched, ids, remainder="split", **options),
             ValueError,

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 import torch
+from stream_sources import taken
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import redco_eqx as rx
 from redco_eqx._data import streams
 from redco_eqx._data.batches import Epochs
-from redco_eqx._data.data import Place
 
 NUM, BATCH_SIZE = 29, 4  # seven batches, and one left over
 
@@ -78,16 +78,8 @@ SOURCES: dict[str, tuple[Any, bool]] = {
 }  # fmt: skip
 
 
-START = Place(0, 0, None)
-
-
-def taken(stream: rx.Stream, num: int, place: Place = START, collate: Any = collate, **options: Any) -> Any:
-    """Batches from a place on, each with the place after it."""
-    epochs = Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
-    made = epochs.after(place, key=jax.random.key(0), **options)
-    found = [(x.tolist(), place) for x, place in itertools.islice(made, num)]
-    made.close()
-    return found
+def epochs_of(stream: rx.Stream, collate: Any = collate) -> Epochs:
+    return Epochs(stream, collate, batch_size=BATCH_SIZE, mesh=rx.make_mesh(data=4))
 
 
 @pytest.fixture(autouse=True)
@@ -99,23 +91,23 @@ def _proof_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_it_goes_on_where_it_was_left(name: str) -> None:
     source, has_state = SOURCES[name]
-    whole = taken(rx.Stream(source()), 12)
+    whole = taken(epochs_of(rx.Stream(source())), 12)
     is_once = name == "grain iterator"
     assert len(whole) == (7 if is_once else 12)
     length = next(i for i, (_, place) in enumerate(whole, 1) if place.batch == 0)
     assert len({x for batch, _ in whole[:length] for x in batch}) == 4 * length > 20
     for at in {3, 7, min(9, len(whole))}:
-        _, place = taken(rx.Stream(source()), at)[-1]
+        _, place = taken(epochs_of(rx.Stream(source())), at)[-1]
         place, said = place._replace(positions=json.loads(json.dumps(place.positions))), []
-        rest = taken(rx.Stream(source()), 12 - at, place, say=said.append)
+        rest = taken(epochs_of(rx.Stream(source())), 12 - at, place, say=said.append)
         assert [x for x, _ in rest] == [x for x, _ in whole[at:]]
         by_state = has_state and place.batch > 1  # from the first batch on, with a proof
         assert ["continues from the stored state" in how for how in said] == [by_state] * (place.batch > 0)
 
 
 def test_a_loader_that_shuffles_without_a_seed_is_refused() -> None:
-    def make() -> rx.Stream:
-        return rx.Stream(torch.utils.data.DataLoader(range(NUM), batch_size=None, shuffle=True))
+    def make() -> Epochs:
+        return epochs_of(rx.Stream(torch.utils.data.DataLoader(range(NUM), batch_size=None, shuffle=True)))
 
     _, place = taken(make(), 3)[-1]
     with pytest.raises(
@@ -134,7 +126,7 @@ def test_content_of_tensors_is_compared() -> None:
 
 def test_batches_of_a_loader() -> None:
     loader = torch.utils.data.DataLoader(range(NUM), batch_size=BATCH_SIZE, drop_last=True)
-    found = taken(rx.Stream(loader, batched=True), 8, collate=np.asarray)
+    found = taken(epochs_of(rx.Stream(loader, batched=True), np.asarray), 8)
     assert [x for x, _ in found] == [[i % 7 * 4 + j for j in range(4)] for i in range(8)]
 
 

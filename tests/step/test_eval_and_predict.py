@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import KEY, Normed, by_path, compiled_step, ratio
+from by_hand import KEY, Normed, by_path, compiled_step
 from fit_helpers import assert_identical, compilations
-from helpers import mlp_batch, squared_error
 from jax.sharding import PartitionSpec as P
 
 import redco_eqx as rx
@@ -101,30 +100,6 @@ def test_evaluation_weighs_a_scalar_by_its_examples():
     assert [part["loss"].weight for part in parts] == [4, 2]
     for name, expected in (("loss", x.sum(axis=1).mean()), ("first", x[:, 0].mean())):
         np.testing.assert_allclose((parts[0][name] + parts[1][name]).value, expected, rtol=1e-5)
-
-
-def test_evaluation_and_prediction_on_a_mesh():
-    mesh = helpers.mesh_of("2x2x2")
-    model, host_batch = helpers.make_mlp(), mlp_batch(0)
-    placed, shardings = helpers.place(model, mesh)
-    state = init_state(placed, key=KEY)
-    batch = jax.device_put(host_batch, batch_sharding(mesh))
-
-    def predict_fn(model, batch, key):
-        return {"out": jax.vmap(model)(batch["x"]), "index": jnp.argmax(batch["x"], axis=1)}
-
-    @eqx.filter_jit
-    def on_one_device(model, batch):
-        values = [ratio(squared_error, name)(model, batch) for name in (None, "absolute")]
-        return *values, jax.vmap(model)(batch["x"])
-
-    loss, absolute, out = on_one_device(model, host_batch)
-    metrics = jax.jit(partial(eval_step, loss_fn=squared_error, shardings=shardings))(state, batch)
-    found = {name: x.value for name, x in metrics.items()}
-    helpers.assert_close(found, {"loss": loss, "absolute": absolute}, rtol=1e-5)
-    outputs = jax.jit(partial(predict_step, predict_fn=predict_fn, shardings=shardings))(state, batch)
-    np.testing.assert_allclose(outputs["out"], out, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(outputs["index"], host_batch["x"].argmax(axis=1))
 
 
 def test_predictions_without_one_row_per_example_are_refused():
